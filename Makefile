@@ -1,0 +1,42 @@
+# The first command on a fresh clone may be any of these; python3 and pip are all it takes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check bench format setup
+.DEFAULT_GOAL := demo
+
+demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
+	$(BIN)/gradstream demo
+
+test: $(READY)
+	$(BIN)/pytest -q
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
+	$(BIN)/python tools/check_docs.py
+
+bench: $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	$(BIN)/python bench/grpc_bulk.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(READY)
+
+# Once per change of the dependencies. Without python3-venv (Debian) the environment comes
+# without pip, and the pip outside installs into it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "gradstream needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; } || \
+		{ echo "no virtual environment could be made: install python3-venv, or pip 22.3 or newer" >&2; exit 2; }
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
