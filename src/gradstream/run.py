@@ -1,0 +1,192 @@
+"""`Run`: what `train()` and `simulate()` return, and what a run directory can be read back into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from gradstream.data.base import Dataset
+from gradstream.errors import ConfigError
+from gradstream.model.base import Model
+from gradstream.summary import EventDict, history_of, summary_of
+
+__all__ = ["Evaluation", "Run", "read_events"]
+
+FINAL_MODEL = Path("checkpoints/final/model.safetensors")
+"""Where a run directory holds the trained parameters, under the user's own names."""
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How good a model is on held-out samples.
+
+    Args:
+        accuracy: fraction of samples whose largest output is at the target; None in regression.
+        loss: mean squared error in regression; None in classification.
+        num_samples: how many samples were looked at.
+    """
+
+    accuracy: float | None
+    loss: float | None
+    num_samples: int
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """A run that has ended: its parameters, its history, its figures.
+
+    Args:
+        path: the run directory; None if nothing was written.
+        parameters: trained parameters under the user's own names; empty after a phantom
+            simulation.
+        events: every event of the run, as `events.jsonl` holds them.
+        info: contents of `run.json`: versions, machine, environment.
+        model: what `evaluate` computes outputs with.
+        data: what `evaluate` looks at by default.
+    """
+
+    path: Path | None = None
+    parameters: Arrays = field(default_factory=dict)
+    events: Sequence[EventDict] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    model: Model | None = None
+    data: Dataset | None = None
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """One row per minibatch: step, epoch, rank, samples, loss, time_s (see `history_of`)."""
+        return history_of(self.events)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The run in figures (see `summary_of` for the keys)."""
+        return summary_of(self.events)
+
+    @classmethod
+    def load(cls, path: str | Path, *, model: Model | None = None, data: Dataset | None = None) -> Run:
+        """Reads a run directory, also of a run that failed or is still going on.
+
+        Args:
+            path: the run directory.
+            model, data: for `evaluate`; a run directory does not hold them.
+
+        Raises:
+            ConfigError: it is not a run directory, or a file in it cannot be read.
+        """
+        path = Path(path)
+        if not (path / "run.json").is_file():
+            raise ConfigError(f"{path} is not a run directory: it has no run.json")
+        try:
+            info = json.loads((path / "run.json").read_text())
+            final = path / FINAL_MODEL
+            parameters = load_file(final) if final.is_file() else {}
+        except (ValueError, SafetensorError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+        events = read_events(path / "events.jsonl")
+        return cls(path=path, parameters=parameters, events=events, info=info, model=model, data=data)
+
+    def save_parameters(self, path: str | Path) -> None:
+        """Writes the parameters as one safetensors file, readable without gradstream."""
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.parameters.items()}
+        save_file(arrays, path)
+
+    def evaluate(self, data: Dataset | None = None, *, batch_size: int = 256) -> Evaluation:
+        """Looks at every held-out sample of `data` (default: the data trained on).
+
+        Integer targets mean classification, one output per class along the last axis; any other
+        targets regression.
+
+        Raises:
+            ConfigError: the run has no model, no data or no parameters, or `data` holds no
+                samples out.
+        """
+        data = data or self.data
+        if self.model is None or data is None:
+            raise ConfigError("evaluate: no model or no data; give them: Run.load(path, model=…, data=…)")
+        if not data.num_test_samples:
+            raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
+        flat = flatten(self.model, self.parameters)
+        correct, squares, elems, classes = 0, 0.0, 0, False
+        for start in range(0, data.num_test_samples, batch_size):
+            ids = np.arange(start, min(start + batch_size, data.num_test_samples), dtype=np.int64)
+            batch = data.test_batch(ids)
+            outputs = self.model.outputs(flat, batch.inputs)
+            targets = torch.as_tensor(batch.targets)
+            classes = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
+            if classes:
+                correct += int((outputs.argmax(-1) == targets).sum())
+            else:
+                squares += float((outputs.double() - targets.double().view_as(outputs)).square().sum())
+            elems += targets.numel()
+        if classes:
+            return Evaluation(correct / elems, None, data.num_test_samples)
+        return Evaluation(None, squares / elems, data.num_test_samples)
+
+    def __repr__(self) -> str:
+        """A short table of the figures one asks for first."""
+        figures = self.summary
+        rows = [
+            ("path", self.path),
+            ("strategy", figures["strategy"]),
+            ("parameters", figures["num_parameters"]),
+            ("steps", figures["steps"]),
+            ("samples/s", figures["samples_per_s"]),
+            ("train_s", figures["train_s"]),
+            ("loss", figures["loss"]),
+            ("failed", figures["failed"] and figures["failed"]["message"]),
+        ]
+        lines = [f"  {key:<10} {_short(value)}" for key, value in rows if value is not None]
+        return "\n".join(["Run", *lines])
+
+
+def flatten(model: Model, parameters: Arrays) -> torch.Tensor:
+    """The flat vector (E,) that holds `parameters` in the places of the model's layout.
+
+    Raises:
+        ConfigError: a tensor of the model is missing, or has another number of elements.
+    """
+    flat = torch.empty(model.layout.elems, dtype=model.layout.dtype)
+    for name, view in model.layout.views(flat):
+        array = parameters.get(name)
+        if array is None or array.size != view.numel():
+            got = "nothing" if array is None else f"shape {array.shape}"
+            raise ConfigError(
+                f"parameters[{name!r}]: got {got}, expected shape {tuple(view.shape)}; "
+                "is this the model that the run trained?"
+            )
+        view.copy_(torch.from_numpy(np.array(array)).view(view.shape))
+    return flat
+
+
+def read_events(path: Path) -> list[EventDict]:
+    """The events of a file of JSON lines, [] if there is none. A torn last line is left out.
+
+    Raises:
+        ConfigError: another line is not a JSON object.
+    """
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    if lines and not lines[-1].endswith(b"\n"):
+        del lines[-1]  # its writer was killed in the middle, or is writing now
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a file of events: {error}") from error
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

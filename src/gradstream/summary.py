@@ -1,0 +1,161 @@
+"""The figures of a run, as pure functions of its events (`gradstream.events` is the schema).
+
+An event here is the dict that one line of `events.jsonl` holds: {"event": "step", "node": ...}.
+Events of several nodes may come in any order; those of one node are in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["EventDict", "history_of", "staleness_of", "summary_of"]
+
+EventDict = Mapping[str, Any]
+"""One record of `events.jsonl`, parsed."""
+
+_ROW = ("step", "epoch", "rank", "samples", "loss", "time_s")
+
+
+def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
+    """One row per minibatch, in the order of time: step, epoch, rank, samples, loss, time_s.
+
+    `time_s` counts from the start of the run; `loss` is None where the model does not say.
+    """
+    rows = [{key: event[key] for key in _ROW} for event in events if event["event"] == "step"]
+    return sorted(rows, key=lambda row: (row["time_s"], row["rank"], row["step"]))
+
+
+def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:
+    """Histogram over all pushes: staleness τ -> how many chunks had it, by growing τ."""
+    counts: Counter[int] = Counter()
+    for event in events:
+        if event["event"] == "exchange":
+            counts.update({int(tau): int(count) for tau, count in event["staleness"].items()})
+    return dict(sorted(counts.items()))
+
+
+def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
+    """Every figure of a run. A figure that its events do not tell is None, or empty.
+
+    Keys:
+        job, strategy, optimizer, workers, servers, num_parameters, num_samples: as started.
+        steps: minibatches over all workers. samples: samples of those, counted with repeats.
+        samples_accounted: samples with a receipt, of all data epochs; None if it did not finish.
+        samples_reassigned: batches that another worker took over.
+        train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
+        loss: mean over the samples of the last data epoch seen.
+        compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
+        pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
+        staleness_mean, staleness_max, staleness: over chunks; the last is the histogram.
+        updates, duplicates, dropped, refused: of all shards, in chunks.
+        peak_memory_bytes: by node. cpu_s: by role. cpu_work_s: by role, then by kind of work.
+        loop_late_max_ms: by role.
+        workers_lost: names of workers that went without a goodbye.
+        failed: {culprit, error, message}, or None.
+    """
+    started = _first(events, "started")
+    return {
+        **{key: started.get(key) for key in _STARTED},
+        **_progress(events),
+        **_totals(events, "exchange", ("pushed_bytes", "fetched_bytes", "pushes", "fetches", "retries")),
+        **_staleness(events),
+        **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
+        **_machines(events),
+        "workers_lost": _workers_lost(events),
+        "failed": _failed(events),
+    }
+
+
+_STARTED = ("job", "strategy", "optimizer", "workers", "servers", "num_parameters", "num_samples")
+
+
+def _of(events: Iterable[EventDict], name: str) -> list[EventDict]:
+    return [event for event in events if event["event"] == name]
+
+
+def _first(events: Iterable[EventDict], name: str) -> EventDict:
+    return next((event for event in events if event["event"] == name), {})
+
+
+def _totals(events: Sequence[EventDict], name: str, keys: Sequence[str]) -> dict[str, int]:
+    chosen = _of(events, name)
+    return {key: sum(event[key] for event in chosen) for key in keys}
+
+
+def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
+    steps = _of(events, "step")
+    finished = _first(events, "finished")
+    samples = sum(step["samples"] for step in steps)
+    train_s = finished.get("train_s") or _span_s(steps)
+    return {
+        "steps": len(steps),
+        "samples": samples,
+        "samples_accounted": finished.get("samples"),
+        "samples_reassigned": sum(event["reassigned"] for event in _of(events, "ledger")),
+        "train_s": train_s,
+        "samples_per_s": samples / train_s if train_s else None,
+        "loss": _last_epoch_loss(steps),
+        "compute_s": math.fsum(step["compute_s"] for step in steps),
+        "wait_s": math.fsum(step["wait_s"] for step in steps),
+    }
+
+
+def _span_s(steps: Sequence[EventDict]) -> float | None:
+    """Seconds from the begin of the first step to the end of the last, for a run cut short."""
+    if not steps:
+        return None
+    begin = min(step["time_s"] - step["compute_s"] for step in steps)
+    return float(max(step["time_s"] for step in steps) - begin)
+
+
+def _last_epoch_loss(steps: Sequence[EventDict]) -> float | None:
+    known = [step for step in steps if step["loss"] is not None and step["samples"]]
+    last = max((step["epoch"] for step in known), default=0)
+    weights = [(step["samples"], step["loss"]) for step in known if step["epoch"] == last]
+    samples = sum(weight for weight, _ in weights)
+    return math.fsum(weight * loss for weight, loss in weights) / samples if samples else None
+
+
+def _staleness(events: Sequence[EventDict]) -> dict[str, Any]:
+    histogram = staleness_of(events)
+    chunks = sum(histogram.values())
+    total = sum(tau * count for tau, count in histogram.items())
+    return {
+        "staleness_mean": total / chunks if chunks else None,
+        "staleness_max": max(histogram) if histogram else None,
+        "staleness": histogram,
+    }
+
+
+def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
+    peak: dict[str, int] = {}
+    for event in _of(events, "memory"):
+        peak[event["node"]] = max(event["peak_bytes"], peak.get(event["node"], 0))
+    # The counters of a process only grow: its last record is its total.
+    last_cpu = {event["node"]: event for event in _of(events, "cpu")}
+    cpu: defaultdict[str, float] = defaultdict(float)
+    work: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for event in last_cpu.values():
+        cpu[event["role"]] += event["user_s"] + event["system_s"]
+        work[event["role"]].update(event["compute_s"])
+    late: defaultdict[str, float] = defaultdict(float)
+    for event in _of(events, "late"):
+        late[event["role"]] = max(late[event["role"]], event["max_ms"])
+    return {
+        "peak_memory_bytes": dict(sorted(peak.items())),
+        "cpu_s": dict(sorted(cpu.items())),
+        "cpu_work_s": {role: dict(kinds) for role, kinds in sorted(work.items())},
+        "loop_late_max_ms": dict(sorted(late.items())),
+    }
+
+
+def _workers_lost(events: Sequence[EventDict]) -> list[str]:
+    return [e["who"] for e in _of(events, "left") if e["lost"] and e["who"].startswith("worker")]
+
+
+def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:
+    failed = _first(events, "failed")
+    return {key: failed[key] for key in ("culprit", "error", "message")} if failed else None
