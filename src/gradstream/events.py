@@ -1,0 +1,189 @@
+"""Typed event records, the only telemetry: what a node tells the world about itself.
+
+A record becomes one JSON line: {"event": "step", "node": "worker-0", "time_s": 12.345, ...}.
+`time_s` counts from the start of the run on the node's own monotonic clock. The progress line,
+the report and the tests read these lines and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+__all__ = [
+    "AppliedEvent",
+    "CpuEvent",
+    "Event",
+    "ExchangeEvent",
+    "FailedEvent",
+    "FinishedEvent",
+    "JoinedEvent",
+    "LateEvent",
+    "LedgerEvent",
+    "LeftEvent",
+    "MemoryEvent",
+    "StartedEvent",
+    "StepEvent",
+    "encode",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all records; subclasses add fields of str, int, float, or flat lists and maps of them."""
+
+    name: ClassVar[str] = "event"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEvent(Event):
+    """The run begins (coordinator)."""
+
+    name: ClassVar[str] = "started"
+    job: str
+    workers: int
+    servers: int
+    strategy: str
+    optimizer: str
+    num_parameters: int
+    num_samples: int
+    total_steps: int  # minibatches over all workers; synchronous: rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedEvent(Event):
+    """A node is in (coordinator)."""
+
+    name: ClassVar[str] = "joined"
+    who: str
+    address: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftEvent(Event):
+    """A node is out (coordinator): `lost` when it did not say goodbye."""
+
+    name: ClassVar[str] = "left"
+    who: str
+    lost: bool
+    reason: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent(Event):
+    """One local minibatch is done (worker)."""
+
+    name: ClassVar[str] = "step"
+    rank: int
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None
+    compute_s: float  # inside the gradient
+    wait_s: float  # waiting for the exchange since the step before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeEvent(Event):
+    """Bytes and staleness of a node since its exchange event before (worker)."""
+
+    name: ClassVar[str] = "exchange"
+    rank: int
+    pushed_bytes: int
+    fetched_bytes: int
+    pushes: int
+    fetches: int
+    retries: int
+    staleness: Mapping[str, int] = field(default_factory=dict)  # histogram: staleness -> chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedEvent(Event):
+    """What a shard has done since its applied event before (shard)."""
+
+    name: ClassVar[str] = "applied"
+    rank: int
+    updates: int  # chunk updates
+    duplicates: int
+    dropped: int
+    refused: int
+    min_version: int
+    max_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerEvent(Event):
+    """A data epoch is accounted for (coordinator)."""
+
+    name: ClassVar[str] = "ledger"
+    epoch: int
+    samples: int
+    batches: int
+    reassigned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuEvent(Event):
+    """CPU seconds of a process, total so far, by role and by kind of work."""
+
+    name: ClassVar[str] = "cpu"
+    role: str
+    user_s: float
+    system_s: float
+    compute_s: Mapping[str, float] = field(default_factory=dict)  # thread CPU s by Work.kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateEvent(Event):
+    """How late the event loop ran its timers since the late event before."""
+
+    name: ClassVar[str] = "late"
+    role: str
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEvent(Event):
+    """Peak resident memory of a process, and vectors it has allocated by name."""
+
+    name: ClassVar[str] = "memory"
+    role: str
+    peak_bytes: int
+    vectors_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedEvent(Event):
+    """The run ends with an error: who, what, where (coordinator or launcher)."""
+
+    name: ClassVar[str] = "failed"
+    culprit: str
+    error: str  # class name of the exception
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedEvent(Event):
+    """Every sample is accounted for (coordinator)."""
+
+    name: ClassVar[str] = "finished"
+    samples: int
+    train_s: float  # from the first gradient to the last receipt
+
+
+def encode(event: Event, *, node: str, time_s: float) -> bytes:
+    """The record as one JSON line. Values that JSON cannot hold (NaN, infinities) become null."""
+    record: dict[str, Any] = {"event": event.name, "node": node, "time_s": round(time_s, 6)}
+    for entry in fields(event):
+        value = getattr(event, entry.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            value = None
+        record[entry.name] = dict(value) if isinstance(value, Mapping) else value
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"

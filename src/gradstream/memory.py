@@ -1,0 +1,153 @@
+"""Allocation and ownership of flat vectors.
+
+A `Vector` is one contiguous run of elements; a `Span` is a range of it. Who needs memory to
+stay as it is *borrows* the span for reading; who fills it borrows it for writing. Two loans
+conflict when they overlap and at least one of them writes: the second borrower gets a
+`LentMemoryError` at once, naming both. Compute holds its loans for as long as it runs (on
+virtual time: for the whole charged interval), a carrier until its call returns. So a fetch that
+would land in parameters which are being differentiated is an error, not a wrong gradient.
+
+Phantom memory has sizes and no elements (torch's meta device): the simulator moves 64 replicas
+of a large model through the very same code without holding any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from gradstream.errors import LentMemoryError
+
+__all__ = ["Loan", "Loans", "Memory", "Span", "Vector", "borrow_all"]
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """A range of a vector in somebody's hands. It can shrink from below as they get done."""
+
+    start: int
+    stop: int
+    write: bool
+    to: str
+
+
+class Vector:
+    """One contiguous flat vector, and the book of who holds which range of it.
+
+    Args:
+        name: what it is, for messages: "parameters".
+        tensor: its elements, one-dimensional and contiguous.
+    """
+
+    __slots__ = ("_loans", "name", "tensor")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        assert tensor.dim() == 1 and tensor.is_contiguous()
+        self.name = name
+        self.tensor = tensor
+        self._loans: list[Loan] = []
+
+    def __len__(self) -> int:
+        return self.tensor.numel()
+
+    def __getitem__(self, index: slice) -> Span:
+        start, stop, step = index.indices(len(self))
+        assert step == 1
+        return Span(self, start, stop)
+
+    @property
+    def all(self) -> Span:
+        """The whole vector as a span."""
+        return Span(self, 0, len(self))
+
+    @property
+    def lent(self) -> bool:
+        """Whether anybody holds any part of it."""
+        return bool(self._loans)
+
+    def borrow(self, start: int, stop: int, *, write: bool, to: str) -> Loan:
+        """Hands out [start, stop). Return it with `give_back`.
+
+        Raises:
+            LentMemoryError: an overlapping loan exists and one of the two writes.
+        """
+        for loan in self._loans:
+            if loan.start < stop and start < loan.stop and (loan.write or write):
+                verb, held = ("write", "read") if write else ("read", "written")
+                raise LentMemoryError(
+                    f"{to} wants to {verb} {self.name}[{start}:{stop}], which is being "
+                    f"{'written' if loan.write else held} at [{loan.start}:{loan.stop}] by {loan.to}; "
+                    "land it in a spare vector and adopt that at a step boundary"
+                )
+        loan = Loan(start, stop, write, to)
+        self._loans.append(loan)
+        return loan
+
+    def give_back(self, loan: Loan) -> None:
+        """Ends a loan."""
+        if loan not in self._loans:
+            raise LentMemoryError(f"{self.name}: {loan} was given back twice")
+        self._loans.remove(loan)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The elements [start, stop) of a vector."""
+
+    vector: Vector
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """A view; writing it writes the vector. Only for who has borrowed it."""
+        return self.vector.tensor[self.start : self.stop]
+
+    @contextmanager
+    def borrowed(self, *, write: bool, to: str) -> Iterator[torch.Tensor]:
+        """Borrows the span for the length of a `with` block and yields the view."""
+        loan = self.vector.borrow(self.start, self.stop, write=write, to=to)
+        try:
+            yield self.tensor
+        finally:
+            self.vector.give_back(loan)
+
+
+class Loans(ExitStack):
+    """Loans of several spans, given back together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writes: list[Loan] = []
+
+    def add(self, span: Span, *, write: bool, to: str) -> None:
+        """Borrows one more span."""
+        loan = span.vector.borrow(span.start, span.stop, write=write, to=to)
+        self.callback(span.vector.give_back, loan)
+        if write:
+            self._writes.append(loan)
+
+    def release_below(self, elems: int) -> None:
+        """Everything of the written spans below this element of their vectors is final: give it back."""
+        for loan in self._writes:
+            loan.start = min(max(loan.start, elems), loan.stop)
+
+
+def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str) -> Loans:
+    """Borrows several spans at once, or none of them. A context manager that gives them back."""
+    loans = Loans()
+    try:
+        for span in reads:
+            loans.add(span, write=False, to=to)
+        for span in writes:
+            loans.add(span, write=True, to=to)
+    except BaseException:
+        loans.close()
+        raise
+    return loans

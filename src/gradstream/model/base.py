@@ -1,0 +1,133 @@
+"""The `Model` contract: what the user brings, seen as one flat vector.
+
+Parameters are any tree of arrays to their owner; inside gradstream they are one contiguous
+vector in backward order, the layer whose gradient is ready first at the front, in which each
+tensor is a view. So "the first n elements are final" describes the state of a backprop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from gradstream.runtime.base import Report
+
+__all__ = ["Batch", "Layout", "Model", "Reduction", "Slot"]
+
+Reduction = Literal["mean", "sum"]
+"""Whether a model's loss and gradient are the mean or the sum over a batch's samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples to compute a gradient on.
+
+    Args:
+        inputs: an array (or tree of arrays), samples along the first axis.
+        targets: likewise.
+        num_samples: how many. 0 where a worker has no share in a round.
+        ids: the position of each sample in the data set.
+    """
+
+    inputs: Any
+    targets: Any
+    num_samples: int
+    ids: np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor's place in the flat vector: elements [start, stop), row-major."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Names, shapes and places of all tensors, in backward order, without gaps."""
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Layout:
+        """Packs (name, shape) pairs, given in backward order."""
+        slots, start = [], 0
+        for name, shape in tensors:
+            stop = start + math.prod(shape)
+            slots.append(Slot(name, tuple(shape), start, stop))
+            start = stop
+        return cls(tuple(slots), dtype)
+
+    @property
+    def elems(self) -> int:
+        """Length of the flat vector."""
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def milestones(self) -> tuple[int, ...]:
+        """The ends of the tensors: what a backprop reports as it goes."""
+        return tuple(slot.stop for slot in self.slots)
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits that differ when any name, shape, place or the dtype does. Never 0."""
+        text = repr((self.dtype, [(s.name, s.shape) for s in self.slots]))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") | 1
+
+    def views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, view of `flat` in the tensor's own shape), in backward order."""
+        for slot in self.slots:
+            yield slot.name, flat[slot.start : slot.stop].view(slot.shape)
+
+
+class Model(Protocol):
+    """A model's outputs and gradients, on flat vectors. One worker drives one instance."""
+
+    layout: Layout
+    reduction: Reduction
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Fills the flat vector (E,) with initial parameters: a pure function of `seed`."""
+        ...
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        batch: Batch,
+        gradient: torch.Tensor,
+        *,
+        seed: int,
+        report: Report,
+    ) -> float:
+        """Writes the gradient of the loss at `parameters` (E,) into `gradient` (E,).
+
+        Args:
+            seed: for dropout and the like; a function of (run seed, worker, step).
+            report: call with n once the first n elements of `gradient` are final; values grow,
+                the last one is E.
+
+        Returns:
+            The loss (mean or sum over samples, as `reduction` says; NaN where unknown).
+
+        Raises:
+            GradientError: wrong shape or dtype, naming the tensor, what it got and expected.
+        """
+        ...
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Outputs for a batch of inputs, in evaluation mode. Samples along the first axis."""
+        ...
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Parameters under the user's own names, as numpy views or copies."""
+        ...

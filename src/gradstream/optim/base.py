@@ -1,0 +1,54 @@
+"""Update rules: state in, state out, element by element.
+
+A rule is applied to any range of the flat vector on its own, with the same bits as applied to
+the whole (ranges begin at multiples of 64 elements), so a sharded server needs to know nothing
+about it. The learning rate comes with each request: schedules live where steps are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+__all__ = ["Optimizer"]
+
+
+class Optimizer(Protocol):
+    """An element-wise update rule. Implementations are frozen dataclasses of hyper-parameters."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate asked for; a schedule may send others."""
+        ...
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The state vectors it needs, each as long as the parameters: ("exp_avg", "exp_avg_sq")."""
+        ...
+
+    @property
+    def state_init(self) -> float:
+        """What each state vector is filled with before the first update."""
+        ...
+
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update, in place.
+
+        Args:
+            parameters: (n,) read and written.
+            gradient: (n,) read only: it may lie in memory that cannot be written.
+            state: vectors (n,) by name, read and written.
+            lr: learning rate of this update.
+            step: which update of these elements this is, from 1.
+        """
+        ...

@@ -1,0 +1,181 @@
+"""The `Runtime`: everything a node touches besides arithmetic and the network.
+
+Node code is `async` and takes time, tasks, compute, randomness and disk from here and from
+nowhere else. `RealRuntime` is asyncio and threads; `VirtualRuntime` runs the same coroutines on
+a clock that jumps to the next event, so that one seed is one history, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from gradstream.memory import Memory, Span
+
+__all__ = ["Progress", "Report", "Runtime", "Storage", "Timer", "Work"]
+
+T = TypeVar("T")
+
+Report = Callable[[int], None]
+"""Called by computing code: so many elements of the result are final."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a computation costs, for a world to price. The real runtime measures instead.
+
+    Args:
+        kind: "gradient", "apply", "copy", "evaluate" or a name of one's own.
+        samples: training samples it goes through.
+        elems: vector elements it goes through.
+    """
+
+    kind: str
+    samples: int = 0
+    elems: int = 0
+
+
+class Timer(Protocol):
+    """A pending call."""
+
+    def cancel(self) -> None:
+        """Prevents the call if it has not happened yet."""
+        ...
+
+
+class Storage(Protocol):
+    """Files of a run. Paths are relative to the run directory."""
+
+    def write(self, path: str, data: bytes) -> None:
+        """Replaces a file atomically and durably: temp, fsync, rename. On error the old file stands."""
+        ...
+
+    def append(self, path: str, data: bytes) -> None:
+        """Adds to a file's end; one call is one write."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """The file's content. Raises FileNotFoundError."""
+        ...
+
+
+class Runtime(Protocol):
+    """Time, tasks, compute, randomness and storage of one node."""
+
+    node: str
+    memory: Memory
+    storage: Storage
+
+    def now(self) -> int:
+        """Monotonic time in nanoseconds. Only differences mean anything."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Returns after `seconds`."""
+        ...
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Calls back on the loop after `seconds`."""
+        ...
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Starts a task, and keeps it alive. Whoever spawns must await it, or its failure is only logged."""
+        ...
+
+    async def gather(self, *works: Awaitable[T]) -> list[T]:
+        """Results in the order given. On the first failure the rest is cancelled, awaited, and it is raised."""
+        ...
+
+    async def within(self, seconds: float, work: Awaitable[T]) -> T:
+        """Awaits `work`, cancelling it after `seconds`. Raises TimeoutError (the builtin)."""
+        ...
+
+    async def compute(
+        self,
+        fn: Callable[[Report], T],
+        *,
+        work: Work,
+        reads: Sequence[Span] = (),
+        writes: Sequence[Span] = (),
+        milestones: Sequence[int] = (),
+        on_progress: Report | None = None,
+        phantom: T | None = None,
+    ) -> T:
+        """Runs `fn(report)` off the loop, with `reads` and `writes` lent to it until it completes.
+
+        Computations of one node run one after the other, in the order asked for.
+        Cancelling the awaiting task takes effect when `fn` has returned: memory is never
+        given back while arithmetic still runs on it.
+
+        Args:
+            fn: the arithmetic. May call `report(elems)` with a growing number, from any thread.
+            work: its price in a simulated world.
+            reads: memory that nobody may write meanwhile.
+            writes: memory that nobody else may touch meanwhile.
+            milestones: the numbers that `fn` will report; a phantom run reports these.
+            on_progress: called on the loop with each number reported; by then the elements of
+                `writes` below that number are given back.
+            phantom: what to return where no arithmetic is run.
+
+        Raises:
+            LentMemoryError: a range is lent already, before anything ran.
+            BaseException: whatever `fn` raises.
+        """
+        ...
+
+    def random(self, purpose: str) -> random.Random:
+        """A generator that depends on the run's seed, the node and `purpose` alone."""
+        ...
+
+
+class Progress:
+    """A number that only grows, and tasks that wait for it: elements ready, chunks landed.
+
+    `fail` wakes all waiters, present and future, with an exception.
+    """
+
+    __slots__ = ("_failure", "_value", "_waiters")
+
+    def __init__(self, value: int = 0) -> None:
+        self._value = value
+        self._failure: BaseException | None = None
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+
+    @property
+    def value(self) -> int:
+        """The number now."""
+        return self._value
+
+    def advance(self, value: int) -> None:
+        """Raises the number; lower or equal values change nothing."""
+        if value <= self._value:
+            return
+        self._value = value
+        waiting = []
+        for target, future in self._waiters:
+            if target > value:
+                waiting.append((target, future))
+            elif not future.done():
+                future.set_result(None)
+        self._waiters = waiting
+
+    def fail(self, error: BaseException) -> None:
+        """No further growth will come; who waits, now or later, gets `error`."""
+        self._failure = error
+        waiters, self._waiters = self._waiters, []
+        for _, future in waiters:
+            if not future.done():
+                future.set_exception(error)
+
+    async def reached(self, value: int) -> None:
+        """Returns once the number is at least `value`."""
+        if self._value >= value:
+            return
+        if self._failure is not None:
+            raise self._failure
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((value, future))
+        await future

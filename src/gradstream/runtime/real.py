@@ -1,0 +1,119 @@
+"""Real time: asyncio for waiting, one thread for arithmetic, the disk for files.
+
+torch and numpy free the GIL in their kernels, so the loop goes on serving the network while a
+gradient is computed. How late the loop runs its timers is measured all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from gradstream.memory import Memory, Span, borrow_all
+from gradstream.runtime.base import Report, Storage, Timer, Work
+from gradstream.runtime.storage import DiskStorage, MemoryStorage
+from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
+
+__all__ = ["Lateness", "RealRuntime"]
+
+T = TypeVar("T")
+
+
+class Lateness:
+    """How late timers fire, as a sample of every few milliseconds."""
+
+    PERIOD_S = 0.01
+
+    def __init__(self) -> None:
+        self._late_s: list[float] = []
+
+    async def watch(self) -> None:
+        """Measures until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self.PERIOD_S
+            await asyncio.sleep(self.PERIOD_S)
+            self._late_s.append(loop.time() - due)
+
+    def take(self) -> tuple[float, float]:
+        """(99th percentile, maximum) in seconds since the call before."""
+        late, self._late_s = sorted(self._late_s), []
+        if not late:
+            return 0.0, 0.0
+        return late[int(0.99 * (len(late) - 1))], late[-1]
+
+
+class RealRuntime(Tasks):
+    """The `Runtime` of a process.
+
+    Args:
+        node: name of the node.
+        seed: of the run; `random` depends on (seed, node, purpose).
+        root: run directory; None keeps files in memory.
+    """
+
+    def __init__(self, node: str, *, seed: int = 0, root: Path | None = None) -> None:
+        super().__init__()
+        self.node = node
+        self.seed = seed
+        self.memory = Memory()
+        self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root)
+        self.lateness = Lateness()
+        self.compute_s: Counter[str] = Counter()  # thread CPU seconds by kind of work
+        self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
+
+    def now(self) -> int:
+        """Nanoseconds of the monotonic clock."""
+        return time.monotonic_ns()
+
+    async def sleep(self, seconds: float) -> None:
+        """See `Runtime.sleep`."""
+        await asyncio.sleep(seconds)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """See `Runtime.call_later`."""
+        return asyncio.get_running_loop().call_later(seconds, callback)
+
+    def random(self, purpose: str) -> random.Random:
+        """See `Runtime.random`."""
+        return random.Random(f"{self.seed}/{self.node}/{purpose}")
+
+    def close(self) -> None:
+        """Lets the arithmetic thread go."""
+        self._core.shutdown(wait=False, cancel_futures=True)
+
+    async def compute(
+        self,
+        fn: Callable[[Report], T],
+        *,
+        work: Work,
+        reads: Sequence[Span] = (),
+        writes: Sequence[Span] = (),
+        milestones: Sequence[int] = (),
+        on_progress: Report | None = None,
+        phantom: T | None = None,
+    ) -> T:
+        """See `Runtime.compute`: runs on the node's arithmetic thread."""
+        del milestones, phantom  # for simulations
+        loop = asyncio.get_running_loop()
+        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}") as loans:
+            progress = None if on_progress is None else release_then(loans, on_progress)
+
+            def report(elems: int) -> None:
+                if progress is not None:
+                    loop.call_soon_threadsafe(progress, elems)
+
+            def run() -> T:
+                begun = time.thread_time()
+                try:
+                    return fn(report)
+                finally:
+                    self.compute_s[work.kind] += time.thread_time() - begun
+
+            return await finish_despite_cancel(loop.run_in_executor(self._core, run))

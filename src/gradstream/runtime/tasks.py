@@ -1,0 +1,108 @@
+"""Task primitives whose order is defined, on top of asyncio and a runtime's own timers.
+
+`asyncio.TaskGroup`, `wait` and `as_completed` keep tasks in sets and so leak address order into
+the history; `asyncio.timeout` takes time from the loop. Both runtimes share these instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from gradstream.memory import Loans
+from gradstream.runtime.base import Report, Timer
+
+__all__ = ["Tasks", "finish_despite_cancel", "release_then"]
+
+T = TypeVar("T")
+
+
+class Tasks(ABC):
+    """`spawn`, `gather` and `within`, for a runtime that has `call_later`."""
+
+    def __init__(self) -> None:
+        # A dict is an ordered set; the loop itself holds tasks only weakly.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    @abstractmethod
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """See `Runtime.call_later`."""
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """See `Runtime.spawn`."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+
+    def cancel_all(self) -> None:
+        """Cancels every spawned task that still runs, in the order of their start."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def gather(self, *works: Awaitable[T]) -> list[T]:
+        """See `Runtime.gather`."""
+        futures = [asyncio.ensure_future(work) for work in works]
+        try:
+            return list(await asyncio.gather(*futures))
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            await asyncio.gather(*futures, return_exceptions=True)
+            raise
+
+    async def within(self, seconds: float, work: Awaitable[T]) -> T:
+        """See `Runtime.within`."""
+        future = asyncio.ensure_future(work)
+        expired = False
+
+        def expire() -> None:
+            nonlocal expired
+            expired = True
+            future.cancel()
+
+        timer = self.call_later(seconds, expire)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if expired and not (task and task.cancelling()):
+                raise TimeoutError from None
+            raise
+        finally:
+            timer.cancel()
+
+
+async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
+    """Awaits to the end; a cancellation meanwhile is raised afterwards.
+
+    Arithmetic cannot be interrupted, so the memory it works on cannot be given back earlier.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.shield(future)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BaseException:
+            break
+    if cancelled is not None:
+        if not future.cancelled():
+            future.exception()  # seen: the cancellation wins
+        raise cancelled
+    return future.result()
+
+
+def release_then(loans: Loans, on_progress: Report) -> Report:
+    """Reports progress after giving back the written memory that is final."""
+
+    def progressed(elems: int) -> None:
+        loans.release_below(elems)
+        on_progress(elems)
+
+    return progressed

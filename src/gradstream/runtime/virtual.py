@@ -1,0 +1,263 @@
+"""Virtual time: many nodes in one thread, on a clock that jumps to the next event.
+
+When no task can run, the clock goes to the earliest timer and fires it: hours pass in
+milliseconds. Time is in integer nanoseconds, and timers for the same instant fire in an order drawn
+from the seed: one seed is one history, bit for bit, and another seed another interleaving. Where
+nothing is left that could ever happen, the run ends with a `DeadlockError` that lists who waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from gradstream.errors import InternalError
+from gradstream.memory import Memory, Span, borrow_all
+from gradstream.runtime.base import Report, Storage, Timer, Work
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
+from gradstream.runtime.world import World
+
+__all__ = ["Clock", "DeadlockError", "VirtualCluster", "VirtualRuntime"]
+
+T = TypeVar("T")
+
+
+class DeadlockError(InternalError):
+    """Every task waits for another, and no timer is left."""
+
+
+class _ClockTimer:
+    """A pending call; cancelled timers stay in the heap and fire nothing."""
+
+    __slots__ = ("callback",)
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        self.callback = None
+
+
+class Clock:
+    """Virtual nanoseconds and the timers on them.
+
+    Args:
+        rng: draws the order of timers that are due at the same nanosecond.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.now_ns = 0
+        self.num_fired = 0
+        self._rng = rng
+        self._count = 0
+        self._heap: list[tuple[int, float, int, _ClockTimer]] = []
+
+    def call_at(self, when_ns: int, callback: Callable[[], None]) -> Timer:
+        """Calls back when the clock gets to `when_ns` (at once, but not immediately, if it is past)."""
+        timer = _ClockTimer(callback)
+        self._count += 1
+        entry = (max(when_ns, self.now_ns), self._rng.random(), self._count, timer)
+        heapq.heappush(self._heap, entry)
+        return timer
+
+    def advance(self) -> bool:
+        """Jumps to the next timer and fires it; False when there is none."""
+        while self._heap:
+            when_ns, _, _, timer = heapq.heappop(self._heap)
+            callback = timer.callback
+            if callback is None:
+                continue
+            assert when_ns >= self.now_ns
+            self.now_ns = when_ns
+            self.num_fired += 1
+            callback()
+            return True
+        return False
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Where asyncio would sleep until something happens, the clock jumps."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if (timeout is None or timeout > 0) and not self._clock.advance():
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(asyncio.get_running_loop()))
+            raise DeadlockError(
+                f"nothing can happen any more at {self._clock.now_ns / 1e9:.6f} s of virtual time; "
+                f"waiting for ever: {', '.join(waiting)}"
+            )
+        return []
+
+
+class _JumpingLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop on virtual time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(_JumpingSelector(clock))
+        self._clock = clock
+
+    def time(self) -> float:
+        """Virtual seconds."""
+        return self._clock.now_ns / 1e9
+
+
+class VirtualCluster:
+    """The machines of a simulation: one clock, one seed, a runtime per node.
+
+    Args:
+        seed: of the schedule and of everything drawn at random.
+        world: durations and network.
+    """
+
+    def __init__(self, seed: int = 0, world: World | None = None) -> None:
+        self.seed = seed
+        self.world = world or World()
+        self.clock = Clock(self.random("schedule"))
+        self.storage = MemoryStorage()
+        self._runtimes: dict[str, VirtualRuntime] = {}
+
+    def random(self, purpose: str) -> random.Random:
+        """A generator that depends on the seed and `purpose` alone."""
+        return random.Random(f"{self.seed}/{purpose}")
+
+    def runtime(self, node: str) -> VirtualRuntime:
+        """The runtime of a node, made at first use."""
+        if node not in self._runtimes:
+            self._runtimes[node] = VirtualRuntime(node, self)
+        return self._runtimes[node]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine, and all it starts, to its end.
+
+        Tasks that are left over are cancelled. Raises what `work` raises, or `DeadlockError`.
+        """
+        loop = _JumpingLoop(self.clock)
+        asyncio.set_event_loop(loop)
+        try:
+            return loop.run_until_complete(work)
+        finally:
+            try:
+                self._cancel_rest(loop)
+            finally:
+                asyncio.set_event_loop(None)
+                loop.close()
+
+    def _cancel_rest(self, loop: asyncio.AbstractEventLoop) -> None:
+        rest = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+        for task in rest:
+            task.cancel()
+        if rest:
+            try:
+                loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+            except DeadlockError:
+                pass  # the first error is the one to report
+
+
+class VirtualRuntime(Tasks):
+    """The `Runtime` of one simulated node: one core, its own random streams, shared clock."""
+
+    def __init__(self, node: str, cluster: VirtualCluster) -> None:
+        super().__init__()
+        self.node = node
+        self.cluster = cluster
+        self.memory = Memory(phantom=cluster.world.phantom)
+        self.storage: Storage = cluster.storage
+        self.compute_s: Counter[str] = Counter()
+        self._core = asyncio.Lock()
+        self._counts: Counter[str] = Counter()
+        self._dead = False
+
+    def now(self) -> int:
+        """Virtual nanoseconds."""
+        return self.cluster.clock.now_ns
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """See `Runtime.call_later`. A killed node's calls do not happen."""
+
+        def call() -> None:
+            if not self._dead:
+                callback()
+
+        return self.cluster.clock.call_at(self.now() + max(0, round(seconds * 1e9)), call)
+
+    async def sleep(self, seconds: float) -> None:
+        """Lets virtual time pass."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        timer = self.call_later(seconds, lambda: None if done.done() else done.set_result(None))
+        try:
+            await done
+        finally:
+            timer.cancel()
+
+    def random(self, purpose: str) -> random.Random:
+        """See `Runtime.random`."""
+        return self.cluster.random(f"{self.node}/{purpose}")
+
+    def kill(self) -> None:
+        """The node's process is gone: its tasks are cancelled and its timers never fire.
+
+        Break its connections first (`VirtualNetwork.kill`), or clean-up code would say goodbye.
+        """
+        self._dead = True
+        self.cancel_all()
+
+    async def compute(
+        self,
+        fn: Callable[[Report], T],
+        *,
+        work: Work,
+        reads: Sequence[Span] = (),
+        writes: Sequence[Span] = (),
+        milestones: Sequence[int] = (),
+        on_progress: Report | None = None,
+        phantom: T | None = None,
+    ) -> T:
+        """See `Runtime.compute`: the arithmetic runs now, its duration is charged to the clock."""
+        async with self._core:
+            with borrow_all(reads, writes, to=f"{self.node}/{work.kind}") as loans:
+                reported: list[int] = []
+                if self.cluster.world.phantom:
+                    result: T = phantom  # type: ignore[assignment]  # the caller's word for it
+                    reported = list(milestones)
+                else:
+                    result = fn(reported.append)
+                seconds = self._price(work)
+                if on_progress is not None:
+                    self._schedule_progress(reported, seconds, release_then(loans, on_progress))
+                await finish_despite_cancel(self._after(seconds))
+                return result
+
+    def _price(self, work: Work) -> float:
+        count = self._counts[work.kind]
+        self._counts[work.kind] += 1
+        rng = self.random(f"{work.kind}/{count}")
+        seconds = self.cluster.world.seconds(self.node, work, rng, count)
+        self.compute_s[work.kind] += seconds
+        return seconds
+
+    def _after(self, seconds: float) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        clock = self.cluster.clock
+        clock.call_at(
+            clock.now_ns + round(seconds * 1e9), lambda: None if done.done() else done.set_result(None)
+        )
+        return done
+
+    def _schedule_progress(self, reported: Sequence[int], seconds: float, on_progress: Report) -> None:
+        clock, world = self.cluster.clock, self.cluster.world
+        total = reported[-1] if reported else 0
+        for elems in reported[:-1]:
+            when_ns = clock.now_ns + round(seconds * world.offset(elems / total) * 1e9)
+            clock.call_at(when_ns, lambda elems=elems: on_progress(elems))  # type: ignore[misc]
+        if reported:  # at the very end, and never after the result
+            when_ns = clock.now_ns + round(seconds * 1e9) - (1 if seconds > 0 else 0)
+            clock.call_at(when_ns, lambda: on_progress(total))

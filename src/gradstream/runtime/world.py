@@ -1,0 +1,201 @@
+"""The `World` that a simulation runs in: how long computing takes, and what the network is like."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gradstream.errors import ConfigError
+from gradstream.runtime.base import Work
+
+__all__ = [
+    "Constant",
+    "Cost",
+    "Exponential",
+    "Link",
+    "LogNormal",
+    "Network",
+    "Partition",
+    "Spread",
+    "Trace",
+    "World",
+]
+
+
+class Spread(Protocol):
+    """A random factor around a cost."""
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        """The factor of the `count`-th computation (from 0) of a node and kind."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Always the same factor."""
+
+    factor: float = 1.0
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        """`factor`."""
+        return self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Exponentially distributed, mean 1: memoryless service, as in queueing theory."""
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        """-ln(1 - U)."""
+        return rng.expovariate(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """exp(N(-s²/2, s²)): mean 1, with the long right tail of real machines."""
+
+    sigma: float = 0.1
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        """One factor."""
+        return math.exp(rng.gauss(-self.sigma * self.sigma / 2, self.sigma))
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded factors, gone through again and again."""
+
+    factors: tuple[float, ...]
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        """The `count`-th factor, cyclically."""
+        return self.factors[count % len(self.factors)]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a computation: (base + samples·per_sample + elems·per_elem) · spread."""
+
+    base_s: float = 0.0
+    per_sample_s: float = 0.0
+    per_elem_s: float = 0.0
+    spread: Spread = Constant()
+
+    def seconds(self, work: Work, rng: random.Random, count: int) -> float:
+        """The duration of one computation on a machine of speed 1."""
+        mean = self.base_s + work.samples * self.per_sample_s + work.elems * self.per_elem_s
+        return mean * self.spread.draw(rng, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One way from one node to another.
+
+    Args:
+        latency_s: propagation time.
+        jitter_s: a uniform extra of 0 to `jitter_s` per frame (frames of a stream keep order).
+        loss: probability that a frame is lost, which silences its stream from there on, as a
+            broken connection that nobody reports.
+        duplicate: probability that a stream is delivered a second time, later, as by a
+            client that retried: answers to the copy go nowhere.
+    """
+
+    latency_s: float = 50e-6
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    duplicate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Between `start_s` and `stop_s` nothing passes from a node of `sources` to one of `targets`.
+
+    One direction only; add the mirror image for a two-way cut. Frames sent meanwhile are lost.
+    """
+
+    start_s: float
+    stop_s: float
+    sources: frozenset[str]
+    targets: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Network cards and links.
+
+    Each direction of each node's card is one shared resource of `bandwidth_bytes_s` (or its
+    own value in `cards`): p workers that send n bytes each to one server take p·n/bandwidth.
+
+    Args:
+        bandwidth_bytes_s: of every card and direction; math.inf for none.
+        link: default link; `links` overrides by (source, target).
+        cards: bandwidth by node name.
+        partitions: cuts in time.
+    """
+
+    bandwidth_bytes_s: float = 1.25e9
+    link: Link = Link()
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    cards: Mapping[str, float] = field(default_factory=dict)
+    partitions: Sequence[Partition] = ()
+
+    def link_between(self, source: str, target: str) -> Link:
+        """The link in this direction."""
+        return self.links.get((source, target), self.link)
+
+    def card_bytes_s(self, node: str) -> float:
+        """Bandwidth of each direction of a node's card."""
+        return self.cards.get(node, self.bandwidth_bytes_s)
+
+    def cut(self, source: str, target: str, now_s: float) -> bool:
+        """Whether a partition swallows what `source` sends to `target` now."""
+        return any(
+            p.start_s <= now_s < p.stop_s and source in p.sources and target in p.targets
+            for p in self.partitions
+        )
+
+
+def _no_costs() -> Mapping[str, Cost]:
+    return {
+        "gradient": Cost(per_sample_s=2e-3),
+        "apply": Cost(per_elem_s=4e-10),
+        "copy": Cost(per_elem_s=4e-10),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything that a simulation assumes about machines and network.
+
+    Args:
+        costs: seconds by kind of work; a kind that is missing costs nothing.
+        speeds: by node name, 1.0 where missing; 0.5 takes twice as long.
+        backprop: (fraction of the gradient's duration at which the first element is ready).
+            The gradient's elements become ready linearly from there to the end, at the offset
+            of each bucket; 1/3 is a forward pass half as long as the backward pass.
+        network: see `Network`.
+        phantom: run no arithmetic and hold no vectors: cost and bytes only.
+    """
+
+    costs: Mapping[str, Cost] = field(default_factory=_no_costs)
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    backprop: float = 1 / 3
+    network: Network = Network()
+    phantom: bool = False
+
+    def __post_init__(self) -> None:
+        for node, speed in self.speeds.items():
+            if not speed > 0:
+                raise ConfigError(f"World.speeds[{node!r}] = {speed}: expected a positive number")
+
+    def seconds(self, node: str, work: Work, rng: random.Random, count: int) -> float:
+        """Duration of one computation on a node."""
+        cost = self.costs.get(work.kind)
+        return cost.seconds(work, rng, count) / self.speeds.get(node, 1.0) if cost else 0.0
+
+    def offset(self, fraction: float) -> float:
+        """When, as a fraction of the duration, this fraction of the gradient is ready."""
+        return self.backprop + (1 - self.backprop) * fraction

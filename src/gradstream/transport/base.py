@@ -1,0 +1,202 @@
+"""The `Endpoint`: how nodes talk. A carrier implements it; nothing above it sees a socket.
+
+There is one primitive, a `Stream` of frames each way. It opens with the sender's identity, is
+flow-controlled by credit, has a priority, and ends by `end`, `cancel` or the death of the peer.
+`call` and tagged `send`/`recv` between ranks are posted on it.
+
+What every carrier promises, and `gradstream.testing.check_endpoint` tests:
+
+* frames of one stream arrive in order, each once, or the stream fails; streams are not ordered
+  among one another;
+* a Chunk is sent only under credit, so a receiver holds at most `window` of them;
+* CONTROL streams are not held up behind BULK streams;
+* a deadline bounds silence, not waiting: a WAITING frame starts it anew;
+* memory given to a call belongs to the carrier until the call returns, and after that is never
+  touched by it again, whatever arrives late.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from google.protobuf.message import Message
+
+from gradstream.memory import Span
+from gradstream.wire import v1
+
+__all__ = ["Endpoint", "Handler", "Identity", "Priority", "Received", "Stream"]
+
+M = TypeVar("M", bound=Message)
+
+
+class Priority(enum.Enum):
+    """CONTROL frames overtake BULK frames, at the granularity of a chunk."""
+
+    CONTROL = 0
+    BULK = 1
+
+
+@dataclass(slots=True)
+class Identity:
+    """Who an endpoint is; goes into each Open, and is what incoming Opens are checked against.
+
+    Args:
+        job: job id.
+        name: node name, "worker-3".
+        incarnation: differs after each start of the node's process.
+        fingerprint: of the registered model; 0 while none is registered.
+        epoch: membership epoch; 0 before joining.
+    """
+
+    job: str
+    name: str
+    incarnation: int
+    fingerprint: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A frame as it arrived.
+
+    Args:
+        frame: its header. Kinds seen by users of a stream: chunk and body.
+        payload: a chunk's elements: read-only, in the carrier's memory, valid for as long as it is
+            referenced. None where the chunk is flagged absent.
+    """
+
+    frame: v1.Frame
+    payload: torch.Tensor | None
+
+
+class Stream(Protocol):
+    """One conversation with a peer.
+
+    Every method raises PeerLostError once the peer's process or connection is gone,
+    RefusedError once the peer has refused the stream, ClosedError once either side cancelled.
+    """
+
+    peer: str
+    opened: v1.Open  # the opening frame: identity, method, request
+
+    async def send(self, frame: v1.Frame, payload: torch.Tensor | Span | None = None) -> None:
+        """Sends a frame; a chunk waits for credit first.
+
+        A Span is borrowed for reading until the call returns. When it returns the payload has
+        been taken over (copied, or written out) and may change; it says nothing about arrival.
+        """
+        ...
+
+    async def credit(self) -> None:
+        """Returns once a chunk can be sent without waiting.
+
+        A `send` that follows with no await in between takes its payload over at once: what must
+        be read atomically (a chunk that is updated all the time) is read between the two.
+        """
+        ...
+
+    async def recv(self, silence_s: float | None = None) -> Received | None:
+        """The next chunk or body; None when the peer has ended its side.
+
+        Taking a chunk returns one credit to the peer. Frames that arrived before the peer's
+        end, refusal or death are delivered first.
+
+        Raises:
+            DeadlineError: nothing at all arrived for `silence_s`. Names the peer and whom it
+                said it was waiting for. The stream is cancelled.
+        """
+        ...
+
+    async def waiting(self, on: list[str]) -> None:
+        """Tells the peer that the answer has to wait for others."""
+        ...
+
+    async def end(self) -> None:
+        """This side has said everything; the other may go on."""
+        ...
+
+    def refuse(self, code: v1.Code, message: str) -> None:
+        """Called side only: the stream is over, and the caller gets a RefusedError."""
+        ...
+
+    def cancel(self, reason: str = "") -> None:
+        """Both sides are over at once; frames queued on either side are dropped."""
+        ...
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+"""Serves one incoming stream of one method. When it returns the stream is ended; when it raises,
+a GradstreamError or a bug, the caller is refused with it."""
+
+
+class Endpoint(Protocol):
+    """A node's place on the network."""
+
+    identity: Identity
+    address: str  # what others connect to, once `start` has returned
+
+    async def start(self) -> None:
+        """Begins to accept streams. Raises ConfigError when the address cannot be had."""
+        ...
+
+    def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
+        """Registers the handler of a method.
+
+        Args:
+            model: the method touches the model: refuse callers whose fingerprint or
+                membership epoch is not this endpoint's. Protocol version and job are
+                checked always.
+        """
+        ...
+
+    def know(self, peer: str, address: str) -> None:
+        """Teaches the address of a peer; a changed address drops old connections."""
+        ...
+
+    async def open(
+        self,
+        peer: str,
+        method: str,
+        request: Message,
+        *,
+        priority: Priority = Priority.BULK,
+        window: int = 16,
+    ) -> Stream:
+        """Opens a stream. Returns at once; refusals and unreachable peers surface at first use."""
+        ...
+
+    async def call(
+        self,
+        peer: str,
+        method: str,
+        request: Message,
+        reply: type[M],
+        *,
+        priority: Priority = Priority.CONTROL,
+        silence_s: float = 30.0,
+    ) -> M:
+        """One small request, one small reply."""
+        ...
+
+    async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
+        """Sends elements to a peer, matched there by (this node, tag). Returns when they arrived."""
+        ...
+
+    async def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> None:
+        """Receives into memory of one's own what `peer` sends under `tag`.
+
+        `into` is borrowed for writing until the call returns. After an error its contents are
+        undefined, and nothing will write it any more.
+
+        Raises:
+            RefusedError: the sender's size or dtype is not that of `into` (raised on both sides).
+        """
+        ...
+
+    async def close(self) -> None:
+        """Cancels every stream and stops accepting. Idempotent."""
+        ...
