@@ -1,0 +1,82 @@
+"""Adagrad: a learning rate per parameter that falls with the squares it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gradstream.optim._check import not_negative, positive
+
+__all__ = ["Adagrad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adagrad:
+    """Scales each parameter's step by the root of the sum of its squared gradients.
+
+    ::
+
+        g ← g + weight_decay · w
+        s ← s + g²
+        w ← w - lr · g / (√s + eps)
+
+    Args:
+        lr: learning rate, > 0.
+        eps: keeps the quotient finite, > 0.
+        initial_accumulator: what s begins with; larger values tame the first steps, which are
+            of size lr in every parameter when it is 0.
+        weight_decay: L2 regularisation.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Reference:
+        Duchi, Hazan, Singer, Adaptive subgradient methods for online learning and stochastic
+        optimization, 2011. The server's rule in Dean and others, Large scale distributed deep
+        networks, 2012.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-10
+    initial_accumulator: float = 0.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("Adagrad", "lr", self.lr)
+        positive("Adagrad", "eps", self.eps)
+        not_negative("Adagrad", "initial_accumulator", self.initial_accumulator)
+        not_negative("Adagrad", "weight_decay", self.weight_decay)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The sum of squared gradients."""
+        return ("sum",)
+
+    @property
+    def state_init(self) -> float:
+        """What the sum of squares begins with."""
+        return self.initial_accumulator
+
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update in place; see `Optimizer.apply`."""
+        torch._fused_adagrad_(
+            [parameters],
+            [gradient],
+            [state["sum"]],
+            [torch.tensor(float(step))],
+            lr=lr,
+            lr_decay=0.0,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=False,
+        )

@@ -1,0 +1,133 @@
+"""Adam and AdamW: steps from running means of the gradient and of its square."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gradstream.optim._check import fraction, not_negative, positive
+
+__all__ = ["Adam", "AdamW"]
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """Momentum and a scale per parameter, both corrected for having begun at 0.
+
+    ::
+
+        g ← g + weight_decay · w
+        m ← beta1 · m + (1 - beta1) · g
+        v ← beta2 · v + (1 - beta2) · g²
+        w ← w - lr · m / (1 - beta1^t) / (√(v / (1 - beta2^t)) + eps)      t = step, from 1
+
+    Args:
+        lr: learning rate, > 0.
+        beta1: memory of the mean, in [0, 1).
+        beta2: memory of the mean square, in [0, 1).
+        eps: keeps the quotient finite, > 0.
+        weight_decay: L2 regularisation, scaled like the rest of the gradient.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Reference:
+        Kingma, Ba, Adam: a method for stochastic optimization, 2015.
+    """
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        rule = type(self).__name__
+        positive(rule, "lr", self.lr)
+        fraction(rule, "beta1", self.beta1)
+        fraction(rule, "beta2", self.beta2)
+        positive(rule, "eps", self.eps)
+        not_negative(rule, "weight_decay", self.weight_decay)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The running means of the gradient and of its square."""
+        return ("exp_avg", "exp_avg_sq")
+
+    @property
+    def state_init(self) -> float:
+        """Both means begin at 0."""
+        return 0.0
+
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update in place; see `Optimizer.apply`."""
+        self._update(torch._fused_adam_, parameters, gradient, state, lr, step)
+
+    def _update(
+        self,
+        kernel: Callable[..., object],
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        lr: float,
+        step: int,
+    ) -> None:
+        kernel(
+            [parameters],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(step))],
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW(Adam):
+    """Adam with the weight decay kept out of the gradient and its scaling.
+
+    ::
+
+        w ← w - lr · weight_decay · w, then Adam's update with weight_decay = 0
+
+    Args:
+        lr, beta1, beta2, eps: as for `Adam`.
+        weight_decay: share of each parameter that is taken away per unit of learning rate.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Reference:
+        Loshchilov, Hutter, Decoupled weight decay regularization, 2019.
+    """
+
+    weight_decay: float = 0.01
+
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update in place; see `Optimizer.apply`."""
+        self._update(torch._fused_adamw_, parameters, gradient, state, lr, step)

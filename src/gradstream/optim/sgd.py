@@ -1,0 +1,98 @@
+"""Stochastic gradient descent: plain, with momentum, with Nesterov's momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from gradstream.optim._check import fraction, not_negative, positive, require
+
+__all__ = ["SGD", "Momentum", "Nesterov"]
+
+
+@dataclass(frozen=True, slots=True)
+class SGD:
+    """Gradient descent, optionally with momentum, in PyTorch's conventions.
+
+    ::
+
+        g ← g + weight_decay · w
+        b ← momentum · b + (1 - dampening) · g      (first update: b ← g)
+        w ← w - lr · g                              momentum = 0
+        w ← w - lr · b                              momentum > 0
+        w ← w - lr · (g + momentum · b)             nesterov
+
+    Args:
+        lr: learning rate, > 0.
+        momentum: share of the velocity kept from one update to the next, in [0, 1).
+        dampening: share of the gradient that does not enter the velocity.
+        nesterov: look ahead; needs momentum > 0 and dampening = 0.
+        weight_decay: L2 regularisation: the gradient of weight_decay/2 · |w|² is added.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Reference:
+        Sutskever, Martens, Dahl, Hinton, On the importance of initialization and momentum in deep
+        learning, 2013. As in PyTorch, and unlike there, the velocity is kept free of `lr`.
+    """
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("SGD", "lr", self.lr)
+        fraction("SGD", "momentum", self.momentum)
+        fraction("SGD", "dampening", self.dampening)
+        not_negative("SGD", "weight_decay", self.weight_decay)
+        if self.nesterov:
+            require(self.momentum > 0, "SGD", "momentum", self.momentum, "> 0 with nesterov=True")
+            require(self.dampening == 0, "SGD", "dampening", self.dampening, "0 with nesterov=True")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The velocity, where there is momentum."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def state_init(self) -> float:
+        """The velocity begins at rest."""
+        return 0.0
+
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update in place; see `Optimizer.apply`."""
+        torch._fused_sgd_(
+            [parameters],
+            [gradient],
+            [state["momentum_buffer"]] if self.momentum else [],
+            weight_decay=self.weight_decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=self.dampening,
+            nesterov=self.nesterov,
+            maximize=False,
+            is_first_step=step == 1,
+        )
+
+
+def Momentum(lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
+    """Gradient descent with momentum (Polyak, 1964): `SGD` with 0.9 of the velocity kept."""
+    return SGD(lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def Nesterov(lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
+    """Nesterov's accelerated gradient (1983), in the form of Sutskever and others (2013)."""
+    return SGD(lr, momentum=momentum, nesterov=True, weight_decay=weight_decay)
