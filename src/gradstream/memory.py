@@ -151,3 +151,23 @@ def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str) -> Loa
         loans.close()
         raise
     return loans
+
+
+@dataclass(slots=True)
+class Memory:
+    """Where vectors come from, so that a carrier may share or pin them, and a bill can be shown.
+
+    Args:
+        phantom: allocate sizes only.
+    """
+
+    phantom: bool = False
+    allocated_bytes: dict[str, int] = field(default_factory=dict)
+
+    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """A vector of zeros, aligned to 64 bytes (phantom: of no storage)."""
+        device = "meta" if self.phantom else "cpu"
+        tensor = torch.zeros(elems, dtype=dtype, device=device)
+        used = self.allocated_bytes.get(name, 0)
+        self.allocated_bytes[name] = used + elems * tensor.element_size()
+        return Vector(name, tensor)
