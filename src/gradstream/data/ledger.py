@@ -1,0 +1,225 @@
+"""The data ledger: which minibatches are in the model, and who makes up for a dead worker.
+
+A minibatch belongs to the worker whose rank is its partition, until that worker is lost. Then
+every minibatch of the partition without a receipt is an orphan, and is handed to whoever asks;
+if the taker is lost too, it is an orphan again. Receipts come in any order and more than once.
+
+A partition's minibatches, over all epochs, are one line of sequence numbers k = epoch · (batches
+an epoch) + batch. What is kept is a low-water mark in that line and the few numbers received
+ahead of it, so the memory is that of the disorder and not of the length of the run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gradstream.data.base import BatchRef
+from gradstream.data.plan import EpochPlan
+from gradstream.errors import ConfigError, InternalError
+
+__all__ = ["Ledger"]
+
+
+@dataclass(slots=True)
+class _Partition:
+    """One partition's line of minibatches 0 … total-1."""
+
+    per_epoch: int
+    total: int
+    low: int = 0  # all below have receipts
+    ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
+    orphaned: bool = False
+    fresh: int = 0  # orphans from here on were never handed out
+    returned: list[int] = field(default_factory=list)  # heap: handed out, and the taker was lost
+
+    def received(self, k: int) -> bool:
+        return k < self.low or k in self.ahead
+
+    def receive(self, k: int) -> None:
+        self.ahead.add(k)
+        while self.low in self.ahead:
+            self.ahead.remove(self.low)
+            self.low += 1
+
+    def next_orphan(self) -> int | None:
+        """The first orphan that nobody holds; receipts that came meanwhile are passed over."""
+        while self.returned and self.received(self.returned[0]):
+            heapq.heappop(self.returned)
+        candidates = self.returned[:1]
+        if self.orphaned:
+            while self.received(self.fresh):
+                self.fresh += 1
+            if self.fresh < self.total:
+                candidates.append(self.fresh)
+        return min(candidates, default=None)
+
+    def hand_out(self, k: int) -> None:
+        if self.returned and self.returned[0] == k:
+            heapq.heappop(self.returned)
+        else:
+            self.fresh = k + 1
+
+
+class Ledger:
+    """Accounts for every minibatch of a run. No I/O: the coordinator feeds it and asks it.
+
+    Minibatches without samples (a worker without a share in a round) need receipts as well.
+
+    Args:
+        plan: how the data is cut.
+        epochs: how many data epochs the run has.
+        max_batches_per_partition: how many minibatches each partition has in all, over its
+            epochs. At least one of the two limits is given; with both, the smaller counts.
+
+    Raises:
+        ConfigError: no limit, or one below 1.
+    """
+
+    def __init__(
+        self,
+        plan: EpochPlan,
+        *,
+        epochs: int | None = None,
+        max_batches_per_partition: int | None = None,
+    ) -> None:
+        for what, limit in (("epochs", epochs), ("steps", max_batches_per_partition)):
+            if limit is not None and limit < 1:
+                raise ConfigError(f"{what} must be at least 1, got {limit}")
+        if epochs is None and max_batches_per_partition is None:
+            raise ConfigError("a run needs an end: give epochs or steps")
+        self.plan = plan
+        self._partitions = []
+        for partition in range(len(plan.shares)):
+            per_epoch = plan.batches_per_epoch(partition)
+            limits = [epochs * per_epoch] if epochs is not None else []
+            if max_batches_per_partition is not None:
+                limits.append(max_batches_per_partition if per_epoch else 0)
+            self._partitions.append(_Partition(per_epoch, min(limits)))
+        self._left = sum(line.total for line in self._partitions)
+        self._received: Counter[int] = Counter()  # receipts per epoch
+        self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
+        self._holder: dict[tuple[int, int], int] = {}  # (partition, k) handed out -> taker
+        self._lost: set[int] = set()
+
+    @property
+    def num_epochs(self) -> int:
+        """How many data epochs the run has; a limit on steps may leave the last incomplete by plan."""
+        return max(-(-line.total // line.per_epoch) if line.per_epoch else 0 for line in self._partitions)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every minibatch of the run has a receipt."""
+        return self._left == 0
+
+    def receipt(self, ref: BatchRef, worker: int) -> bool:
+        """Notes that a minibatch of `worker`'s is in the model.
+
+        Returns:
+            True the first time. A repeated receipt, from whomever, changes nothing.
+
+        Raises:
+            InternalError: the run has no such minibatch.
+        """
+        line, k = self._place(ref)
+        if line.received(k):
+            return False
+        line.receive(k)
+        self._holder.pop((ref.partition, k), None)
+        self._left -= 1
+        self._received[ref.epoch] += 1
+        if worker != ref.partition:
+            self._reassigned[ref.epoch] += 1
+        return True
+
+    def lost(self, rank: int) -> int:
+        """A worker is gone: its partition, and the orphans it had taken, are orphans now.
+
+        Minibatches with a receipt stay done. One that was trained without its receipt having
+        arrived is trained again. Calling twice changes nothing.
+
+        Returns:
+            How many minibatches, over all epochs to come, became orphans.
+
+        Raises:
+            InternalError: no such rank.
+        """
+        if not 0 <= rank < len(self._partitions):
+            raise InternalError(f"worker {rank} was lost; the ledger knows 0 to {len(self._partitions) - 1}")
+        if rank in self._lost:
+            return 0
+        self._lost.add(rank)
+        line = self._partitions[rank]
+        line.orphaned, line.fresh = True, line.low
+        held = [place for place, taker in self._holder.items() if taker == rank]
+        for place in held:
+            del self._holder[place]
+            heapq.heappush(self._partitions[place[0]].returned, place[1])
+        return line.total - line.low - len(line.ahead) + len(held)
+
+    def orphans(self, epoch: int, limit: int, taker: int) -> tuple[BatchRef, ...]:
+        """Hands up to `limit` orphans of data epochs 0 … `epoch` to a worker, oldest epoch first.
+
+        Earlier epochs are included, since the worker may have died long after everybody else
+        had finished them. A worker that has nothing of its own left asks for `num_epochs - 1`.
+        Empty where there is none now (others may still lose what they hold), and for a taker
+        that is itself lost.
+        """
+        handed: list[BatchRef] = []
+        while len(handed) < limit and taker not in self._lost:
+            first = self._first_orphan(epoch)
+            if first is None:
+                break
+            partition, k = first
+            line = self._partitions[partition]
+            line.hand_out(k)
+            self._holder[partition, k] = taker
+            handed.append(BatchRef(k // line.per_epoch, partition, k % line.per_epoch))
+        return tuple(handed)
+
+    def _first_orphan(self, epoch: int) -> tuple[int, int] | None:
+        """(partition, k) of an orphan of the oldest epoch that has one, `epoch` at most."""
+        found = None
+        oldest = epoch + 1
+        for partition, line in enumerate(self._partitions):
+            k = line.next_orphan()
+            if k is not None and k // line.per_epoch < oldest:
+                found, oldest = (partition, k), k // line.per_epoch
+        return found
+
+    def batches(self, epoch: int) -> int:
+        """How many minibatches a data epoch of this run has, over all partitions."""
+        return sum(self._span(line, epoch) for line in self._partitions)
+
+    def samples(self, epoch: int) -> int:
+        """How many samples they have together: all of the data set, unless steps end the run before."""
+        return sum(
+            self.plan.size(BatchRef(epoch, partition, batch))
+            for partition, line in enumerate(self._partitions)
+            for batch in range(self._span(line, epoch))
+        )
+
+    def missing(self, epoch: int) -> int:
+        """How many minibatches of a data epoch have no receipt yet."""
+        return self.batches(epoch) - self._received[epoch]
+
+    def complete(self, epoch: int) -> bool:
+        """Whether every minibatch of a data epoch has a receipt."""
+        return self.missing(epoch) == 0
+
+    def reassigned(self, epoch: int) -> int:
+        """How many minibatches of a data epoch were done by another worker than their partition's own."""
+        return self._reassigned[epoch]
+
+    @staticmethod
+    def _span(line: _Partition, epoch: int) -> int:
+        return max(0, min(line.per_epoch, line.total - epoch * line.per_epoch))
+
+    def _place(self, ref: BatchRef) -> tuple[_Partition, int]:
+        if 0 <= ref.partition < len(self._partitions) and ref.epoch >= 0:
+            line = self._partitions[ref.partition]
+            k = ref.epoch * line.per_epoch + ref.batch
+            if 0 <= ref.batch < line.per_epoch and k < line.total:
+                return line, k
+        raise InternalError(f"a receipt for {ref}, which is no minibatch of this run on {self.plan!r}")

@@ -1,0 +1,247 @@
+"""The order of samples in each epoch, and two ways of cutting it among workers.
+
+    epoch's order   o₀ o₁ o₂ …                    a permutation, a pure function of (seed, epoch)
+    RoundPlan       round r = o[rB : (r+1)B], B = Σ bᵢ; worker i takes its bᵢ of it, in rank order
+    PartitionPlan   partition i = one run of the order, as long as its share; cut into minibatches
+
+Both give every sample to exactly one minibatch of every epoch. A round of `RoundPlan`, joined
+over its workers, is the minibatch that one node with batch size B would take.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from gradstream.data.base import BatchRef, Ids
+from gradstream.errors import ConfigError, InternalError
+
+__all__ = ["EpochPlan", "PartitionPlan", "RoundPlan", "epoch_order"]
+
+
+@functools.lru_cache(maxsize=2)  # workers of one process are in the same epoch, or one apart
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Ids:
+    """A permutation of 0 … num_samples-1: shape (num_samples,), int64, read-only.
+
+    The stable order of as many raw words of Philox under the key (seed, epoch). Raw words are
+    the part of numpy's generators that never changes between versions (its `permutation` may),
+    so machines with different numpys agree.
+
+    Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
+    key = np.array([seed, epoch], dtype=np.uint64)
+    order = np.argsort(np.random.Philox(key=key).random_raw(num_samples), kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+class EpochPlan(ABC):
+    """Who goes through which sample when: what `RoundPlan` and `PartitionPlan` have in common.
+
+    Args:
+        num_samples: size of the data set.
+        batch_size: samples a worker takes at a time: one number for all, or one per worker.
+        num_partitions: how many workers the data is planned for.
+        seed: of the order of samples, in [0, 2⁶⁴).
+        shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None.
+
+    Raises:
+        ConfigError: a number out of its range, lists of the wrong length, more workers than
+            samples. The message says which.
+    """
+
+    shares: Sequence[int]
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int | Sequence[int],
+        num_partitions: int,
+        *,
+        seed: int = 0,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        self.num_samples = _whole("num_samples", num_samples, least=1)
+        self.num_partitions = _whole("number of workers", num_partitions, least=1)
+        self.seed = _whole("seed", seed, least=0)
+        if self.seed >= 1 << 64:
+            raise ConfigError(f"seed must be below 2**64, got {seed}")
+        self.batch_sizes = _batch_sizes(batch_size, self.num_partitions)
+        self._weights = self._check_shares(self.batch_sizes if shares is None else shares)
+
+    def _check_shares(self, shares: Sequence[float]) -> tuple[Fraction, ...]:
+        if len(shares) != self.num_partitions:
+            raise ConfigError(
+                f"shares has {len(shares)} entries for {self.num_partitions} workers; give one per worker"
+            )
+        for rank, share in enumerate(shares):
+            if not (math.isfinite(share) and share >= 0):
+                raise ConfigError(f"share of worker {rank} is {share}; it must be finite and at least 0")
+        # through str: 0.1 is meant as one tenth, and ten samples of it are one
+        weights = tuple(Fraction(str(share)) for share in shares)
+        num_takers = sum(weight > 0 for weight in weights)
+        if num_takers == 0:
+            raise ConfigError(f"all {self.num_partitions} shares are 0; at least one worker needs data")
+        if num_takers > self.num_samples:
+            raise ConfigError(
+                f"{num_takers} workers for {self.num_samples} samples: each needs at least one; "
+                f"use at most {self.num_samples} workers"
+            )
+        return weights
+
+    @abstractmethod
+    def batches_per_epoch(self, partition: int) -> int:
+        """How many minibatches a partition has in each epoch."""
+
+    @abstractmethod
+    def _positions(self, partition: int, batch: int) -> tuple[int, int]:
+        """[start, stop) of a minibatch in its epoch's order."""
+
+    def ids(self, ref: BatchRef) -> Ids:
+        """Sample ids of a minibatch, in order: (size,), a copy. Raises InternalError for an unknown one."""
+        start, stop = self._positions(*self._known(ref))
+        return epoch_order(self.num_samples, self.seed, ref.epoch)[start:stop].copy()
+
+    def size(self, ref: BatchRef) -> int:
+        """How many samples a minibatch has, without computing the epoch's order."""
+        start, stop = self._positions(*self._known(ref))
+        return stop - start
+
+    def _known(self, ref: BatchRef) -> tuple[int, int]:
+        inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions
+        if not inside or not 0 <= ref.batch < self.batches_per_epoch(ref.partition):
+            raise InternalError(f"{ref} is not a minibatch of {self!r}")
+        return ref.partition, ref.batch
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_samples} samples, batch sizes {self.batch_sizes}, "
+            f"shares {tuple(self.shares)}, seed {self.seed})"
+        )
+
+
+class RoundPlan(EpochPlan):
+    """Synchronous: in round r all workers together go through positions [rB, (r+1)B).
+
+    B = Σ `batch_sizes`; worker i takes `batch_sizes[i]` positions, which may be 0. With one
+    `batch_size` and `shares`, B is batch_size × workers, divided by shares. All partitions have
+    ceil(num_samples / B) rounds an epoch. The last may be short: it is divided in the same
+    proportions, each worker getting its part rounded down or up; some may get nothing.
+    `shares[i]` is the size of worker i's full minibatch.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int | Sequence[int],
+        num_partitions: int,
+        *,
+        seed: int = 0,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(num_samples, batch_size, num_partitions, seed=seed, shares=shares)
+        if shares is not None:
+            if isinstance(batch_size, Sequence):
+                raise ConfigError(
+                    "a synchronous round takes a batch size per worker, or one batch size and shares; "
+                    "got both lists: leave out shares"
+                )
+            self.batch_sizes = _sizes(_cut(sum(self.batch_sizes), self._weights))
+        self.shares = self.batch_sizes
+        self._edges = (0, *accumulate(self.batch_sizes))
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """Rounds in an epoch: the same for all partitions, those without a share included."""
+        return -(-self.num_samples // self._edges[-1])
+
+    def _positions(self, partition: int, batch: int) -> tuple[int, int]:
+        round_samples = self._edges[-1]
+        first = batch * round_samples
+        edges: Sequence[int] = self._edges
+        if first + round_samples > self.num_samples:
+            edges = _cut(self.num_samples - first, self.batch_sizes)
+        return first + edges[partition], first + edges[partition + 1]
+
+
+class PartitionPlan(EpochPlan):
+    """Asynchronous: each epoch's order is cut into one run per worker, and those into minibatches.
+
+    A run is as long as the worker's share of `num_samples`, rounded down or up (where that is 0,
+    the worker has no minibatches); the last minibatch of a run may be short. `shares[i]` is the
+    number of samples of partition i in each epoch.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int | Sequence[int],
+        num_partitions: int,
+        *,
+        seed: int = 0,
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(num_samples, batch_size, num_partitions, seed=seed, shares=shares)
+        self._edges = _cut(self.num_samples, self._weights)
+        self.shares = _sizes(self._edges)
+        for rank, (samples, size) in enumerate(zip(self.shares, self.batch_sizes, strict=True)):
+            if samples and not size:
+                raise ConfigError(
+                    f"worker {rank} has a share of {samples} samples and batch size 0; "
+                    "give it a batch size of at least 1, or share 0"
+                )
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """Minibatches of a partition in an epoch: 0 for one without a share."""
+        size = self.batch_sizes[partition]
+        return -(-self.shares[partition] // size) if size else 0
+
+    def _positions(self, partition: int, batch: int) -> tuple[int, int]:
+        start = self._edges[partition] + batch * self.batch_sizes[partition]
+        return start, min(start + self.batch_sizes[partition], self._edges[partition + 1])
+
+
+def _cut(count: int, weights: Sequence[int | Fraction]) -> tuple[int, ...]:
+    """Edges, one more than weights, cutting [0, count) into runs proportional to the weights.
+
+    edgeᵢ = ceil(count · (w₀ + … + wᵢ₋₁) / Σw): exact, so that all nodes agree; each run is
+    within one of its quota, and empty where the weight is 0.
+    """
+    total = sum(weights)
+    return tuple(math.ceil(Fraction(count * before) / total) for before in accumulate(weights, initial=0))
+
+
+def _sizes(edges: Sequence[int]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def _whole(what: str, value: int, *, least: int) -> int:
+    """`value` as an int. Raises ConfigError unless it is a whole number of at least `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{what} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise ConfigError(f"{what} must be at least {least}, got {number}")
+    return number
+
+
+def _batch_sizes(batch_size: int | Sequence[int], num_partitions: int) -> tuple[int, ...]:
+    """One batch size per worker; 0 is allowed in a list that is not all zeros."""
+    if not isinstance(batch_size, Sequence):
+        return (_whole("batch_size", batch_size, least=1),) * num_partitions
+    if len(batch_size) != num_partitions:
+        raise ConfigError(
+            f"batch_size has {len(batch_size)} entries for {num_partitions} workers; "
+            "give one number, or one per worker"
+        )
+    sizes = tuple(_whole(f"batch_size of worker {i}", size, least=0) for i, size in enumerate(batch_size))
+    if not any(sizes):
+        raise ConfigError(f"batch_size is 0 for all {num_partitions} workers; at least one needs samples")
+    return sizes
