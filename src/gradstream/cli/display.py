@@ -1,0 +1,73 @@
+"""Shows a run's progress on stderr: one live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from gradstream.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from gradstream.summary import EventDict
+
+__all__ = ["Display"]
+
+PLAIN_EVERY_S = 5.0
+PLAIN_EVERY_FRACTION = 0.1
+
+
+class Display:
+    """A context manager; hand its `on_event` to `train` or `simulate`.
+
+    Args:
+        console: where to; standard error by default. rich honours NO_COLOR and TERM.
+        now: seconds, for the pace of plain lines.
+    """
+
+    def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self._now = now
+        self._progress = Progress()
+        self._live: Live | None = None
+        self._shown_at_s = now()
+        self._shown_fraction = 0.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=lambda: Text(self._progress.line(), overflow="ellipsis", no_wrap=True),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+        elif self._progress.step:
+            self._console.print(self._progress.line(), markup=False)
+
+    def on_event(self, event: EventDict) -> None:
+        """Takes in one event of the run and shows what is due."""
+        self._progress.update(event)
+        if event["event"] == "left" and event["lost"]:
+            self._console.print(f"lost {event['who']}: {event['reason']}", markup=False)
+        if self._live is None:
+            self._show_plain()
+
+    def _show_plain(self) -> None:
+        """A line whenever some seconds have passed and something has changed, or a tenth is done."""
+        now_s, fraction = self._now(), self._progress.fraction
+        grown = fraction >= self._shown_fraction + PLAIN_EVERY_FRACTION
+        if self._progress.step and (grown or now_s >= self._shown_at_s + PLAIN_EVERY_S):
+            self._console.print(self._progress.line(), markup=False)
+            self._shown_at_s, self._shown_fraction = now_s, fraction

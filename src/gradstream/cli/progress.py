@@ -1,0 +1,145 @@
+"""What a run is doing now, in one line: a pure state fed with events."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradstream.summary import EventDict
+
+__all__ = ["Progress"]
+
+WINDOW_S = 10.0
+"""Rates are means over this much of the run's own time."""
+
+LOSS_MEMORY = 0.95
+"""The loss shown is an exponential moving average over minibatches, with this decay."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """Sums of amounts over the last `WINDOW_S` of a run's time."""
+
+    entries: deque[tuple[float, float]] = field(default_factory=deque)
+    total: float = 0.0
+
+    def add(self, time_s: float, amount: float) -> None:
+        self.entries.append((time_s, amount))
+        self.total += amount
+
+    def per_s(self, now_s: float, began_s: float) -> float:
+        while self.entries and self.entries[0][0] <= now_s - WINDOW_S:
+            self.total -= self.entries.popleft()[1]
+        length_s = min(WINDOW_S, now_s - began_s)
+        return self.total / length_s if length_s > 0 else 0.0
+
+
+class Progress:
+    """Follows a run by its events. It reads no clock: time is the events' own `time_s`.
+
+    Attributes:
+        step: minibatches done over all workers; of a synchronous run: rounds.
+        total_steps: of the whole run, 0 while not known.
+        loss: smoothed, None while not known.
+        workers: names of the workers that are in.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.total_steps = 0
+        self.loss: float | None = None
+        self.workers: set[str] = set()
+        self._expected_workers = 0
+        self._by_round = False
+        self._steps_of_rank: dict[int, int] = {}
+        self._loss_weight = 0.0
+        self._began_s: float | None = None
+        self._now_s = 0.0
+        self._samples, self._steps, self._bytes = _Window(), _Window(), _Window()
+        self._staleness, self._chunks = _Window(), _Window()
+
+    def update(self, event: EventDict) -> None:
+        """Takes in one event; kinds that a progress line does not show are passed over."""
+        self._now_s = max(self._now_s, event["time_s"])
+        match event["event"]:
+            case "started":
+                self.total_steps = event["total_steps"]
+                self._expected_workers = event["workers"]
+                self._by_round = event["strategy"].lower().startswith("synchronous")
+            case "joined" if event["who"].startswith("worker"):
+                self.workers.add(event["who"])
+            case "left":
+                self.workers.discard(event["who"])
+            case "step":
+                self._update_step(event)
+            case "exchange":
+                self._update_exchange(event)
+            case _:
+                pass
+
+    def _update_step(self, event: EventDict) -> None:
+        now_s, rank = event["time_s"], event["rank"]
+        if self._began_s is None:
+            self._began_s = now_s - event["compute_s"]
+        count = self._steps_of_rank[rank] = self._steps_of_rank.get(rank, 0) + 1
+        # All workers take part in a round: the worker that is furthest has begun the newest.
+        done = max(self.step, count) if self._by_round else self.step + 1
+        self._steps.add(now_s, done - self.step)
+        self._samples.add(now_s, event["samples"])
+        self.step = done
+        if event["loss"] is not None and event["samples"]:
+            self._loss_weight = LOSS_MEMORY * self._loss_weight + (1 - LOSS_MEMORY)
+            share = (1 - LOSS_MEMORY) / self._loss_weight  # unbiased from the first value on
+            before = event["loss"] if self.loss is None else self.loss
+            self.loss = before + share * (event["loss"] - before)
+
+    def _update_exchange(self, event: EventDict) -> None:
+        now_s = event["time_s"]
+        self._bytes.add(now_s, event["pushed_bytes"] + event["fetched_bytes"])
+        for tau, chunks in event["staleness"].items():
+            self._staleness.add(now_s, int(tau) * chunks)
+            self._chunks.add(now_s, chunks)
+
+    def _rate(self, window: _Window) -> float:
+        return 0.0 if self._began_s is None else window.per_s(self._now_s, self._began_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of all workers, over the last seconds."""
+        return self._rate(self._samples)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the end at the present rate, None while not known."""
+        rate = self._rate(self._steps)
+        return max(self.total_steps - self.step, 0) / rate if rate > 0 and self.total_steps else None
+
+    @property
+    def fraction(self) -> float:
+        """How much of the run is done, 0 to 1; 0 while not known."""
+        return min(self.step / self.total_steps, 1.0) if self.total_steps else 0.0
+
+    def line(self) -> str:
+        """The run in one line; what is not known yet is left out."""
+        if self._began_s is None:
+            return f"starting: {len(self.workers)}/{self._expected_workers or '?'} workers are in"
+        parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4g}")
+        parts.append(f"{self.samples_per_s:,.0f} samples/s")
+        if self.eta_s is not None:
+            parts.append(f"ETA {_clock(self.eta_s)}")
+        parts.append(f"{len(self.workers)}/{self._expected_workers} workers")
+        parts.append(f"{self._rate(self._bytes) / 1e6:,.1f} MB/s")
+        chunks = self._rate(self._chunks)
+        if chunks > 0:
+            parts.append(f"staleness {self._rate(self._staleness) / chunks:.1f}")
+        return " · ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

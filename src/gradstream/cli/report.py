@@ -1,0 +1,97 @@
+"""What a command says at the end: figures, as a table or as JSON, or what went wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from gradstream.errors import GradstreamError, UserCodeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradstream.run import Evaluation, Run
+
+__all__ = ["error_text", "evaluate", "figures", "json_text", "show"]
+
+
+def error_text(error: GradstreamError) -> str:
+    """The message of an error; of a user's error, its own traceback at the very end."""
+    text = f"error: {error}"
+    trace = error.traceback_text.rstrip() if isinstance(error, UserCodeError) else ""
+    return f"{text}\n\n{trace}" if trace else text
+
+
+def evaluate(run: Run) -> Evaluation | None:
+    """The run's evaluation on held-out samples; None where there are none, or no parameters."""
+    if run.model is None or run.data is None or not run.data.num_test_samples or not run.parameters:
+        return None
+    return run.evaluate()
+
+
+def json_text(run: Run, evaluation: Evaluation | None) -> str:
+    """One JSON object: {"run_dir": …, "summary": {…}, "evaluation": {…} or null}."""
+    record = {
+        "run_dir": str(run.path) if run.path else None,
+        "summary": run.summary,
+        "evaluation": dataclasses.asdict(evaluation) if evaluation else None,
+    }
+    return json.dumps(record)
+
+
+def show(run: Run, evaluation: Evaluation | None, console: Console | None = None) -> None:
+    """Prints the figures as a table (standard output by default)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in figures(run.summary):
+        table.add_row(name, value)
+    if evaluation and evaluation.accuracy is not None:
+        table.add_row("test accuracy", f"{evaluation.accuracy:.2%} of {evaluation.num_samples:,} samples")
+    if evaluation and evaluation.loss is not None:
+        table.add_row(
+            "test error", f"{evaluation.loss:.4g} (mean square, {evaluation.num_samples:,} samples)"
+        )
+    if run.path:
+        table.add_row("run directory", str(run.path))
+    (console or Console(highlight=False)).print(table)
+
+
+def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """(what, figure with its unit) for people; what a run does not tell is left out."""
+    s = summary
+    rows = [
+        ("model", _of(s["num_parameters"], "{:,} parameters")),
+        ("strategy", _of(s["strategy"], f"{{}}, {s['workers']} workers, {s['servers']} servers")),
+        ("optimizer", _of(s["optimizer"], "{}")),
+        ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
+        ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
+        ("time", _of(s["train_s"], "{:.2f} s")),
+        ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),
+        ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
+        ("pushed", f"{_bytes(s['pushed_bytes'])} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
+        ("fetched", f"{_bytes(s['fetched_bytes'])} in {s['fetches']:,} fetches"),
+        ("staleness", _of(s["staleness_mean"], f"mean {{:.2f}}, largest {s['staleness_max']}")),
+        ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
+        ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
+        ("peak memory", ", ".join(f"{n} {_bytes(size)}" for n, size in s["peak_memory_bytes"].items())),
+        ("loop lateness", ", ".join(f"{r} ≤ {ms:.1f} ms" for r, ms in s["loop_late_max_ms"].items())),
+        ("workers lost", ", ".join(s["workers_lost"])),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _of(value: Any, template: str) -> str:
+    return "" if value is None else template.format(value)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

@@ -1,0 +1,53 @@
+"""Fixtures that all tests share, and a limit to how long any of them may take."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+LIMIT_S = 120.0
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fails a test that hangs, after writing what every thread was doing."""
+    marker = item.get_closest_marker("limit_s")
+    limit_s = float(marker.args[0]) if marker else LIMIT_S
+
+    def out_of_time(signum: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(all_threads=True)
+        pytest.fail(f"{item.nodeid} took longer than {limit_s:g} s", pytrace=False)
+
+    before = signal.signal(signal.SIGALRM, out_of_time)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    # For a thread stuck in C, which no signal handler of Python's interrupts.
+    faulthandler.dump_traceback_later(limit_s + 30, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """Where the large data sets lie; a test that asks for them is skipped where they do not."""
+    named = os.environ.get("GRADSTREAM_DATA")
+    root = Path(named) if named else REPOSITORY.parent / "shared" / "data"
+    if not root.is_dir():
+        pytest.skip(f"no data at {root}: set GRADSTREAM_DATA to a folder that holds caltech101/")
+    return root

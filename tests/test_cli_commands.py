@@ -1,0 +1,200 @@
+"""The commands, with `train` and `simulate` replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gradstream.cli import main
+from gradstream.cli.report import figures
+from gradstream.errors import ConfigError, GradientError, PeerLostError
+from gradstream.run import Run
+from gradstream.runtime.world import LogNormal, World
+from gradstream.summary import summary_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    lr: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeJob:
+    strategy: Any = "synchronous"
+    strategy_options: Any = dataclasses.field(default_factory=lambda: {"overlap": True})
+    optimizer: Any = None
+    workers: int = 2
+    servers: int = 1
+    batch_size: int = 32
+    epochs: int | None = 3
+    steps: int | None = None
+    seed: int = 0
+    run_dir: Path | None = None
+
+
+FINISHED = {"event": "finished", "node": "coordinator", "time_s": 2.0, "samples": 10, "train_s": 2.0}
+
+
+class Recorder:
+    """Stands for `train` and `simulate`: keeps what it was given, returns or raises what is set."""
+
+    def __init__(self) -> None:
+        self.job: Any = None
+        self.world: World | None = None
+        self.spec = ""
+        self.outcome: Run | BaseException = Run(events=[FINISHED])
+
+    def load_job(self, spec: str) -> FakeJob:
+        self.spec = spec
+        return FakeJob()
+
+    def __call__(self, job: Any, *, on_event: Callable[[Any], None], world: World | None = None) -> Run:
+        self.job, self.world = job, world
+        on_event(FINISHED)
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    for name, members in {
+        "gradstream.train": {"train": recorder, "load_job": recorder.load_job},
+        "gradstream.simulate": {"simulate": recorder},
+        "gradstream.registry": {"find_optimizer": lambda name, options: (name, options)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return recorder
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_a_job_is_run_as_it_is(recorder: Recorder) -> None:
+    result = call("train", "job.py")
+    assert result.exit_code == 0, result.output
+    assert recorder.spec == "job.py"
+    assert recorder.job == FakeJob()
+    assert "2.00 s" in result.stdout
+
+
+def test_options_override_fields(recorder: Recorder) -> None:
+    options = [
+        "--strategy",
+        "downpour",
+        "--workers",
+        "4",
+        "--servers",
+        "3",
+        "--batch-size",
+        "8",
+        "--seed",
+        "5",
+    ]
+    result = call("train", "job.py", *options, "--steps", "7", "--run-dir", "here")
+    assert result.exit_code == 0, result.output
+    assert recorder.job == FakeJob(
+        strategy="downpour",
+        strategy_options={},
+        workers=4,
+        servers=3,
+        batch_size=8,
+        epochs=None,
+        steps=7,
+        seed=5,
+        run_dir=Path("here"),
+    )
+
+
+def test_epochs_and_steps_together_are_left_to_the_job_to_refuse(recorder: Recorder) -> None:
+    call("train", "job.py", "--steps", "7", "--epochs", "2")
+    assert (recorder.job.steps, recorder.job.epochs) == (7, 2)
+
+
+def test_learning_rate(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("train", "job.py", "--lr", "0.5").exit_code == 2  # of which optimizer?
+    call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
+    assert recorder.job.optimizer == ("adam", {"lr": 0.5})
+    monkeypatch.setattr(sys.modules["gradstream.train"], "load_job", lambda spec: FakeJob(optimizer=Rule()))
+    call("train", "job.py", "--lr", "0.5")
+    assert recorder.job.optimizer == Rule(lr=0.5)
+
+
+def test_json_is_alone_on_stdout(recorder: Recorder) -> None:
+    result = call("train", "job.py", "--json")
+    record = json.loads(result.stdout)
+    assert record["summary"]["train_s"] == 2.0
+    assert record["evaluation"] is None
+    assert record["run_dir"] is None
+
+
+def test_simulate_builds_a_world(recorder: Recorder) -> None:
+    options = ["--phantom", "--latency", "0.01", "--bandwidth", "1e8", "--gradient-s", "2", "--spread", "0.3"]
+    result = call("simulate", "job.py", "--workers", "64", *options)
+    assert result.exit_code == 0, result.output
+    assert recorder.job.workers == 64
+    world = recorder.world
+    assert world is not None
+    assert world.phantom
+    assert world.network.link.latency_s == 0.01
+    assert world.network.bandwidth_bytes_s == 1e8
+    assert world.costs["gradient"].base_s == 2.0
+    assert world.costs["apply"].spread == LogNormal(0.3)
+
+
+def test_simulate_without_options_is_the_default_world(recorder: Recorder) -> None:
+    call("simulate", "job.py")
+    assert recorder.world == World()
+
+
+def test_demo_runs_its_own_job(recorder: Recorder) -> None:
+    result = call("demo")
+    assert result.exit_code == 0, result.output
+    assert recorder.spec == "gradstream.demo:job"
+    assert "2.00 s" in result.stdout
+
+
+def test_a_users_own_traceback_comes_last(recorder: Recorder) -> None:
+    trace = 'Traceback (most recent call last):\n  File "job.py", line 3, in loss\nKeyError: 1\n'
+    recorder.outcome = GradientError("worker 1, step 7: your function raised KeyError: 1", trace)
+    result = call("train", "job.py")
+    assert result.exit_code == 1
+    assert "worker 1, step 7" in result.stderr
+    assert result.stderr.endswith(trace)
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError("workers: got 0"), 2), (PeerLostError("shard-0", "gone"), 1), (KeyboardInterrupt(), 130)],
+)
+def test_exit_codes(recorder: Recorder, error: BaseException, code: int) -> None:
+    recorder.outcome = error
+    result = call("train", "job.py")
+    assert result.exit_code == code
+    assert str(error) in result.stderr
+
+
+def test_an_unknown_option_is_a_usage_error(recorder: Recorder) -> None:
+    result = call("train", "job.py", "--worker", "3")
+    assert result.exit_code == 2
+    assert "--workers" in result.stderr
+
+
+def test_figures_leave_out_what_is_not_known() -> None:
+    names = [name for name, _ in figures(summary_of([FINISHED]))]
+    assert "accounted for" in names
+    assert "staleness" not in names
+    assert "CPU" not in names

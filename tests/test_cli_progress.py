@@ -1,0 +1,117 @@
+"""The progress line from recorded events, and when it is shown."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gradstream.cli.display import Display
+from gradstream.cli.progress import Progress
+
+STARTED = {"event": "started", "node": "coordinator", "time_s": 0.0, "workers": 2, "strategy": "downpour"}
+STARTED |= {"total_steps": 40}
+
+
+def joined(who: str) -> dict[str, Any]:
+    return {"event": "joined", "node": "coordinator", "time_s": 0.0, "who": who}
+
+
+def left(who: str, lost: bool) -> dict[str, Any]:
+    return {
+        "event": "left",
+        "node": "coordinator",
+        "time_s": 1.0,
+        "who": who,
+        "lost": lost,
+        "reason": "silent",
+    }
+
+
+def step(rank: int, time_s: float, loss: float | None = 1.0, samples: int = 10) -> dict[str, Any]:
+    record = {"event": "step", "node": f"worker-{rank}", "time_s": time_s, "rank": rank}
+    return {**record, "samples": samples, "loss": loss, "compute_s": 1.0}
+
+
+def exchange(time_s: float, size: int, staleness: dict[str, int]) -> dict[str, Any]:
+    record = {"event": "exchange", "node": "worker-0", "time_s": time_s, "pushed_bytes": size}
+    return {**record, "fetched_bytes": size, "staleness": staleness}
+
+
+def fed(*events: dict[str, Any]) -> Progress:
+    progress = Progress()
+    for event in events:
+        progress.update(event)
+    return progress
+
+
+def test_before_the_first_step_it_says_who_is_in() -> None:
+    progress = fed(joined("worker-0"), joined("shard-0"))
+    assert progress.line() == "starting: 1/? workers are in"
+    progress.update(STARTED)
+    assert progress.line() == "starting: 1/2 workers are in"
+
+
+def test_the_whole_line() -> None:
+    both = [joined("worker-0"), joined("worker-1"), STARTED]
+    progress = fed(*both, step(0, 2.0), step(1, 2.0), step(0, 3.0), step(1, 3.0))
+    progress.update(exchange(3.0, 1_000_000, {"0": 1, "3": 1}))
+    # 40 samples and 4 steps in 2 s from the start of the first gradient (1 s) to 3 s.
+    assert progress.line() == (
+        "step 4/40 · loss 1 · 20 samples/s · ETA 0:18 · 2/2 workers · 1.0 MB/s · staleness 1.5"
+    )
+
+
+def test_rates_forget_what_is_long_ago() -> None:
+    slow = [step(0, float(second), samples=1) for second in range(1, 51)]
+    fast = [step(0, 50 + second / 10, samples=1) for second in range(1, 101)]
+    assert fed(*slow).samples_per_s == pytest.approx(1.0)
+    assert fed(*slow, *fast).samples_per_s == pytest.approx(10.0)
+
+
+def test_a_round_of_all_workers_is_one_step() -> None:
+    progress = fed({**STARTED, "strategy": "synchronous"}, step(0, 1.0), step(1, 1.0), step(0, 2.0))
+    assert progress.step == 2
+
+
+def test_loss_is_smoothed_and_unknown_losses_are_passed_over() -> None:
+    progress = fed(step(0, 1.0, loss=4.0))
+    assert progress.loss == 4.0
+    progress.update(step(0, 2.0, loss=None))
+    assert progress.loss == 4.0
+    progress.update(step(0, 3.0, loss=2.0))
+    assert progress.loss is not None
+    assert 2.0 < progress.loss < 4.0
+
+
+def test_a_lost_worker_is_not_alive() -> None:
+    progress = fed(joined("worker-0"), joined("worker-1"), STARTED, step(0, 1.0), left("worker-1", lost=True))
+    assert "1/2 workers" in progress.line()
+
+
+def shown(*events: dict[str, Any], terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True)
+    with Display(console, now=lambda: 0.0) as display:
+        for event in events:
+            display.on_event(event)
+    return out.getvalue()
+
+
+def test_plain_lines_come_each_tenth_and_at_the_end() -> None:
+    lines = shown(STARTED, *[step(0, float(n)) for n in range(1, 10)]).splitlines()
+    assert [line.split(" · ")[0] for line in lines] == ["step 4/40", "step 8/40", "step 9/40"]
+    assert all("\x1b" not in line for line in lines)
+
+
+def test_a_loss_of_a_node_is_said_at_once() -> None:
+    assert "lost worker-1: silent" in shown(left("worker-1", lost=True))
+    assert shown(left("worker-1", lost=False)) == ""
+
+
+def test_a_terminal_gets_one_live_line() -> None:
+    text = shown(STARTED, step(0, 1.0), terminal=True)
+    assert "step 1/40" in text
+    assert "\x1b[" in text

@@ -1,0 +1,122 @@
+"""Checks what the documentation promises. Prints one line per fault; exit status 1 if any.
+
+* every public symbol (of `__all__`, and public methods of public classes) has a docstring;
+* links in README.md and docs/*.md lead to files, and to headings that exist;
+* Python blocks in them compile;
+* no file names a directory of somebody's machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(?:python|py)\s*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Spelt in pieces, so that this file does not find itself.
+MACHINE_PATH = re.compile(
+    "(?<![\\w.])/(?:" + "|".join(["home/\\w", "work/\\w", "Users/\\w", "root/\\w"]) + ")"
+)
+
+
+def undocumented() -> Iterator[str]:
+    """Public symbols without a docstring. Reads the source, imports nothing."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        if "_pb2" in path.name:
+            continue
+        tree = ast.parse(path.read_text())
+        where = path.relative_to(ROOT)
+        if not ast.get_docstring(tree):
+            yield f"{where}: the module has no docstring"
+        public = names_of_all(tree)
+        for node in tree.body:
+            if (
+                isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+                and node.name in public
+            ):
+                yield from (f"{where}:{line}: {name} has no docstring" for name, line in faults(node))
+
+
+def names_of_all(tree: ast.Module) -> set[str]:
+    """The names that a module's `__all__` lists."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def faults(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int]]:
+    """(name, line) of a symbol and of its public methods, where they lack a docstring."""
+    if not ast.get_docstring(node):
+        yield node.name, node.lineno
+    for inner in node.body if isinstance(node, ast.ClassDef) else []:
+        public = isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_")
+        if public and not ast.get_docstring(inner):
+            yield f"{node.name}.{inner.name}", inner.lineno
+
+
+def pages() -> list[Path]:
+    """The documentation's pages."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that a page's headings can be linked by, as GitHub spells them."""
+    heads = re.findall(r"^#+ +(.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}
+
+
+def broken_links() -> Iterator[str]:
+    """Links of pages to files or headings that are not there."""
+    for page in pages():
+        for found in LINK.finditer(page.read_text()):
+            link = found[1] or found[2]
+            if re.match(r"[a-z]+:", link):
+                continue
+            file, _, fragment = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            if not target.exists() or (
+                fragment and target.suffix == ".md" and fragment not in anchors(target)
+            ):
+                yield f"{page.relative_to(ROOT)}: the link {link!r} leads nowhere"
+
+
+def broken_blocks() -> Iterator[str]:
+    """Python blocks of pages that do not compile."""
+    for page in pages():
+        for block in BLOCK.finditer(page.read_text()):
+            try:
+                compile(block[1], str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            except SyntaxError as error:
+                line = page.read_text()[: block.start()].count("\n") + 1 + (error.lineno or 0)
+                yield f"{page.relative_to(ROOT)}:{line}: {error.msg}"
+
+
+def machine_paths() -> Iterator[str]:
+    """Lines of tracked text files that name a directory of somebody's machine."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        path = ROOT / name
+        if path.suffix in {".npz", ".png", ".jpg"} or not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                yield f"{name}:{number}: a path of one machine: {line.strip()[:80]}"
+
+
+def main() -> int:
+    """Runs every check."""
+    found = [*undocumented(), *broken_links(), *broken_blocks(), *machine_paths()]
+    print("\n".join(found) or "documentation: nothing to complain about")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
