@@ -1,0 +1,220 @@
+"""The coordinator: carries the membership state machine out over streams.
+
+It is not on the data path: it knows who is in and which batches are in the model, and
+sees neither gradients nor parameters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradstream.errors import PeerLostError
+from gradstream.events import Event, FailedEvent, encode
+from gradstream.membership.state import Emit, Instruction, Membership, Notify, Refuse
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.wire import v1
+
+__all__ = ["Bell", "Coordinator", "Leases", "Outcome"]
+
+BEATS_PER_LEASE = 4
+"""How often either side shows that it is alive: three in a row may be lost or late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leases:
+    """How long membership waits.
+
+    Args:
+        join_s: all nodes must have joined by then.
+        lease_s: a member that is silent for so long is lost.
+    """
+
+    join_s: float = 60.0
+    lease_s: float = 10.0
+
+    @property
+    def beat_s(self) -> float:
+        """The longest time between two signs of life."""
+        return self.lease_s / BEATS_PER_LEASE
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: `failed` is None when every sample is accounted for."""
+
+    notice: v1.Notice
+    failed: FailedEvent | None
+
+
+class Bell:
+    """Wakes everybody who waits when it is rung; a ring that nobody waits for is kept."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wakes who waits."""
+        self._event.set()
+
+    async def rung(self, runtime: Runtime, seconds: float) -> bool:
+        """Returns whether it was rung within `seconds`, and takes the ring."""
+        try:
+            await runtime.within(seconds, self._event.wait())
+        except TimeoutError:
+            return False
+        self._event.clear()
+        return True
+
+
+class Coordinator:
+    """Serves "join" (the presence of each node) and "orphans" (batches of lost workers).
+
+    Args:
+        runtime: time and tasks.
+        endpoint: not started yet.
+        membership: the state machine to carry out.
+        on_events: gets JSON lines, the coordinator's own and those of all nodes, as they come.
+        leases: deadlines.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        membership: Membership,
+        *,
+        on_events: Callable[[bytes], None],
+        leases: Leases,
+    ) -> None:
+        self._runtime = runtime
+        self._membership = membership
+        self._on_events = on_events
+        self._leases = leases
+        self._born_ns = runtime.now()
+        self._training_ns: int | None = None
+        self._presences: dict[str, Bell] = {}
+        self._askers: dict[Bell, None] = {}
+        self._ended = Bell()
+        self._failed: FailedEvent | None = None
+        endpoint.serve("join", self._serve_join, model=False)
+        endpoint.serve("orphans", self._serve_orphans, model=False)
+
+    def emit(self, event: Event) -> None:
+        """Adds a record of the coordinator's own."""
+        self._on_events(encode(event, node=self._runtime.node, time_s=self._time_s()))
+
+    async def run(self) -> Outcome:
+        """Returns when the run is over and every member has left, or had a lease's time to."""
+        deadline = self._runtime.call_later(
+            self._leases.join_s, lambda: self._carry_out(self._membership.overdue())
+        )
+        try:
+            while not self._membership.over:
+                await self._ended.rung(self._runtime, self._leases.join_s)
+        finally:
+            deadline.cancel()
+        while self._presences and await self._ended.rung(self._runtime, self._leases.lease_s):
+            pass
+        return Outcome(self._membership.notice, self._failed)
+
+    # ---- presence -----------------------------------------------------------------------
+
+    async def _serve_join(self, stream: Stream) -> None:
+        request = v1.Join.FromString(stream.opened.body)
+        who = request.node.name
+        instructions = self._membership.join(request, self._age_s())
+        for instruction in instructions:
+            if isinstance(instruction, Refuse):
+                stream.refuse(instruction.code, instruction.message)
+                return
+        bell = self._presences[who] = Bell()
+        self._carry_out(instructions)
+        reason = ""
+        try:
+            await self._runtime.gather(self._listen(stream, who), self._tell(stream, bell))
+        except Exception as error:  # its stream is broken, or what came on it makes no sense
+            reason = str(error).removeprefix(f"{who}: ")
+        # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
+        del self._presences[who]
+        self._carry_out(self._membership.lost(who, reason))
+        self._ended.ring()
+
+    async def _listen(self, stream: Stream, who: str) -> None:
+        """Takes beats until the member leaves. Raises when it was not allowed to, or is gone."""
+        while True:
+            received = await stream.recv(self._leases.lease_s)
+            if received is None:
+                if not self._membership.over:
+                    raise PeerLostError(who, "left before the run was over")
+                return
+            beat = v1.Beat.FromString(received.frame.body.data)
+            if beat.events:
+                self._on_events(beat.events)
+            self._carry_out(self._membership.beat(who, beat, self._age_s()))
+            if beat.receipts:
+                self._wake_askers()
+
+    async def _tell(self, stream: Stream, bell: Bell) -> None:
+        """Sends the notice at each change, and now and then as a sign of life, up to the last one.
+
+        The stream ends only when the member has ended its side: that is how a member knows that
+        its last beat was heard.
+        """
+        while True:
+            notice = self._membership.notice
+            await stream.send(v1.Frame(body=v1.Body(data=notice.SerializeToString())))
+            if notice.phase in (v1.Notice.FINISHED, v1.Notice.ABORTED):
+                return
+            await bell.rung(self._runtime, self._leases.beat_s)
+
+    # ---- orphans ------------------------------------------------------------------------
+
+    async def _serve_orphans(self, stream: Stream) -> None:
+        request = v1.Orphans.FromString(stream.opened.body)
+        who = stream.opened.sender
+        bell = Bell()
+        self._askers[bell] = None
+        try:
+            while (answer := self._membership.orphans(who, request.epoch, request.last)) is None:
+                others = [node.name for node in self._membership.workers if node.name != who]
+                await stream.waiting(others)
+                await bell.rung(self._runtime, self._leases.beat_s)
+        finally:
+            del self._askers[bell]
+        if isinstance(answer, Refuse):
+            stream.refuse(answer.code, answer.message)
+            return
+        await stream.send(v1.Frame(body=v1.Body(data=answer.SerializeToString())))
+
+    def _wake_askers(self) -> None:
+        for bell in self._askers:
+            bell.ring()
+
+    # ---- instructions -------------------------------------------------------------------
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        if self._training_ns is None and self._membership.phase == v1.Notice.TRAINING:
+            self._training_ns = self._runtime.now()
+        for instruction in instructions:
+            if isinstance(instruction, Emit):
+                if isinstance(instruction.event, FailedEvent):
+                    self._failed = instruction.event
+                self.emit(instruction.event)
+            elif isinstance(instruction, Notify):
+                for bell in self._presences.values():
+                    bell.ring()
+                self._wake_askers()
+        if self._membership.over:
+            self._ended.ring()
+
+    def _age_s(self) -> float:
+        return (self._runtime.now() - self._born_ns) / 1e9
+
+    def _time_s(self) -> float:
+        """Seconds since training began; 0 before."""
+        return 0.0 if self._training_ns is None else (self._runtime.now() - self._training_ns) / 1e9

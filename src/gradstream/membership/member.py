@@ -1,0 +1,282 @@
+"""A node's side of membership: it joins, beats, hears notices, and learns how the run ended.
+
+Shards and workers use the same `Member`. What it reports goes out in beats, in order and each
+once; it is with the coordinator at the latest when `leave` has returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import ClosedError, GradstreamError, InternalError, PeerLostError
+from gradstream.events import Event, encode
+from gradstream.membership.coordinator import Bell, Leases
+from gradstream.membership.state import receipt_of, ref_of
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.wire import v1
+
+__all__ = ["Member", "RunAbortedError"]
+
+
+class RunAbortedError(GradstreamError):
+    """The coordinator has ended the run because of a node, this or another.
+
+    Args:
+        culprit: name of the node.
+        reason: what happened to it.
+    """
+
+    def __init__(self, culprit: str, reason: str) -> None:
+        super().__init__(f"the run was aborted because of {culprit}: {reason}")
+        self.culprit = culprit
+        self.reason = reason
+
+
+class Member:
+    """One node as a member of the run.
+
+    Args:
+        runtime: time and tasks.
+        endpoint: started; its epoch, fingerprint and addresses follow the notices.
+        node: who this is.
+        software: version of gradstream.
+        coordinator: name under which the endpoint knows the coordinator.
+        leases: `beat_s` and `lease_s` bound the silence of either side.
+        beat_s: how long reports are gathered before they are sent.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        node: v1.Node,
+        *,
+        software: str,
+        coordinator: str = "coordinator",
+        leases: Leases | None = None,
+        beat_s: float = 0.25,
+    ) -> None:
+        self.node = node
+        self.notice = v1.Notice()
+        self.on_notice: list[Callable[[v1.Notice], None]] = []
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._software = software
+        self._coordinator = coordinator
+        self._leases = leases or Leases()
+        self._beat_s = min(beat_s, self._leases.beat_s)
+        self._training_ns: int | None = None
+        self._events: list[bytes] = []
+        self._beat = v1.Beat()
+        self._urgent = Bell()
+        self._error: GradstreamError | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._stream: Stream | None = None
+        self._presence: asyncio.Task[None] | None = None
+
+    # ---- joining ------------------------------------------------------------------------
+
+    async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:
+        """Joins, and returns the coordinator's first notice.
+
+        Args:
+            model: what this worker has built; shards join without.
+
+        Raises:
+            RefusedError: the coordinator does not want this node, and says why.
+            PeerLostError, DeadlineError: the coordinator cannot be reached.
+        """
+        request = v1.Join(node=self.node, model=model, software=self._software)
+        self._stream = await self._endpoint.open(
+            self._coordinator, "join", request, priority=Priority.CONTROL
+        )
+        await self._hear(self._stream)
+        self._presence = self._runtime.spawn(
+            self._be_present(self._stream), name=f"{self.node.name}/presence"
+        )
+        return self.notice
+
+    async def training(self) -> v1.Notice:
+        """Waits until everybody is in, and returns a notice with the roster and the model.
+
+        Raises:
+            RunAbortedError: it never came to it.
+            PeerLostError: the coordinator was lost.
+        """
+        await self._until(lambda: self.notice.phase >= v1.Notice.TRAINING)
+        return self.notice
+
+    async def over(self) -> v1.Notice:
+        """Waits for the end of the run, and returns the FINISHED notice.
+
+        Raises:
+            RunAbortedError: names who is to blame, and why.
+            PeerLostError: the coordinator was lost.
+        """
+        await self._until(lambda: self.notice.phase == v1.Notice.FINISHED)
+        return self.notice
+
+    async def leave(self) -> None:
+        """Says what is left to say and goodbye, and waits until it was heard, for a lease at most.
+
+        Never raises. Before the end of the run, leaving counts as being lost.
+        """
+        if self._stream is None or self._presence is None:
+            return
+        if self.notice.phase < v1.Notice.FINISHED:
+            self._presence.cancel()
+        try:
+            await self._runtime.within(self._leases.lease_s, self._say_goodbye(self._stream, self._presence))
+        except (GradstreamError, TimeoutError):
+            pass  # the coordinator is gone, nobody is left to tell
+
+    async def _say_goodbye(self, stream: Stream, presence: asyncio.Task[None]) -> None:
+        try:
+            await presence
+        except asyncio.CancelledError:
+            if not presence.cancelled():
+                raise
+        await self._send_beat(stream)
+        await stream.end()
+        while await stream.recv(self._leases.lease_s) is not None:
+            pass
+
+    # ---- reporting ----------------------------------------------------------------------
+
+    def emit(self, event: Event) -> None:
+        """Puts a record into the run's events: in the next beat."""
+        time_s = 0.0 if self._training_ns is None else (self._runtime.now() - self._training_ns) / 1e9
+        self._events.append(encode(event, node=self.node.name, time_s=time_s))
+
+    def receipt(self, refs: Iterable[BatchRef]) -> None:
+        """These batches are in the model: their pushes were acknowledged by all shards."""
+        self._beat.receipts.extend(receipt_of(ref) for ref in refs)
+
+    def finished(self) -> None:
+        """This worker's strategy is done with all of its batches."""
+        self._beat.finished = True
+        self._urgent.ring()
+
+    async def failed(self, error: BaseException, traceback_text: str) -> None:
+        """This node cannot go on: the run is aborted, naming it. Never raises."""
+        self._beat.failure.CopyFrom(
+            v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)
+        )
+        if self._stream is not None:
+            try:
+                await self._send_beat(self._stream)
+            except GradstreamError:
+                pass  # the coordinator is gone: `over` says so
+
+    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
+        """Batches of lost workers to go through, and whether the data epoch is complete.
+
+        Args:
+            epoch: data epoch whose own batches this worker is done with.
+            last: wait for batches, or until the epoch is complete.
+
+        Raises:
+            PeerLostError, DeadlineError: the coordinator was lost.
+        """
+        self._urgent.ring()  # own receipts first: others may wait for them
+        answer = await self._endpoint.call(
+            self._coordinator,
+            "orphans",
+            v1.Orphans(epoch=epoch, last=last),
+            v1.OrphanBatches,
+            silence_s=self._leases.lease_s,
+        )
+        return [ref_of(receipt) for receipt in answer.batches], answer.complete
+
+    # ---- presence -----------------------------------------------------------------------
+
+    async def _be_present(self, stream: Stream) -> None:
+        try:
+            await self._runtime.gather(self._keep_hearing(stream), self._keep_beating(stream))
+        except RunAbortedError:
+            pass  # noted where it was heard
+        except GradstreamError as error:
+            lost = isinstance(error, PeerLostError)
+            self._fail(error if lost else PeerLostError(self._coordinator, str(error)))
+        except Exception as error:
+            self._fail(InternalError(f"membership of {self.node.name}: {error!r}"))
+
+    def _fail(self, error: GradstreamError) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    async def _keep_hearing(self, stream: Stream) -> None:
+        while await self._hear(stream):
+            pass
+
+    async def _hear(self, stream: Stream) -> bool:
+        """Takes one notice; False when it was the last."""
+        received = await stream.recv(self._leases.lease_s)
+        if received is None:
+            raise PeerLostError(self._coordinator, "ended the presence of this node before the run was over")
+        notice = v1.Notice.FromString(received.frame.body.data)
+        for node in notice.nodes:
+            if node.name != self.node.name:
+                self._endpoint.know(node.name, node.address)
+        self._endpoint.identity.epoch = notice.epoch
+        if notice.HasField("model"):
+            self._endpoint.identity.fingerprint = notice.model.fingerprint
+        if self._training_ns is None and notice.phase == v1.Notice.TRAINING:
+            self._training_ns = self._runtime.now()
+        changed, self.notice = notice != self.notice, notice
+        if notice.phase == v1.Notice.ABORTED:
+            self._error = RunAbortedError(notice.culprit, notice.reason)
+        if changed:
+            for callback in self.on_notice:
+                callback(notice)
+            self._wake()
+        if self._error is not None:
+            raise self._error
+        if notice.phase == v1.Notice.FINISHED:
+            self._urgent.ring()  # lets go of the beat that waits
+            return False
+        return True
+
+    async def _keep_beating(self, stream: Stream) -> None:
+        """A beat when there is something to say, and otherwise as a sign of life."""
+        silent_s = 0.0
+        while self.notice.phase != v1.Notice.FINISHED:
+            if await self._urgent.rung(self._runtime, self._beat_s) or self._has_news:
+                silent_s = 0.0
+                await self._send_beat(stream)
+                continue
+            silent_s += self._beat_s
+            if silent_s >= self._leases.beat_s:
+                silent_s = 0.0
+                await self._send_beat(stream)
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._events or self._beat.receipts or self._beat.finished)
+
+    async def _send_beat(self, stream: Stream) -> None:
+        beat, self._beat = self._beat, v1.Beat()
+        beat.events = b"".join(self._events)
+        self._events.clear()
+        await stream.send(v1.Frame(body=v1.Body(data=beat.SerializeToString())))
+
+    # ---- waiting ------------------------------------------------------------------------
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            if self._error is not None:
+                raise self._error
+            if self._stream is None:
+                raise ClosedError(f"{self.node.name} has not joined")
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

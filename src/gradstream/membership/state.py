@@ -1,0 +1,298 @@
+"""Who is in the run, as a pure state machine: what happened goes in, instructions come out.
+
+GATHERING until all the expected nodes have joined; TRAINING until every batch has a receipt and
+every worker that is left has finished: FINISHED; ABORTED when that cannot be reached any more.
+The membership epoch is 0 while gathering, 1 when training begins, and one more after each loss.
+
+Nothing here waits, sends or writes: the coordinator carries the instructions out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gradstream.data.base import BatchRef
+from gradstream.data.ledger import Ledger
+from gradstream.events import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    JoinedEvent,
+    LedgerEvent,
+    LeftEvent,
+    StartedEvent,
+)
+from gradstream.wire import v1
+
+__all__ = ["Emit", "Instruction", "Membership", "Notify", "Refuse", "receipt_of", "ref_of"]
+
+ORPHANS_AT_ONCE = 4
+"""Batches handed out per request: few, so that all who are idle get a share of a lost partition."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Everybody who is in gets the new notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Who asked is told no."""
+
+    code: v1.Code
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """The record goes into the run's events."""
+
+    event: Event
+
+
+Instruction = Notify | Refuse | Emit
+
+
+def ref_of(receipt: v1.Receipt) -> BatchRef:
+    """The batch that a receipt names."""
+    return BatchRef(receipt.epoch, receipt.partition, receipt.batch)
+
+
+def receipt_of(ref: BatchRef) -> v1.Receipt:
+    """The receipt that names a batch."""
+    return v1.Receipt(epoch=ref.epoch, partition=ref.partition, batch=ref.batch)
+
+
+class Membership:
+    """The members of one run.
+
+    Args:
+        started: the run as planned; `workers` and `servers` say who is expected. Its
+            `num_parameters` is filled in from the registered model.
+        ledger: which batches are in the model.
+        survives_worker_loss: the strategy goes on without a lost worker, which needs its
+            batches to be taken over by others.
+        software: version of gradstream that every node must have.
+    """
+
+    def __init__(
+        self, started: StartedEvent, ledger: Ledger, *, survives_worker_loss: bool, software: str
+    ) -> None:
+        self.phase: v1.Notice.Phase = v1.Notice.GATHERING
+        self.epoch = 0
+        self.ledger = ledger
+        self._started = started
+        self._survives = survives_worker_loss
+        self._software = software
+        self._nodes: dict[str, v1.Node] = {}
+        self._finished: set[str] = set()
+        self._model: v1.ModelSpec | None = None
+        self._registrar = ""
+        self._reason = ""
+        self._culprit = ""
+        self._began_s = 0.0
+        self._receipt_s = 0.0
+        self._num_complete = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is FINISHED or ABORTED."""
+        return self.phase in (v1.Notice.FINISHED, v1.Notice.ABORTED)
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the expected nodes that are not in."""
+        shards = [f"shard-{rank}" for rank in range(self._started.servers)]
+        workers = [f"worker-{rank}" for rank in range(self._started.workers)]
+        return [name for name in shards + workers if name not in self._nodes]
+
+    @property
+    def workers(self) -> list[v1.Node]:
+        """The workers that are in, by rank."""
+        nodes = [node for node in self._nodes.values() if node.role == "worker"]
+        return sorted(nodes, key=lambda node: node.rank)
+
+    @property
+    def notice(self) -> v1.Notice:
+        """The present state, as every member is told it."""
+        return v1.Notice(
+            epoch=self.epoch,
+            nodes=sorted(self._nodes.values(), key=lambda node: (node.role, node.rank)),
+            model=self._model,
+            phase=self.phase,
+            reason=self._reason,
+            culprit=self._culprit,
+        )
+
+    # ---- what happens -------------------------------------------------------------------
+
+    def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
+        """A node asks to be in. Either the only instruction is `Refuse`, or it is in."""
+        objection = self._objection(request)
+        if objection is not None:
+            return [objection]
+        node = request.node
+        if node.role == "worker" and self._model is None:
+            self._model, self._registrar = request.model, node.name
+        self._nodes[node.name] = node
+        out: list[Instruction] = []
+        if not self.missing:
+            self.phase, self.epoch, self._began_s = v1.Notice.TRAINING, 1, at_s
+            elems = self._model.elems if self._model is not None else 0
+            out.append(Emit(replace(self._started, num_parameters=elems)))
+        joined = JoinedEvent(who=node.name, address=node.address, epoch=self.epoch)
+        return [Emit(joined), *out, Notify()]
+
+    def beat(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
+        """A member says what it has done: receipts, that its strategy is done, that it failed."""
+        node = self._nodes.get(who)
+        if node is None or self.over:
+            return []
+        if beat.HasField("failure"):
+            failure = beat.failure
+            return self._abort(who, failure.error, failure.message, failure.traceback)
+        for receipt in beat.receipts:
+            self.ledger.receipt(ref_of(receipt), node.rank)
+            self._receipt_s = at_s
+        if beat.finished:
+            self._finished.add(who)
+        return self._conclude() if beat.receipts or beat.finished else []
+
+    def lost(self, who: str, reason: str) -> list[Instruction]:
+        """A member is gone: its stream broke, it was silent for too long, or it left.
+
+        Its receipts stand. Batches without one are orphans from now on, for others to take.
+        """
+        node = self._nodes.pop(who, None)
+        if node is None:
+            return []
+        self._finished.discard(who)
+        left = LeftEvent(who=who, lost=not self.over, reason="" if self.over else reason, epoch=self.epoch)
+        if self.over:
+            return [Emit(left)]
+        if self.phase == v1.Notice.GATHERING:
+            return [Emit(left), Notify()]
+        self.epoch += 1
+        out: list[Instruction] = [Emit(replace(left, epoch=self.epoch))]
+        hopeless = self._why_hopeless(node)
+        if hopeless:
+            return out + self._abort(who, "PeerLostError", f"{reason}; {hopeless}")
+        self.ledger.lost(node.rank)
+        out.append(Notify())
+        return out + self._conclude()
+
+    def overdue(self) -> list[Instruction]:
+        """The deadline for joining has passed."""
+        if self.phase != v1.Notice.GATHERING:
+            return []
+        missing = ", ".join(self.missing)
+        text = f"did not join in time: {missing} (in: {', '.join(self._nodes) or 'nobody'}); see their logs"
+        return self._abort(self.missing[0], "DeadlineError", text)
+
+    def orphans(self, who: str, epoch: int, last: bool) -> v1.OrphanBatches | Refuse | None:
+        """Batches of lost workers for `who` to go through; None when the answer has to wait.
+
+        Args:
+            epoch: data epoch.
+            last: answer only with batches, or once every batch of the epoch has a receipt.
+        """
+        node = self._nodes.get(who)
+        if node is None:
+            return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.epoch}")
+        refs = self.ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
+        complete = self.ledger.complete(epoch)
+        if last and not refs and not complete and not self.over:
+            return None
+        return v1.OrphanBatches(batches=[receipt_of(ref) for ref in refs], complete=complete)
+
+    # ---- decisions ----------------------------------------------------------------------
+
+    def _objection(self, request: v1.Join) -> Refuse | None:
+        node = request.node
+        if request.software != self._software:
+            return Refuse(
+                v1.BAD_PROTOCOL,
+                f"{node.name} runs gradstream {request.software}, expected {self._software}: "
+                "install the same version everywhere",
+            )
+        if node.name not in self.missing:
+            return self._name_objection(node)
+        if self.phase != v1.Notice.GATHERING:
+            return Refuse(v1.NOT_MEMBER, f"{node.name}: the run is past gathering, nobody can join now")
+        return self._model_objection(request) if node.role == "worker" else None
+
+    def _name_objection(self, node: v1.Node) -> Refuse:
+        there = self._nodes.get(node.name)
+        if there is not None:
+            return Refuse(
+                v1.NOT_MEMBER,
+                f"{node.name} is in already, from {there.address} (incarnation {there.incarnation:x}; "
+                f"this one is {node.incarnation:x}): give each node its own rank",
+            )
+        return Refuse(
+            v1.BAD_REQUEST,
+            f"{node.name} is not expected: this run has {self._started.workers} workers "
+            f"and {self._started.servers} servers, ranks from 0",
+        )
+
+    def _model_objection(self, request: v1.Join) -> Refuse | None:
+        spec, model = request.model, self._model
+        if not spec.elems or not spec.fingerprint:
+            return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined without a model")
+        if model is None or spec == model:
+            return None
+        return Refuse(
+            v1.BAD_FINGERPRINT,
+            f"model of {request.node.name}: {_describe(spec)}; expected that of {self._registrar}: "
+            f"{_describe(model)}. All workers must build the same model, from the same version of the job",
+        )
+
+    def _why_hopeless(self, node: v1.Node) -> str:
+        """Why the run cannot go on without this node, or ""."""
+        if node.role == "shard":
+            return f"its ranges of the parameters are gone with it (shard rank {node.rank})"
+        if not self._survives:
+            return f"strategy {self._started.strategy!r} needs every worker"
+        return "" if self.workers else "no worker is left"
+
+    def _conclude(self) -> list[Instruction]:
+        """Reports data epochs that are complete now, and ends the run if everything is done."""
+        out: list[Instruction] = []
+        while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
+            out.append(Emit(self._ledger_event(self._num_complete)))
+            self._num_complete += 1
+        if any(node.name not in self._finished for node in self.workers):
+            return out
+        if not self.ledger.finished:
+            epoch = self._num_complete
+            return out + self._abort(
+                self.workers[0].name,
+                "InternalError",
+                f"every worker has finished, but {self.ledger.missing(epoch)} batches of data epoch "
+                f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
+            )
+        self.phase = v1.Notice.FINISHED
+        samples = sum(self.ledger.samples(epoch) for epoch in range(self.ledger.num_epochs))
+        done = FinishedEvent(samples=samples, train_s=max(0.0, self._receipt_s - self._began_s))
+        return [*out, Emit(done), Notify()]
+
+    def _ledger_event(self, epoch: int) -> LedgerEvent:
+        return LedgerEvent(
+            epoch=epoch,
+            samples=self.ledger.samples(epoch),
+            batches=self.ledger.batches(epoch),
+            reassigned=self.ledger.reassigned(epoch),
+        )
+
+    def _abort(self, culprit: str, error: str, message: str, traceback: str = "") -> list[Instruction]:
+        self.phase, self._culprit = v1.Notice.ABORTED, culprit
+        self._reason = f"{error}: {message}"
+        failed = FailedEvent(culprit=culprit, error=error, message=message, traceback=traceback)
+        return [Emit(failed), Notify()]
+
+
+def _describe(spec: v1.ModelSpec) -> str:
+    return (
+        f"fingerprint {spec.fingerprint:016x}, {spec.elems:,} parameters of {v1.DType.Name(spec.dtype)}, "
+        f"chunks of {spec.chunk_elems:,}"
+    )
