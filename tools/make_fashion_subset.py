@@ -44,22 +44,22 @@ def subset(source: Path, part: str, per_class: int) -> tuple[Bytes, Bytes]:
 
 
 def main() -> None:
-    """Writes the file and prints the SHA-256 of its arrays."""
+    """Writes the file and prints shape and SHA-256 of its arrays."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", type=Path, default=SOURCE, help="folder of the four .gz files")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     train_images, train_labels = subset(options.source, "train", 500)
     test_images, test_labels = subset(options.source, "t10k", 100)
-    arrays = {
-        "train_images": train_images,
-        "train_labels": train_labels,
-        "test_images": test_images,
-        "test_labels": test_labels,
-    }
-    np.savez_compressed(options.out, **arrays)
-    for name, array in arrays.items():
-        print(name, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
+    np.savez_compressed(
+        options.out,
+        train_images=train_images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
+    )
+    for array in (train_images, train_labels, test_images, test_labels):
+        print(array.shape, hashlib.sha256(array.tobytes()).hexdigest())
 
 
 if __name__ == "__main__":

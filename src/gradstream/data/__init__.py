@@ -6,6 +6,7 @@ of samples and its cut among workers; `ledger.py` which of them are in the model
 
 from gradstream.data.arrays import from_arrays
 from gradstream.data.base import BatchRef, Dataset, Ids
+from gradstream.data.caltech101 import caltech101
 from gradstream.data.fashion import fashion_mnist
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import EpochPlan, PartitionPlan, RoundPlan
@@ -18,6 +19,7 @@ __all__ = [
     "Ledger",
     "PartitionPlan",
     "RoundPlan",
+    "caltech101",
     "fashion_mnist",
     "from_arrays",
 ]

@@ -1,0 +1,277 @@
+"""Images resized once into a memory-mapped file, from an archive that is read and never extracted.
+
+A cache is a folder of `images.npy`, uint8 (n, 3, size, size) sorted by category and file name,
+and `manifest.json`. It is made beside its place and renamed into it, under a lock: readers see
+all of it or nothing, and of several processes that need it one makes it while the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from gradstream.errors import DataError
+
+__all__ = ["Bytes", "ImageCache", "Manifest", "cache_home", "open_cache"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+FINGERPRINT_BYTES = 1 << 16
+WAIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a cache was made from, and what is in it.
+
+    Args:
+        source: file or folder name it was read from.
+        source_bytes: size of the archive, or of all files of the folder.
+        source_sha256: of the archive, or of the folder's list of names and sizes.
+        size: pixels a side.
+        categories: in order of label; rows are sorted by label, then file name.
+        counts: images of each category.
+        skipped: names of files that are no images.
+        pillow: version that decoded (another may differ in a pixel's last bit).
+    """
+
+    source: str
+    source_bytes: int
+    source_sha256: str
+    size: int
+    categories: tuple[str, ...]
+    counts: tuple[int, ...]
+    skipped: tuple[str, ...]
+    pillow: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCache:
+    """An open cache. `images` is uint8 (n, 3, size, size), memory-mapped for reading."""
+
+    manifest: Manifest
+    images: Bytes
+
+
+def cache_home() -> Path:
+    """Where caches go by default: $XDG_CACHE_HOME/gradstream, or ~/.cache/gradstream."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "gradstream"
+
+
+def open_cache(
+    source: Path, *, size: int, home: Path, name: str, last: str, wait_s: float = WAIT_S
+) -> ImageCache:
+    """Opens the cache of `source` at `size`; makes it first where there is none.
+
+    Args:
+        source: a .tar.gz of TOP/<category>/<image>.jpg, or the folder TOP.
+        size: pixels a side; images are squashed to a square, with antialiasing.
+        home: folder of caches.
+        name: of the data set, first part of the cache's name.
+        last: a category to sort behind all others.
+        wait_s: how long to wait for another process that is making it.
+
+    Raises:
+        DataError: the source is damaged, unsafe or without images, the cache cannot be written
+            or read, or the wait was too long. No cache is left half made.
+    """
+    try:
+        folder = home / f"{name}-{_fingerprint(source)}-{size}px"
+    except OSError as error:
+        raise DataError(f"{source} cannot be read ({error})") from error
+    if not folder.exists():
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            with _locked(home / f"{folder.name}.lock", wait_s):
+                if not folder.exists():
+                    _make(folder, source, size, last)
+        except OSError as error:
+            raise DataError(
+                f"the image cache {folder} cannot be written ({error}); name another folder: cache="
+            ) from error
+    try:
+        manifest = _read_manifest(folder / "manifest.json")
+        images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+        if images.shape != (sum(manifest.counts), 3, size, size) or images.dtype != np.uint8:
+            raise ValueError(f"images are {images.dtype} {images.shape}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"the image cache {folder} is damaged ({error}); delete it and start again"
+        ) from error
+    return ImageCache(manifest, images)
+
+
+def _make(folder: Path, source: Path, size: int, last: str) -> None:
+    """Makes the cache in a temporary folder beside `folder`, and renames it. The caller holds the lock."""
+    for stale in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(stale)  # of a process that was killed: we hold the lock
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        manifest = _fill(temporary / "images.npy", source, size, last)
+        with open(temporary / "manifest.json", "w", encoding="utf-8") as file:
+            json.dump(asdict(manifest), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fill(path: Path, source: Path, size: int, last: str) -> Manifest:
+    """Decodes every image of `source` into its row of a new .npy file."""
+    rows, skipped = {}, []
+    for name, _ in _files(source, contents=False):
+        if _is_image(name):
+            rows[name] = 0
+        else:
+            skipped.append(name)
+    if not rows:
+        raise DataError(f"{source} holds no <category>/<image>.jpg; got {skipped[:3]}")
+    counts = Counter(name.partition("/")[0] for name in rows)
+    categories = sorted(counts, key=lambda category: (category == last, category))
+    place = {category: label for label, category in enumerate(categories)}
+    order = sorted(rows, key=lambda name: (place[name.partition("/")[0]], name))
+    rows = {name: row for row, name in enumerate(order)}
+    images = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(len(rows), 3, size, size))
+    for name, data in _files(source, contents=True):
+        if name in rows:
+            images[rows[name]] = _decoded(data, size, f"{source}: {name}")
+    images.flush()  # msync: on disk before the rename that makes it visible
+    source_bytes, source_sha256 = _identity(source)
+    return Manifest(
+        source=source.name,
+        source_bytes=source_bytes,
+        source_sha256=source_sha256,
+        size=size,
+        categories=tuple(categories),
+        counts=tuple(counts[category] for category in categories),
+        skipped=tuple(skipped),
+        pillow=_pillow_version(),
+    )
+
+
+def _decoded(data: bytes, size: int, where: str) -> Bytes:
+    """A JPEG, grey or coloured, as uint8 (3, size, size)."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+            image.draft("RGB", (size, size))  # lets the JPEG decoder scale down, never below `size`
+            pixels = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{where} cannot be decoded as JPEG ({error}); get the data again") from error
+    return np.asarray(pixels).transpose(2, 0, 1)  # (rows, columns, colours) → (colours, rows, columns)
+
+
+def _pillow_version() -> str:
+    try:
+        import PIL
+    except ImportError as error:
+        raise DataError("decoding images takes Pillow: pip install 'gradstream[images]'") from error
+    return str(PIL.__version__)
+
+
+def _files(source: Path, *, contents: bool) -> Iterator[tuple[str, bytes]]:
+    """(<category>/<file>, its bytes or b"") of an archive or a folder. Nothing is extracted.
+
+    Raises:
+        DataError: the archive is damaged, or a member's name or kind is not that of a plain file
+            inside: an absolute path, "..", a link, a device.
+    """
+    try:
+        if source.is_dir():
+            for path in sorted(source.glob("*/*")):
+                if path.is_file():
+                    yield f"{path.parent.name}/{path.name}", path.read_bytes() if contents else b""
+            return
+        with tarfile.open(source, "r:*") as archive:
+            for member in archive:
+                name = _safe_name(member, source)
+                if member.isreg():
+                    file = archive.extractfile(member) if contents else None
+                    yield name, file.read() if file else b""
+    except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+        raise DataError(f"{source} cannot be read ({error}); is it complete? Get it again") from error
+
+
+def _safe_name(member: tarfile.TarInfo, source: Path) -> str:
+    """A member's name below the archive's top folder. Raises DataError for one that leads elsewhere."""
+    path = PurePosixPath(member.name)
+    inside = not path.is_absolute() and ".." not in path.parts and "\\" not in member.name
+    if not inside or not (member.isreg() or member.isdir()):
+        raise DataError(
+            f"{source} has the member {member.name!r}, which is no plain file or folder inside the archive; "
+            "do not trust this archive: get it from its publisher"
+        )
+    return "/".join(path.parts[1:]) or member.name
+
+
+def _is_image(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    return len(parts) == 2 and not parts[1].startswith(".") and parts[1].lower().endswith((".jpg", ".jpeg"))
+
+
+def _fingerprint(source: Path) -> str:
+    """16 hex digits that tell sources apart without reading all of them.
+
+    Of an archive, from its size and last 64 KiB (a .gz ends with a CRC of all its content); of a
+    folder, from the names and sizes of its files.
+    """
+    if source.is_dir():
+        return _identity(source)[1][:16]
+    with open(source, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - FINGERPRINT_BYTES))
+        return hashlib.sha256(b"%d:" % size + file.read()).hexdigest()[:16]
+
+
+def _identity(source: Path) -> tuple[int, str]:
+    """(bytes, SHA-256) of an archive; of a folder, those of all its files and of their names and sizes."""
+    if not source.is_dir():
+        with open(source, "rb") as file:
+            return source.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    sizes = {f"{path.parent.name}/{path.name}": path.stat().st_size for path in sorted(source.glob("*/*"))}
+    return sum(sizes.values()), hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> Manifest:
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    return Manifest(**{**fields, **lists})
+
+
+@contextmanager
+def _locked(path: Path, wait_s: float) -> Iterator[None]:
+    """Holds the lock file. The kernel frees it when its holder dies, however it dies."""
+    give_up = time.monotonic() + wait_s  # noqa: TID251 - before the node runs: no runtime yet
+    with open(path, "w", encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up:  # noqa: TID251
+                    raise DataError(
+                        f"another process has held {path} for {wait_s:g} s, making an image cache; "
+                        "wait for it, end it, or name another folder: cache="
+                    ) from None
+                time.sleep(0.05)  # noqa: TID251
+        yield
