@@ -1,0 +1,343 @@
+"""`EndpointCore`: what all endpoints do alike, on whatever carries their streams.
+
+Incoming streams are checked against this endpoint's identity and given to the handler of their
+method; `call` and tagged `send`/`recv` are posted on streams. A carrier's endpoint adds `start`,
+`_dial` (make a carrier for an outgoing stream), `_hang_up` (drop connections) and `_shut`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from google.protobuf.message import DecodeError, Message
+
+from gradstream.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    GradstreamError,
+    InternalError,
+    RefusedError,
+)
+from gradstream.memory import Span
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Handler, Identity, Priority, Stream
+from gradstream.transport.mailbox import Arrival, Mailbox
+from gradstream.transport.stream import Carrier, OutgoingCarrier, StreamCore, code_of
+from gradstream.wire import v1
+from gradstream.wire.dtypes import from_wire, to_wire
+from gradstream.wire.frames import PROTOCOL
+
+__all__ = ["PIECE_BYTES", "WINDOW", "EndpointCore"]
+
+M = TypeVar("M", bound=Message)
+
+WINDOW = 16
+"""Chunks that a called endpoint is ready to hold per stream."""
+
+PIECE_BYTES = 1 << 20
+"""Tagged sends go in chunks of this size."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Service:
+    handler: Handler
+    model: bool
+
+
+class EndpointCore(ABC):
+    """Base of every carrier's endpoint; implements `transport.base.Endpoint`.
+
+    Args:
+        identity: who this endpoint is; may be changed later (a model registered, a new epoch).
+        runtime: of the node.
+        window: chunks that it is ready to hold for each stream it is called on.
+    """
+
+    address: str = ""
+
+    def __init__(self, identity: Identity, runtime: Runtime, *, window: int = WINDOW) -> None:
+        if window < 1:
+            raise ConfigError(f"window = {window} chunks for {identity.name}: expected at least 1")
+        self.identity = identity
+        self.runtime = runtime
+        self._window = window
+        self._services: dict[str, _Service] = {}
+        self._addresses: dict[str, str] = {}
+        self._mailbox = Mailbox()
+        self._sequences: Counter[str] = Counter()
+        # Dicts are ordered sets: what happens at close must not depend on addresses of objects.
+        self._streams: dict[StreamCore, None] = {}
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._closed = False
+        self.serve("tensor", self._serve_tensor)
+
+    # ---- what a carrier adds ----------------------------------------------------------
+
+    @abstractmethod
+    async def start(self) -> None:
+        """See `Endpoint.start`."""
+
+    @abstractmethod
+    def _dial(self, peer: str, address: str | None, priority: Priority) -> OutgoingCarrier:
+        """A carrier for a new stream; None is the address of a peer nobody told about."""
+
+    @abstractmethod
+    def _hang_up(self, peer: str) -> None:
+        """Breaks all connections to a peer: its address has changed."""
+
+    @abstractmethod
+    async def _shut(self, *, abruptly: bool) -> None:
+        """Stops accepting and breaks all connections; unless `abruptly`, sends first what is still to be sent."""
+
+    # ---- the user's side --------------------------------------------------------------
+
+    def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
+        """See `Endpoint.serve`. A method registered again is served by the new handler."""
+        self._services[method] = _Service(handler, model)
+
+    def know(self, peer: str, address: str) -> None:
+        """See `Endpoint.know`."""
+        before = self._addresses.get(peer)
+        self._addresses[peer] = address
+        if before is not None and before != address:
+            self._hang_up(peer)
+
+    async def open(
+        self,
+        peer: str,
+        method: str,
+        request: Message,
+        *,
+        priority: Priority = Priority.BULK,
+        window: int = WINDOW,
+    ) -> StreamCore:
+        """See `Endpoint.open`."""
+        if self._closed:
+            raise ClosedError(f"endpoint {self.identity.name} is closed: it opens no stream {method} to {peer}")
+        opened = v1.Open(
+            protocol=PROTOCOL,
+            job=self.identity.job,
+            fingerprint=self.identity.fingerprint,
+            sender=self.identity.name,
+            incarnation=self.identity.incarnation,
+            epoch=self.identity.epoch,
+            method=method,
+            window=window,
+            body=request.SerializeToString(),
+        )
+        carrier = self._dial(peer, self._addresses.get(peer), priority)
+        stream = StreamCore(
+            self.runtime, self.identity.name, peer, opened, carrier, called=False, window=window
+        )
+        self._keep(stream)
+        carrier.connect(stream, opened)
+        return stream
+
+    async def call(
+        self,
+        peer: str,
+        method: str,
+        request: Message,
+        reply: type[M],
+        *,
+        priority: Priority = Priority.CONTROL,
+        silence_s: float = 30.0,
+    ) -> M:
+        """See `Endpoint.call`."""
+        stream = await self.open(peer, method, request, priority=priority)
+        try:
+            await stream.end()
+            received = await stream.recv(silence_s)
+        except BaseException:
+            stream.cancel("the call was given up")
+            raise
+        if received is None:
+            raise RefusedError(peer, "INTERNAL", f"{method} ended without a reply")
+        try:
+            return reply.FromString(received.frame.body.data)
+        except DecodeError as error:
+            message = f"{peer} answered {method} with what is no {reply.__name__}: {error}"
+            raise RefusedError(self.identity.name, "BAD_REQUEST", message) from None
+
+    async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
+        """See `Endpoint.send`. The elements go in chunks of `PIECE_BYTES`."""
+        self._sequences[peer] += 1
+        wire = to_wire(tensor.vector.tensor.dtype)
+        request = v1.Tensor(tag=tag, elems=len(tensor), dtype=wire, sequence=self._sequences[peer])
+        with tensor.borrowed(write=False, to=f"{self.identity.name}: send to {peer}, tag {tag}") as elements:
+            stream = await self.open(peer, "tensor", request)
+            try:
+                step = PIECE_BYTES // elements.element_size()
+                for index, start in enumerate(range(0, len(tensor), step)):
+                    piece = elements[start : start + step]
+                    chunk = v1.Chunk(index=index, elems=piece.numel(), dtype=wire)
+                    await stream.send(v1.Frame(chunk=chunk), piece, silence_s)
+                await stream.end()
+                if await stream.recv(silence_s) is None:
+                    raise RefusedError(peer, "INTERNAL", f"ended tensor {tag} without confirming it")
+            except BaseException:
+                stream.cancel("the send was given up")
+                raise
+
+    async def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> None:
+        """See `Endpoint.recv`."""
+        with into.borrowed(write=True, to=f"{self.identity.name}: recv from {peer}, tag {tag}") as elements:
+            try:
+                arrival = await self.runtime.within(silence_s, self._mailbox.take((peer, tag)))
+            except TimeoutError:
+                message = f"nothing came for {self.identity.name} under tag {tag} in {silence_s:g} s"
+                raise DeadlineError(peer, message) from None
+            try:
+                await self._receive(arrival, elements, silence_s)
+            except RefusedError as error:
+                arrival.stream.refuse(*code_of(error))
+                raise
+            except BaseException:
+                arrival.stream.cancel("the receive was given up")
+                raise
+            finally:
+                arrival.finish()
+
+    async def _receive(self, arrival: Arrival, elements: torch.Tensor, silence_s: float) -> None:
+        stream, request = arrival.stream, arrival.request
+        if (request.elems, from_wire(request.dtype)) != (elements.numel(), elements.dtype):
+            sent = f"{request.elems} elements of {from_wire(request.dtype)}"
+            expected = f"{elements.numel()} of {elements.dtype}"
+            raise self._bad(f"tensor {request.tag} from {stream.peer} has {sent}: expected {expected}")
+        filled = 0
+        while (received := await stream.recv(silence_s)) is not None:
+            chunk, payload = received.frame.chunk, received.payload
+            if payload is None or payload.dtype != elements.dtype or filled + chunk.elems > elements.numel():
+                raise self._bad(f"chunk {chunk.index} of tensor {request.tag} from {stream.peer} does not fit")
+            elements[filled : filled + chunk.elems].copy_(payload)
+            filled += chunk.elems
+        if filled != elements.numel():
+            raise self._bad(
+                f"tensor {request.tag} from {stream.peer} ended after {filled} elements: "
+                f"expected {elements.numel()}"
+            )
+        await stream.send(v1.Frame(body=v1.Body()))
+
+    def _bad(self, message: str) -> RefusedError:
+        return RefusedError(self.identity.name, "BAD_REQUEST", message)
+
+    async def close(self) -> None:
+        """See `Endpoint.close`. Peers are told; handlers are cancelled and awaited."""
+        if self._closed:
+            return
+        self._closed = True
+        for stream in list(self._streams):
+            stream.cancel(f"{self.identity.name} closes")
+        await self._stop_handlers()
+        await self._shut(abruptly=False)
+
+    async def abort(self) -> None:
+        """Ends as a killed process would: nobody is told, connections just break. For fault tests."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._shut(abruptly=True)
+        for stream in list(self._streams):
+            stream.broken(f"{self.identity.name} was aborted")
+        await self._stop_handlers()
+
+    async def _stop_handlers(self) -> None:
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- the carrier's side -----------------------------------------------------------
+
+    def _incoming(self, opened: v1.Open, carrier: Carrier, *, window: int | None = None) -> StreamCore:
+        """Answers an Open: refuses it, or accepts it and starts its handler."""
+        stream = StreamCore(
+            self.runtime,
+            self.identity.name,
+            opened.sender,
+            opened,
+            carrier,
+            called=True,
+            window=self._window if window is None else window,
+        )
+        refuse = self._check(opened)
+        if refuse is not None:
+            stream.turn_away(refuse)
+            return stream
+        self._keep(stream)
+        stream.accept()
+        handler = self._services[opened.method].handler
+        name = f"{self.identity.name}: {opened.method} for {opened.sender}"
+        task = self.runtime.spawn(self._handle(handler, stream), name=name)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return stream
+
+    def _check(self, opened: v1.Open) -> v1.Refuse | None:
+        """Why an Open cannot be served here; None if it can."""
+        mine, service = self.identity, self._services.get(opened.method)
+        refuse = partial(v1.Refuse, epoch=mine.epoch)
+        who = f"{opened.sender} (incarnation {opened.incarnation:x})"
+        if opened.protocol != PROTOCOL:
+            text = f"{who} speaks protocol {opened.protocol}, {mine.name} speaks {PROTOCOL}: install one version"
+            return refuse(code=v1.BAD_PROTOCOL, message=text)
+        if opened.job != mine.job:
+            text = f"{who} belongs to job {opened.job!r}, {mine.name} to {mine.job!r}: check the address"
+            return refuse(code=v1.BAD_JOB, message=text)
+        if service is None or self._closed:
+            known = ", ".join(sorted(self._services))
+            text = f"{mine.name} serves no method {opened.method!r}; it serves {known}"
+            return refuse(code=v1.UNKNOWN_METHOD, message=text)
+        if not service.model:
+            return None
+        if opened.fingerprint != mine.fingerprint:
+            text = (
+                f"{who} has model fingerprint {opened.fingerprint:016x}, {mine.name} has "
+                f"{mine.fingerprint:016x} (0: none registered yet): all nodes must run the same model"
+            )
+            return refuse(code=v1.BAD_FINGERPRINT, message=text)
+        if opened.epoch < mine.epoch:
+            text = f"{who} is at membership epoch {opened.epoch}, {mine.name} at {mine.epoch}: join again"
+            return refuse(code=v1.STALE_EPOCH, message=text)
+        return None
+
+    async def _handle(self, handler: Handler, stream: StreamCore) -> None:
+        """Runs a handler; whatever it raises refuses its stream, and never hurts the endpoint."""
+        try:
+            await handler(stream)
+        except DecodeError as error:
+            stream.refuse(v1.BAD_REQUEST, f"{stream.opened.method}: malformed request: {error}")
+        except Exception as error:
+            if not isinstance(error, GradstreamError) or isinstance(error, InternalError):
+                _log.exception("%s: handler of %s failed", self.identity.name, stream.opened.method)
+            stream.refuse(*code_of(error))
+        else:
+            stream.finish()
+
+    def _keep(self, stream: StreamCore) -> None:
+        self._streams[stream] = None
+        stream.on_release(lambda: self._streams.pop(stream, None))
+
+    async def _serve_tensor(self, stream: Stream) -> None:
+        assert isinstance(stream, StreamCore)
+        request, opened = v1.Tensor.FromString(stream.opened.body), stream.opened
+        if not self._mailbox.first_time(opened.sender, opened.incarnation, request.sequence):
+            raise self._bad(f"tensor {request.tag} number {request.sequence} was delivered before")
+        key, arrival = (opened.sender, request.tag), Arrival(stream, request)
+        if not self._mailbox.offer(key, arrival):
+            await stream.waiting([f"{self.identity.name}: no recv posted for tag {request.tag}"])
+        stream.on_release(arrival.finish)
+        try:
+            await arrival.done
+        finally:
+            self._mailbox.withdraw(key, arrival)

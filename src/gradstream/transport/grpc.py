@@ -1,0 +1,332 @@
+"""The gRPC carrier: works anywhere that gRPC does, and any language with gRPC can join in.
+
+One stream is one bidirectional call of `/gradstream.v1.Peer/Stream`. Messages cross gRPC as bytes,
+so that a payload is copied once on its way out (`wire.frames.encode`) and not at all on its way in.
+Each peer has two connections, one per priority: a ping never queues behind a gradient.
+
+The death of a process breaks its connections at once; that of a machine or a cable is noticed by
+keepalive within `KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import torch
+
+from gradstream.errors import ConfigError, GradstreamError
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Identity, Priority
+from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.stream import Bell, StreamCore
+from gradstream.wire import v1
+from gradstream.wire.frames import FrameError, decode, encode, payload_tensor
+
+__all__ = ["METHOD", "GrpcEndpoint"]
+
+METHOD = "/gradstream.v1.Peer/Stream"
+"""The one rpc."""
+
+KEEPALIVE_S = 10.0
+KEEPALIVE_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 5 << 20
+OPEN_SILENCE_S = 10.0  # who connects and says nothing is sent away after this
+FLUSH_S = 1.0  # how long `close` lets peers be told
+BACKLOG = 2  # encoded messages that wait for gRPC to take them, per stream
+
+OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1e3)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+SERVER_OPTIONS = [
+    *OPTIONS,
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a lottery
+    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+CLIENT_OPTIONS = [
+    *OPTIONS,
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for each channel
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+class _GrpcCarrier:
+    """The queue between a stream and its gRPC call."""
+
+    def __init__(self) -> None:
+        self._outbox: deque[tuple[bytes, bool]] = deque()  # message, whether a cancel drops it
+        self._over = False
+        self._stopped = False
+        self._filled, self._emptied = Bell(), Bell()
+        self.stream: StreamCore | None = None
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """See `Carrier.transmit`."""
+        if self._over or self._stopped:
+            return
+        view = None if payload is None or not payload.numel() else memoryview(payload.detach().numpy()).cast("B")
+        droppable = frame.HasField("chunk") or frame.HasField("body")
+        self._outbox.append((encode(frame, view), droppable))
+        self._filled.ring()
+
+    async def drained(self) -> None:
+        """See `Carrier.drained`."""
+        while len(self._outbox) > BACKLOG and not self._stopped:
+            await self._emptied.wait()
+
+    def drop(self) -> None:
+        """See `Carrier.drop`."""
+        kept = [entry for entry in self._outbox if not entry[1]]
+        self._outbox.clear()
+        self._outbox.extend(kept)
+        self._emptied.ring()
+
+    def over(self) -> None:
+        """See `Carrier.over`; what was transmitted still goes out."""
+        self._over = True
+        self._filled.ring()
+
+    async def write_all(self, write: Callable[[bytes], Awaitable[object]]) -> None:
+        """Writes messages until the stream is over or gRPC takes no more."""
+        try:
+            while True:
+                while self._outbox:
+                    message, _ = self._outbox.popleft()
+                    self._emptied.ring()
+                    await write(message)
+                if self._over:
+                    return
+                await self._filled.wait()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass  # the reader finds out why, after what had still arrived
+        finally:
+            self._stopped = True
+            self._emptied.ring()
+
+    async def read_all(self, read: Callable[[], Awaitable[Any]]) -> None:
+        """Feeds the stream with messages until there are no more."""
+        assert self.stream is not None
+        while (message := await read()) is not grpc.aio.EOF:
+            try:
+                frame, view = decode(message)
+                payload = payload_tensor(frame.chunk, view) if frame.HasField("chunk") else None
+            except FrameError as error:
+                self.stream.reject(error)
+                return
+            self.stream.arrived(frame, payload)
+
+
+class _Outgoing(_GrpcCarrier):
+    """The caller's end: makes the call."""
+
+    def __init__(self, endpoint: GrpcEndpoint, peer: str, channel: grpc.aio.Channel | None) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+        self._peer = peer
+        self._channel = channel
+
+    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
+        """See `OutgoingCarrier.connect`."""
+        self.stream = stream
+        if self._channel is None:
+            stream.broken("its address is not known")
+            return
+        self.transmit(v1.Frame(open=opened), None)
+        call = self._channel.stream_stream(METHOD)()
+        name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}"
+        self._endpoint.background(self._write(call), f"{name}, writer")
+        self._endpoint.background(self._read(call, stream), f"{name}, reader")
+
+    async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        try:
+            await self.write_all(call.write)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            pass
+        except asyncio.CancelledError:
+            call.cancel()
+            _reraise_if_cancelled()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes], stream: StreamCore) -> None:
+        try:
+            await self.read_all(call.read)
+            code, details = await call.code(), await call.details()
+            if code is grpc.StatusCode.OK:
+                stream.arrived(v1.Frame(end=v1.End()), None)
+                stream.broken("has finished the call")
+            else:
+                stream.broken(f"{code.name}: {details}")
+        except grpc.aio.AioRpcError as error:
+            stream.broken(f"{error.code().name}: {error.details()}")
+        except asyncio.CancelledError:
+            stream.broken("the connection was closed by this side")
+            call.cancel()
+            _reraise_if_cancelled()
+
+
+def _reraise_if_cancelled() -> None:
+    """A call that was cancelled looks like a cancelled task: tells the two apart."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+class _Peers(grpc.GenericRpcHandler):
+    """Routes the one method to the endpoint."""
+
+    def __init__(self, endpoint: GrpcEndpoint) -> None:
+        self._handler = grpc.stream_stream_rpc_method_handler(endpoint.answer)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        return self._handler if handler_call_details.method == METHOD else None
+
+
+class GrpcEndpoint(EndpointCore):
+    """An endpoint on grpc.aio.
+
+    Args:
+        identity: who it is.
+        runtime: a real one.
+        listen: host:port; port 0 takes a free one, see `address` after `start`.
+        insecure: listen on other interfaces than loopback, without encryption or authentication.
+        window: chunks held per incoming stream.
+
+    Raises:
+        ConfigError: `listen` is not host:port, or not loopback without `insecure`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        runtime: Runtime,
+        *,
+        listen: str = "127.0.0.1:0",
+        insecure: bool = False,
+        window: int = WINDOW,
+    ) -> None:
+        super().__init__(identity, runtime, window=window)
+        self._host = _host_of(listen, insecure)
+        self._listen = listen
+        self._server: grpc.aio.Server | None = None
+        self._channels: dict[tuple[str, Priority], grpc.aio.Channel] = {}
+        self._background: dict[asyncio.Task[None], None] = {}
+
+    async def start(self) -> None:
+        """See `Endpoint.start`."""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((_Peers(self),))
+        try:
+            port = self._server.add_insecure_port(self._listen)
+        except RuntimeError:
+            port = 0
+        if not port:
+            self._server = None
+            raise ConfigError(
+                f"{self.identity.name} cannot listen on {self._listen}: the port is in use, or the address "
+                "is not this machine's; give another one, or port 0 for any free port"
+            )
+        await self._server.start()
+        self.address = f"{self._host}:{port}"
+
+    def background(self, work: Any, name: str) -> None:
+        """Spawns a task that `close` waits for."""
+        task = self.runtime.spawn(work, name=name)
+        self._background[task] = None
+        task.add_done_callback(lambda done: self._background.pop(done, None))
+
+    async def answer(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """Serves one incoming call: its first message is Open, the rest is its stream's."""
+        carrier = _GrpcCarrier()
+        try:
+            opened = await self._first(context)
+        except GradstreamError as error:
+            refuse = v1.Refuse(code=v1.BAD_REQUEST, message=str(error))
+            await context.write(encode(v1.Frame(refuse=refuse)))
+            return
+        if opened is None:
+            return
+        stream = carrier.stream = self._incoming(opened, carrier)
+        name = f"{self.identity.name}: {opened.method} from {opened.sender}, reader"
+        reader = self.runtime.spawn(carrier.read_all(context.read), name=name)
+        try:
+            await carrier.write_all(context.write)
+        except asyncio.CancelledError:
+            stream.broken("the connection was lost")
+            raise
+        finally:
+            reader.cancel()
+
+    async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
+        try:
+            message = await self.runtime.within(OPEN_SILENCE_S, context.read())
+        except TimeoutError:
+            raise FrameError(f"nothing in {OPEN_SILENCE_S:g} s: expected a frame of kind open") from None
+        if message is grpc.aio.EOF:
+            return None
+        assert isinstance(message, bytes)
+        frame, _ = decode(message)
+        if not frame.HasField("open"):
+            raise FrameError(f"a first frame of kind {frame.WhichOneof('kind')}: expected open")
+        return frame.open
+
+    def _dial(self, peer: str, address: str | None, priority: Priority) -> _Outgoing:
+        if address is None:
+            return _Outgoing(self, peer, None)
+        channel = self._channels.get((peer, priority))
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            self._channels[peer, priority] = channel
+        return _Outgoing(self, peer, channel)
+
+    def _hang_up(self, peer: str) -> None:
+        for priority in Priority:
+            channel = self._channels.pop((peer, priority), None)
+            if channel is not None:
+                self.background(channel.close(None), f"{self.identity.name}: hang up on {peer}")
+
+    async def _shut(self, *, abruptly: bool) -> None:
+        if not abruptly:
+            try:
+                await self.runtime.within(FLUSH_S, self._quiet())
+            except TimeoutError:
+                pass  # a peer that does not read is not waited for
+        for channel in list(self._channels.values()):
+            await channel.close(None)
+        self._channels.clear()
+        if self._server is not None:
+            await self._server.stop(None if abruptly else FLUSH_S)
+        await self._quiet()
+
+    async def _quiet(self) -> None:
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _host_of(listen: str, insecure: bool) -> str:
+    """The host part of host:port, once it is clear that one may listen there."""
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"listen = {listen!r}: expected host:port, 127.0.0.1:0 for example")
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not (loopback or insecure):
+        raise ConfigError(
+            f"listen = {listen!r} can be reached from other machines, and the connection is neither encrypted "
+            "nor authenticated: listen on 127.0.0.1, or say insecure=True on a network that you trust"
+        )
+    return host

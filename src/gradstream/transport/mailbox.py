@@ -1,0 +1,107 @@
+"""Where tagged tensors meet: streams that came, and receives that wait, by (sender, tag)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from gradstream.transport.stream import StreamCore
+from gradstream.wire import v1
+
+__all__ = ["Arrival", "Mailbox", "Seen"]
+
+Key = tuple[str, int]
+
+
+class Seen:
+    """Numbers met before: all below a low-water mark, and some above it.
+
+    Numbers that never come (their stream was lost) would keep the mark down for ever, so at most
+    `SPAN` numbers above it are remembered; a number that comes later than that counts as met.
+    """
+
+    SPAN = 4096
+
+    def __init__(self) -> None:
+        self._below = 1  # every number under it was met, or given up
+        self._above: set[int] = set()
+
+    def add(self, number: int) -> bool:
+        """Notes a number; False if it was met before."""
+        if number < self._below or number in self._above:
+            return False
+        self._above.add(number)
+        if len(self._above) > self.SPAN:
+            self._below = min(self._above)
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+        return True
+
+
+class Arrival:
+    """A stream of method "tensor", parked until a receive takes it and is done with it."""
+
+    def __init__(self, stream: StreamCore, request: v1.Tensor) -> None:
+        self.stream = stream
+        self.request = request
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def finish(self) -> None:
+        """The receive is over, in whatever way."""
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Mailbox:
+    """Matches arrivals with receives, first come, first served."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[Key, deque[Arrival]] = {}
+        self._receives: dict[Key, deque[asyncio.Future[Arrival]]] = {}
+        self._seen: dict[tuple[str, int], Seen] = {}
+
+    def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
+        """Whether this transfer has not been delivered before."""
+        return self._seen.setdefault((sender, incarnation), Seen()).add(sequence)
+
+    def offer(self, key: Key, arrival: Arrival) -> bool:
+        """Hands a stream to the oldest receive; False when there is none yet and it is parked."""
+        receives = self._receives.get(key)
+        while receives:
+            future = receives.popleft()
+            if not future.done():
+                future.set_result(arrival)
+                return True
+        self._arrivals.setdefault(key, deque()).append(arrival)
+        return False
+
+    def withdraw(self, key: Key, arrival: Arrival) -> None:
+        """Forgets a parked stream."""
+        parked = self._arrivals.get(key)
+        if parked and arrival in parked:
+            parked.remove(arrival)
+        if not parked:
+            self._arrivals.pop(key, None)
+
+    async def take(self, key: Key) -> Arrival:
+        """The oldest stream whose sender still waits for it, as soon as there is one."""
+        parked = self._arrivals.get(key)
+        while parked:
+            arrival = parked.popleft()
+            if not arrival.stream.failed and not arrival.done.done():
+                return arrival
+        future: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+        waiting = self._receives.setdefault(key, deque())
+        waiting.append(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # handed over at the very moment of giving up
+                self.offer(key, future.result())
+            raise
+        finally:
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting and self._receives.get(key) is waiting:
+                del self._receives[key]

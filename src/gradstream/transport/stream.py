@@ -1,0 +1,374 @@
+"""`StreamCore`: what a stream means, the same over every carrier.
+
+Credit, the receive queue, the silence deadline, end, refusal, cancellation and the death of the
+peer are decided here. A carrier only moves frames: it implements `Carrier`, and tells the core
+what happened with `arrived` and `broken`. So a program that is correct over one carrier meets the
+same failures over another.
+
+The two directions of a stream end apart. `_send_over` and `_recv_over` say why one is over::
+
+    end()            sending is over, receiving goes on
+    peer's End       receiving is over once the queue is empty: recv() returns None
+    Cancel, local    both at once, the queue is dropped
+    Cancel, peer's   the same; after the peer's End it only tells that the peer reads no more
+    Refuse, broken   both, but frames that had arrived are delivered first
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
+from gradstream.memory import Span
+from gradstream.runtime.base import Runtime, Timer
+from gradstream.transport.base import Received
+from gradstream.wire import v1
+from gradstream.wire.frames import FrameError
+
+__all__ = ["Bell", "Carrier", "OutgoingCarrier", "StreamCore", "code_of"]
+
+_NS = 1_000_000_000
+
+Failure = Callable[[], GradstreamError]
+"""Makes the exception anew for each who meets it: a raised exception carries its own traceback."""
+
+
+class Carrier(Protocol):
+    """Moves one stream's frames."""
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """Takes a frame over, in order, without waiting; header and payload may change afterwards."""
+        ...
+
+    async def drained(self) -> None:
+        """Returns once there is room to transmit more without piling up; also once the stream is over."""
+        ...
+
+    def drop(self) -> None:
+        """Forgets frames that were transmitted but have not left yet."""
+        ...
+
+    def over(self) -> None:
+        """Nothing more will be transmitted, and what arrives is of no interest."""
+        ...
+
+
+class OutgoingCarrier(Carrier, Protocol):
+    """The caller's end, before its stream exists."""
+
+    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
+        """Transmits the Open, and feeds `stream` from now on."""
+        ...
+
+
+class Bell:
+    """Wakes everybody who waits at the moment it rings."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Wakes who waits now."""
+        future, self._future = self._future, None
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self) -> None:
+        """Returns at the next ring."""
+        if self._future is None:
+            self._future = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._future)
+
+
+class StreamCore:
+    """One side of a stream; implements `transport.base.Stream`.
+
+    Args:
+        runtime: of this node.
+        me: this node's name.
+        peer: the other's.
+        opened: the opening frame.
+        carrier: moves the frames.
+        called: whether this is the called side.
+        window: how many chunks this side holds for its user at most.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        me: str,
+        peer: str,
+        opened: v1.Open,
+        carrier: Carrier,
+        *,
+        called: bool,
+        window: int,
+    ) -> None:
+        self.peer = peer
+        self.opened = opened
+        self._runtime = runtime
+        self._me = me
+        self._carrier = carrier
+        self._called = called
+        self._credit = opened.window if called else 0  # chunks that we may send
+        self._allowed = window  # chunks that the peer may send
+        self._batch = max(1, window // 2)  # credits are returned so many at a time
+        self._taken = 0  # chunks taken since credits were returned
+        self._queue: deque[Received] = deque()
+        self._ended = self._peer_ended = self._released = False
+        self._send_over: Failure | None = None
+        self._recv_over: Failure | None = None
+        self._heard_ns = runtime.now()
+        self._waiting_on: list[str] = []
+        self._readable, self._writable = Bell(), Bell()
+        self._on_release: list[Callable[[], object]] = []
+
+    # ---- the user's side --------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether the peer can no longer be answered: refused, cancelled or lost."""
+        return self._send_over is not None
+
+    async def send(
+        self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None
+    ) -> None:
+        """See `Stream.send`."""
+        if isinstance(payload, Span):
+            to = f"{self._me}: {self.opened.method} to {self.peer}"
+            with payload.borrowed(write=False, to=to) as tensor:
+                await self._send(frame, tensor, silence_s)
+        else:
+            await self._send(frame, payload, silence_s)
+
+    async def _send(self, frame: v1.Frame, payload: torch.Tensor | None, silence_s: float | None) -> None:
+        is_chunk = frame.HasField("chunk")
+        if is_chunk:
+            await self._until(self._writable, self._may_send, silence_s)
+        self._check_sending()
+        if is_chunk:
+            self._credit -= 1
+        self._carrier.transmit(frame, payload)
+        await self._carrier.drained()
+
+    async def recv(self, silence_s: float | None = None) -> Received | None:
+        """See `Stream.recv`."""
+        await self._until(self._readable, self._may_recv, silence_s)
+        if self._queue:
+            received = self._queue.popleft()
+            if received.frame.HasField("chunk"):
+                self._return_credit()
+            return received
+        if self._recv_over is not None:
+            raise self._recv_over()
+        return None
+
+    async def waiting(self, on: list[str]) -> None:
+        """See `Stream.waiting`."""
+        self._check_sending()
+        self._carrier.transmit(v1.Frame(waiting=v1.Waiting(on=on)), None)
+
+    async def end(self) -> None:
+        """See `Stream.end`. Ending twice is ending once."""
+        if self._ended:
+            return
+        self._check_sending()
+        self._ended = True
+        self._carrier.transmit(v1.Frame(end=v1.End()), None)
+        self._release_if_done()
+
+    def refuse(self, code: v1.Code, message: str) -> None:
+        """See `Stream.refuse`. Does nothing where the stream is over already."""
+        self._refuse(v1.Refuse(code=code, message=message))
+
+    def cancel(self, reason: str = "") -> None:
+        """See `Stream.cancel`. Does nothing where the stream is over already."""
+        self._cancel(partial(ClosedError, self._text(f"cancelled by {self._me}", reason)), reason)
+
+    # ---- the endpoint's side ----------------------------------------------------------
+
+    def on_release(self, callback: Callable[[], object]) -> None:
+        """Calls back once both directions are over; at once if they are."""
+        if self._released:
+            callback()
+        else:
+            self._on_release.append(callback)
+
+    def accept(self) -> None:
+        """Called side: grants the caller its chunks."""
+        self._carrier.transmit(v1.Frame(accept=v1.Accept(window=self._allowed)), None)
+
+    def turn_away(self, refuse: v1.Refuse) -> None:
+        """Called side: refuses instead of accepting."""
+        self._refuse(refuse)
+
+    def finish(self) -> None:
+        """Called side: the handler has returned. Says End, and that nothing more is read."""
+        if self._send_over is not None:
+            return
+        if not self._ended:
+            self._ended = True
+            self._carrier.transmit(v1.Frame(end=v1.End()), None)
+        if not self._peer_ended:
+            reason = "finished serving"
+            self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason)), None)
+            self._close(partial(ClosedError, self._text(f"{self._me} has finished", "")), drop=True)
+        self._release_if_done()
+
+    # ---- the carrier's side -----------------------------------------------------------
+
+    def arrived(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """A frame came, in its order. Its payload was checked by `check_chunk`."""
+        self._heard_ns = self._runtime.now()
+        kind = frame.WhichOneof("kind")
+        if kind == "chunk" or kind == "body":
+            self._enqueue(frame, payload, kind == "chunk")
+        elif kind == "credit" or kind == "accept":
+            self._credit += frame.credit.frames if kind == "credit" else frame.accept.window
+            self._writable.ring()
+        elif kind == "waiting":
+            self._waiting_on = list(frame.waiting.on)
+        elif kind == "end":
+            self._peer_ended = True
+            self._readable.ring()
+            self._release_if_done()
+        elif kind == "cancel":
+            reason = frame.cancel.reason
+            closed = partial(ClosedError, self._text(f"cancelled by {self.peer}", reason))
+            self._close(closed, drop=not self._peer_ended)
+        elif kind == "refuse" and not self._called:
+            refused = frame.refuse
+            code = v1.Code.Name(refused.code) if refused.code in v1.Code.values() else str(refused.code)
+            self._close(partial(RefusedError, self.peer, code, refused.message), drop=False)
+        else:
+            self.reject(FrameError(f"a frame of kind {kind} where none may come"))
+
+    def reject(self, error: FrameError) -> None:
+        """What the peer sent breaks the protocol: the stream is over for both."""
+        message = f"{self.opened.method}: {self.peer} sent {error}"
+        if self._called:
+            self._refuse(v1.Refuse(code=v1.BAD_REQUEST, message=message))
+        else:
+            self._cancel(partial(RefusedError, self._me, "BAD_REQUEST", message), message)
+
+    def broken(self, message: str) -> None:
+        """The connection or the peer is gone."""
+        text = f"{message} (stream {self.opened.method}); what was in flight may or may not have been applied"
+        self._close(partial(PeerLostError, self.peer, text), drop=False)
+
+    # ---- inside -----------------------------------------------------------------------
+
+    def _enqueue(self, frame: v1.Frame, payload: torch.Tensor | None, is_chunk: bool) -> None:
+        if self._recv_over is not None:
+            return  # a straggler
+        if self._peer_ended:
+            self.reject(FrameError("a frame after its end"))
+            return
+        if is_chunk:
+            if not self._allowed:
+                self.reject(FrameError(f"chunk {frame.chunk.index} without credit"))
+                return
+            self._allowed -= 1
+        self._queue.append(Received(frame, payload))
+        self._readable.ring()
+
+    def _return_credit(self) -> None:
+        self._taken += 1
+        if self._taken >= self._batch and self._send_over is None and not self._peer_ended:
+            self._carrier.transmit(v1.Frame(credit=v1.Credit(frames=self._taken)), None)
+            self._allowed += self._taken
+            self._taken = 0
+
+    def _may_send(self) -> bool:
+        return self._credit > 0 or self._send_over is not None
+
+    def _may_recv(self) -> bool:
+        return bool(self._queue) or self._peer_ended or self._recv_over is not None
+
+    def _check_sending(self) -> None:
+        if self._send_over is not None:
+            raise self._send_over()
+        if self._ended:
+            raise ClosedError(self._text(f"{self._me} has ended its side", ""))
+
+    async def _until(self, bell: Bell, ready: Callable[[], bool], silence_s: float | None) -> None:
+        """Waits until `ready`, or until nothing at all was heard for `silence_s`."""
+        begun_ns = self._runtime.now()
+        while not ready():
+            timer: Timer | None = None
+            if silence_s is not None:
+                quiet_ns = self._runtime.now() - max(begun_ns, self._heard_ns)
+                left_ns = round(silence_s * _NS) - quiet_ns
+                if left_ns <= 0:
+                    self._expire(silence_s)
+                    return
+                timer = self._runtime.call_later(left_ns / _NS, bell.ring)
+            try:
+                await bell.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
+
+    def _expire(self, silence_s: float) -> None:
+        on = f", after saying that it waits for {', '.join(self._waiting_on)}" if self._waiting_on else ""
+        message = f"silent for {silence_s:g} s in {self.opened.method} with {self._me}{on}"
+        self._cancel(partial(DeadlineError, self.peer, message), f"deadline: {message}")
+
+    def _cancel(self, failure: Failure, reason: str) -> None:
+        if self._released:
+            self._queue.clear()
+            return
+        self._carrier.drop()
+        self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason)), None)
+        self._close(failure, drop=True)
+
+    def _refuse(self, refuse: v1.Refuse) -> None:
+        assert self._called
+        if self._released:
+            return
+        self._carrier.transmit(v1.Frame(refuse=refuse), None)
+        text = self._text(f"refused by {self._me}", refuse.message)
+        self._close(partial(ClosedError, text), drop=True)
+
+    def _close(self, failure: Failure, *, drop: bool) -> None:
+        """Both directions are over; without `drop`, what has arrived is delivered first."""
+        if self._released:
+            return
+        self._send_over = failure
+        if drop:
+            self._queue.clear()
+        if drop or not self._peer_ended:
+            self._recv_over = failure
+        self._release()
+
+    def _release_if_done(self) -> None:
+        if self._ended and self._peer_ended:
+            self._release()
+
+    def _release(self) -> None:
+        if not self._released:
+            self._released = True
+            self._carrier.over()
+            self._readable.ring()
+            self._writable.ring()
+            for callback in self._on_release:
+                callback()
+
+    def _text(self, what: str, reason: str) -> str:
+        why = f": {reason}" if reason else ""
+        return f"stream {self.opened.method} between {self._me} and {self.peer}: {what}{why}"
+
+
+def code_of(error: BaseException) -> tuple[v1.Code, str]:
+    """What a caller is refused with when its handler raised `error`: code and message."""
+    if isinstance(error, RefusedError) and error.code in v1.Code.keys():
+        return v1.Code.Value(error.code), error.reason
+    return v1.INTERNAL, f"{type(error).__name__}: {error}"

@@ -1,0 +1,42 @@
+"""Element types on the wire: little-endian IEEE 754, as torch holds them on this machine."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from gradstream.errors import ConfigError
+from gradstream.wire import v1
+
+__all__ = ["from_wire", "itemsize_bytes", "to_wire"]
+
+if sys.byteorder != "little":  # payloads are sent as they lie in memory
+    raise ImportError("gradstream's wire format needs a little-endian machine")
+
+_TO_WIRE: dict[torch.dtype, v1.DType] = {torch.float32: v1.FLOAT32, torch.float64: v1.FLOAT64}
+_FROM_WIRE: dict[int, torch.dtype] = {int(wire): dtype for dtype, wire in _TO_WIRE.items()}
+
+
+def to_wire(dtype: torch.dtype) -> v1.DType:
+    """The wire's name of a torch dtype.
+
+    Raises:
+        ConfigError: vectors of this dtype cannot be exchanged.
+    """
+    wire = _TO_WIRE.get(dtype)
+    if wire is None:
+        known = ", ".join(str(d) for d in _TO_WIRE)
+        raise ConfigError(f"dtype {dtype} cannot be sent: expected one of {known}; convert the vector first")
+    return wire
+
+
+def from_wire(wire: int) -> torch.dtype | None:
+    """The torch dtype of a wire value; None where this side does not know it."""
+    return _FROM_WIRE.get(wire)
+
+
+def itemsize_bytes(wire: int) -> int:
+    """Bytes per element of a wire dtype; 0 where this side does not know it."""
+    dtype = _FROM_WIRE.get(wire)
+    return dtype.itemsize if dtype is not None else 0

@@ -1,0 +1,178 @@
+"""Frames as bytes: one copy when written, none when read.
+
+A frame is a `v1.Frame`; its payload is field 15, the highest number, so it comes last::
+
+    [ kind field: tag, length, message ] [ 0x7a, varint length, payload bytes ]
+
+That is what every protobuf library writes and parses. `encode` appends the payload to the
+serialised header by a single join; `decode` walks the outermost tags and hands out the payload
+as a slice of the received message. Whatever is not laid out in this way is parsed in full.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from google.protobuf.message import DecodeError
+
+from gradstream.errors import GradstreamError
+from gradstream.wire import v1
+from gradstream.wire.dtypes import from_wire, itemsize_bytes
+
+__all__ = [
+    "ABSENT",
+    "MAX_FRAME_BYTES",
+    "MAX_PAYLOAD_BYTES",
+    "PROTOCOL",
+    "FrameError",
+    "check_chunk",
+    "decode",
+    "encode",
+    "payload_tensor",
+]
+
+PROTOCOL = 1
+"""The version of the protocol that this code speaks."""
+
+ABSENT = 1
+"""Bit of `Chunk.flags`: this sender contributes nothing and no payload follows."""
+
+MAX_PAYLOAD_BYTES = 4 << 20
+"""The most bytes of elements in one chunk."""
+
+MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
+"""The most bytes of one frame: a full payload and its header."""
+
+_PAYLOAD_TAG = 15 << 3 | 2
+_LAST_KIND_TAG = 9 << 3 | 2
+
+with warnings.catch_warnings():
+    # A received payload is read-only on purpose; torch says once per process that it minds.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(bytes(4), dtype=torch.float32)
+
+
+class FrameError(GradstreamError, ValueError):
+    """Bytes or a chunk header that break protocol 1. The stream that carried them is over."""
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def encode(frame: v1.Frame, payload: bytes | memoryview | None = None) -> bytes:
+    """Serialises a frame; the payload's bytes are copied once.
+
+    Args:
+        frame: its header; its own `payload` field must be empty.
+        payload: contiguous bytes, most `MAX_PAYLOAD_BYTES` where the peer is to take it.
+    """
+    header = frame.SerializeToString()
+    if payload is None:
+        return header
+    view = memoryview(payload)
+    if not view.nbytes:
+        return header
+    return b"".join((header, b"\x7a", _varint(view.nbytes), view))
+
+
+def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
+    """Parses a frame into its header and its payload, which is not copied where it comes last.
+
+    Returns:
+        The frame with an empty `payload` field, and the payload as a read-only view that keeps
+        `data` alive; None where there is none.
+
+    Raises:
+        FrameError: not a frame, of no kind, or longer than `MAX_FRAME_BYTES`. Nothing else.
+    """
+    if len(data) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(data)} bytes: expected at most {MAX_FRAME_BYTES}; send smaller chunks")
+    header_bytes, start = _layout(data)
+    try:
+        frame = v1.Frame.FromString(data[:header_bytes])
+    except DecodeError as error:
+        raise FrameError(f"{len(data)} bytes that are no gradstream.v1.Frame: {error}") from None
+    if frame.WhichOneof("kind") is None:
+        raise FrameError(f"a frame of {len(data)} bytes without a kind: expected one of open ... end")
+    if start < len(data):
+        return frame, memoryview(data)[start:]
+    if frame.payload:  # not last, or given twice: the parser has sorted it out, at the price of a copy
+        view = memoryview(frame.payload)
+        frame.ClearField("payload")
+        return frame, view
+    return frame, None
+
+
+def _layout(data: bytes) -> tuple[int, int]:
+    """Where the header stops and the payload starts; (len, len) leaves all of it to the parser."""
+    size = len(data)
+    at = 0
+    while at < size:
+        tag = data[at]
+        length, start = _length(data, at + 1)
+        if tag == _PAYLOAD_TAG and start + length == size and length:
+            return at, start
+        if tag > _LAST_KIND_TAG or tag & 7 != 2 or start + length > size:
+            break
+        at = start + length
+    return size, size
+
+
+def _length(data: bytes, at: int) -> tuple[int, int]:
+    """A varint of at most 5 bytes and the position after it; more than the data holds if there is none."""
+    value = 0
+    for shift in range(0, 35, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    return len(data) + 1, at
+
+
+def check_chunk(chunk: v1.Chunk, payload_bytes: int) -> None:
+    """Checks that a chunk's payload is what its header says, and within bounds.
+
+    Raises:
+        FrameError: unknown dtype, a payload of another length, more than `MAX_PAYLOAD_BYTES`,
+            or a payload with a chunk flagged absent.
+    """
+    if payload_bytes > MAX_PAYLOAD_BYTES:
+        raise FrameError(
+            f"chunk {chunk.index} has {payload_bytes} bytes of payload: expected at most {MAX_PAYLOAD_BYTES}"
+        )
+    if chunk.flags & ABSENT:
+        expected = 0
+    else:
+        itemsize = itemsize_bytes(chunk.dtype)
+        if not itemsize:
+            raise FrameError(f"chunk {chunk.index} has dtype {chunk.dtype}: expected FLOAT32 or FLOAT64")
+        expected = chunk.elems * itemsize
+    if payload_bytes != expected:
+        raise FrameError(
+            f"chunk {chunk.index} has {payload_bytes} bytes of payload: expected {expected} "
+            f"({chunk.elems} elements, dtype {chunk.dtype}, flags {chunk.flags})"
+        )
+
+
+def payload_tensor(chunk: v1.Chunk, payload: memoryview | None) -> torch.Tensor | None:
+    """A checked chunk's elements as a read-only tensor on the payload's memory; None if absent.
+
+    Raises:
+        FrameError: as `check_chunk`.
+    """
+    check_chunk(chunk, payload.nbytes if payload is not None else 0)
+    if chunk.flags & ABSENT:
+        return None
+    dtype = from_wire(chunk.dtype)
+    assert dtype is not None
+    return torch.frombuffer(payload, dtype=dtype) if payload is not None else torch.empty(0, dtype=dtype)

@@ -1,0 +1,390 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DTYPE_UNSPECIFIED: _ClassVar[DType]
+    FLOAT32: _ClassVar[DType]
+    FLOAT64: _ClassVar[DType]
+
+class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CODE_UNSPECIFIED: _ClassVar[Code]
+    BAD_PROTOCOL: _ClassVar[Code]
+    BAD_JOB: _ClassVar[Code]
+    BAD_FINGERPRINT: _ClassVar[Code]
+    STALE_EPOCH: _ClassVar[Code]
+    UNKNOWN_METHOD: _ClassVar[Code]
+    BAD_REQUEST: _ClassVar[Code]
+    NON_FINITE: _ClassVar[Code]
+    TOO_OLD: _ClassVar[Code]
+    SUPERSEDED: _ClassVar[Code]
+    NOT_MEMBER: _ClassVar[Code]
+    INTERNAL: _ClassVar[Code]
+DTYPE_UNSPECIFIED: DType
+FLOAT32: DType
+FLOAT64: DType
+CODE_UNSPECIFIED: Code
+BAD_PROTOCOL: Code
+BAD_JOB: Code
+BAD_FINGERPRINT: Code
+STALE_EPOCH: Code
+UNKNOWN_METHOD: Code
+BAD_REQUEST: Code
+NON_FINITE: Code
+TOO_OLD: Code
+SUPERSEDED: Code
+NOT_MEMBER: Code
+INTERNAL: Code
+
+class Frame(_message.Message):
+    __slots__ = ("open", "accept", "chunk", "body", "credit", "waiting", "refuse", "cancel", "end", "payload")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    accept: Accept
+    chunk: Chunk
+    body: Body
+    credit: Credit
+    waiting: Waiting
+    refuse: Refuse
+    cancel: Cancel
+    end: End
+    payload: bytes
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., body: _Optional[_Union[Body, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("protocol", "job", "fingerprint", "sender", "incarnation", "epoch", "method", "window", "body")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    job: str
+    fingerprint: int
+    sender: str
+    incarnation: int
+    epoch: int
+    method: str
+    window: int
+    body: bytes
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., fingerprint: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., method: _Optional[str] = ..., window: _Optional[int] = ..., body: _Optional[bytes] = ...) -> None: ...
+
+class Accept(_message.Message):
+    __slots__ = ("window",)
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    def __init__(self, window: _Optional[int] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ELEMS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    sequence: int
+    elems: int
+    dtype: DType
+    version: int
+    flags: int
+    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ...) -> None: ...
+
+class Body(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class Credit(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    def __init__(self, frames: _Optional[int] = ...) -> None: ...
+
+class Waiting(_message.Message):
+    __slots__ = ("on",)
+    ON_FIELD_NUMBER: _ClassVar[int]
+    on: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, on: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class End(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Refuse(_message.Message):
+    __slots__ = ("code", "message", "epoch")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    code: Code
+    message: str
+    epoch: int
+    def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("tag", "elems", "dtype", "sequence")
+    TAG_FIELD_NUMBER: _ClassVar[int]
+    ELEMS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    tag: int
+    elems: int
+    dtype: DType
+    sequence: int
+    def __init__(self, tag: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class Push(_message.Message):
+    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients")
+    class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        APPLY: _ClassVar[Push.Command]
+        ASSIGN: _ClassVar[Push.Command]
+        ADD: _ClassVar[Push.Command]
+    APPLY: Push.Command
+    ASSIGN: Push.Command
+    ADD: Push.Command
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    NUM_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    command: Push.Command
+    vector: str
+    sequence: int
+    samples: int
+    learning_rate: float
+    round: int
+    alpha: float
+    num_gradients: int
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ...) -> None: ...
+
+class PushResult(_message.Message):
+    __slots__ = ("chunk", "sequence", "outcome", "version", "staleness")
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        APPLIED: _ClassVar[PushResult.Outcome]
+        DUPLICATE: _ClassVar[PushResult.Outcome]
+        DROPPED: _ClassVar[PushResult.Outcome]
+    APPLIED: PushResult.Outcome
+    DUPLICATE: PushResult.Outcome
+    DROPPED: PushResult.Outcome
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    chunk: int
+    sequence: int
+    outcome: PushResult.Outcome
+    version: int
+    staleness: int
+    def __init__(self, chunk: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[PushResult.Outcome, str]] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+
+class PushResults(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[PushResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("vector", "min_version", "after_sequence", "chunks")
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    vector: str
+    min_version: int
+    after_sequence: int
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("kind", "out", "x", "y", "alpha", "sequence")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CREATE: _ClassVar[Command.Kind]
+        DROP: _ClassVar[Command.Kind]
+        COPY: _ClassVar[Command.Kind]
+        SCALE: _ClassVar[Command.Kind]
+        ADD: _ClassVar[Command.Kind]
+        DOT: _ClassVar[Command.Kind]
+        STATUS: _ClassVar[Command.Kind]
+    CREATE: Command.Kind
+    DROP: Command.Kind
+    COPY: Command.Kind
+    SCALE: Command.Kind
+    ADD: Command.Kind
+    DOT: Command.Kind
+    STATUS: Command.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    OUT_FIELD_NUMBER: _ClassVar[int]
+    X_FIELD_NUMBER: _ClassVar[int]
+    Y_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    kind: Command.Kind
+    out: str
+    x: str
+    y: str
+    alpha: float
+    sequence: int
+    def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class CommandResult(_message.Message):
+    __slots__ = ("scalar", "min_version", "max_version", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    SCALAR_FIELD_NUMBER: _ClassVar[int]
+    MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    scalar: float
+    min_version: int
+    max_version: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Node(_message.Message):
+    __slots__ = ("name", "role", "rank", "address", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    rank: int
+    address: str
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class ModelSpec(_message.Message):
+    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ELEMS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ELEMS_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: int
+    elems: int
+    dtype: DType
+    chunk_elems: int
+    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("node", "model", "software")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    node: Node
+    model: ModelSpec
+    software: str
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        GATHERING: _ClassVar[Notice.Phase]
+        TRAINING: _ClassVar[Notice.Phase]
+        FINISHED: _ClassVar[Notice.Phase]
+        ABORTED: _ClassVar[Notice.Phase]
+    GATHERING: Notice.Phase
+    TRAINING: Notice.Phase
+    FINISHED: Notice.Phase
+    ABORTED: Notice.Phase
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    nodes: _containers.RepeatedCompositeFieldContainer[Node]
+    model: ModelSpec
+    phase: Notice.Phase
+    reason: str
+    culprit: str
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ...) -> None: ...
+
+class Beat(_message.Message):
+    __slots__ = ("events", "receipts", "finished", "failure")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIPTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    events: bytes
+    receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
+    finished: bool
+    failure: Failure
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class Receipt(_message.Message):
+    __slots__ = ("epoch", "partition", "batch")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    partition: int
+    batch: int
+    def __init__(self, epoch: _Optional[int] = ..., partition: _Optional[int] = ..., batch: _Optional[int] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("error", "message", "traceback")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    message: str
+    traceback: str
+    def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
+
+class Orphans(_message.Message):
+    __slots__ = ("epoch", "last")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    last: bool
+    def __init__(self, epoch: _Optional[int] = ..., last: bool = ...) -> None: ...
+
+class OrphanBatches(_message.Message):
+    __slots__ = ("batches", "complete")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedCompositeFieldContainer[Receipt]
+    complete: bool
+    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ...) -> None: ...
