@@ -1,0 +1,142 @@
+"""One backward pass that lands in the flat gradient vector and says how far it has come.
+
+Autograd hands each parameter's gradient over when its last contribution is in; it is moved into
+its place of the flat vector at once and dropped, so there is never a second whole gradient.
+What is reported is the *prefix*: a tensor that is ready out of order waits for those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from gradstream.errors import GradientError
+from gradstream.model.base import Layout
+from gradstream.runtime.base import Report
+
+__all__ = ["Backprop", "Sink"]
+
+
+class Sink:
+    """Where one parameter's gradient lands: the first contribution replaces, later ones add.
+
+    Args:
+        view: the parameter's place in the flat gradient vector, in its own shape.
+    """
+
+    __slots__ = ("ready", "view", "written")
+
+    def __init__(self, view: torch.Tensor) -> None:
+        self.view = view
+        self.written = False
+        self.ready = False
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Takes a contribution that exists as a tensor."""
+        if self.written:
+            self.view.add_(gradient)
+        else:
+            self.view.copy_(gradient)
+        self.written = True
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Takes the contribution left @ right without making a tensor of it."""
+        if self.written:
+            self.view.addmm_(left, right)
+        else:
+            torch.mm(left, right, out=self.view)
+        self.written = True
+
+
+class Backprop:
+    """A context in which `loss.backward()` fills the flat gradient. Used for one pass.
+
+    Leaving it, in whatever way, takes the hooks off and leaves no `.grad` on the parameters.
+
+    Args:
+        layout: places of the parameters.
+        parameters: the leaves, one per slot of the layout, in its order.
+        gradient: (E,) the flat vector to fill.
+        report: told the length of the ready prefix as it grows.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        gradient: torch.Tensor,
+        report: Report,
+    ) -> None:
+        self._layout = layout
+        self._parameters = parameters
+        self._report = report
+        self._prefix = 0  # how many sinks from the front are ready
+        self._hooked: list[tuple[Node, RemovableHandle]] = []  # leaves hold their nodes weakly: we must
+        self.sinks = [Sink(view) for _, view in layout.views(gradient)]
+
+    def __enter__(self) -> Backprop:
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = None
+            # The node that gathers a leaf's gradient runs once all contributions are in, also when
+            # each of them went into the sink directly: a hook on the tensor would not fire then.
+            node = get_gradient_edge(parameter).node
+            self._hooked.append((node, node.register_hook(self._hook(index))))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, handle in self._hooked:
+            handle.remove()
+        self._hooked.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def run(self, loss: torch.Tensor) -> None:
+        """The backward pass from a scalar loss.
+
+        `loss.backward()` suspends an active function mode; recomputing a checkpointed part would
+        then take another path than its forward pass took. The engine itself suspends nothing.
+        """
+        torch.autograd.Variable._execution_engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+    def finish(self) -> None:
+        """Zero where no gradient came (a parameter that the loss does not depend on); all is ready."""
+        for sink in self.sinks:
+            if not sink.written:
+                sink.view.zero_()
+        if self._prefix < len(self.sinks):
+            self._report(self._layout.elems)
+
+    def _hook(self, index: int) -> Any:
+        def gathered(grad_inputs: Any, grad_outputs: Any) -> None:
+            self._gathered(index)
+
+        return gathered
+
+    def _gathered(self, index: int) -> None:
+        sink, parameter = self.sinks[index], self._parameters[index]
+        if sink.ready:
+            raise GradientError(
+                f"{self._layout.slots[index].name}: its gradient arrived twice in one backward pass, "
+                "after it was reported final; with torch.utils.checkpoint use use_reentrant=False"
+            )
+        if parameter.grad is not None:
+            sink.add(parameter.grad)
+            parameter.grad = None
+        if not sink.written:
+            sink.view.zero_()
+        sink.written = sink.ready = True
+        self._advance()
+
+    def _advance(self) -> None:
+        before = self._prefix
+        while self._prefix < len(self.sinks) and self.sinks[self._prefix].ready:
+            self._prefix += 1
+        if self._prefix > before:
+            self._report(self._layout.slots[self._prefix - 1].stop)

@@ -1,0 +1,225 @@
+"""`from_functions`: three functions on numpy arrays as a `Model` on flat vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gradstream.errors import ConfigError, GradientError
+from gradstream.model.arrays import for_numpy, numpy_dtype
+from gradstream.model.base import Batch, Layout, Reduction
+from gradstream.model.tree import Tree, leaves, rebuild
+from gradstream.runtime.base import Report
+
+__all__ = ["FunctionsModel", "from_functions"]
+
+Init = Callable[[int], Tree]
+Outputs = Callable[[Any, Any], Any]
+Gradients = Callable[[Any, Any, Any], Any]
+Loss = Callable[[Any, Any], Any]
+
+
+def from_functions(
+    init: Init,
+    outputs: Outputs,
+    gradients: Gradients,
+    *,
+    loss: Loss | None = None,
+    reduction: Reduction = "mean",
+    dtype: Literal["float32", "float64"] = "float32",
+) -> FunctionsModel:
+    """A model from functions on numpy arrays.
+
+    Parameters are a dict of arrays, dicts and lists of such, or one array. The functions get them
+    as read-only views. A dict's order should be that of the computation, input side first: the
+    gradients of its last entries are exchanged first.
+
+    Args:
+        init: seed to initial parameters; a pure function. Arrays are cast to `dtype`.
+        outputs: (parameters, inputs) to outputs, samples along the first axis.
+        gradients: (parameters, inputs, targets) to gradients in the structure, shapes and dtype of
+            the parameters, or to the tuple (loss, gradients).
+        loss: (outputs, targets) to a number; used where `gradients` gives no loss. Without it the
+            loss of such a model is unknown (NaN).
+        reduction: whether gradients and loss are the mean or the sum over samples.
+        dtype: of the parameters. Floating-point inputs and targets are cast to it.
+
+    Raises:
+        ConfigError: an argument is wrong; or, on first use, `init` gives no tree of number arrays.
+
+    Example:
+        >>> model = from_functions(
+        ...     init=lambda seed: {"w": np.zeros(2)},
+        ...     outputs=lambda p, x: x @ p["w"],
+        ...     gradients=lambda p, x, y: {"w": 2 / len(x) * x.T @ (x @ p["w"] - y)},
+        ... )
+        >>> model.layout.elems
+        2
+    """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"from_functions: reduction is {reduction!r}; expected 'mean' or 'sum'")
+    if dtype not in ("float32", "float64"):
+        raise ConfigError(f"from_functions: dtype is {dtype!r}; expected 'float32' or 'float64'")
+    return FunctionsModel(init, outputs, gradients, loss, reduction, getattr(torch, dtype))
+
+
+class FunctionsModel:
+    """A user's functions, given views of the flat vector. Made by `from_functions`."""
+
+    def __init__(
+        self,
+        init: Init,
+        outputs: Outputs,
+        gradients: Gradients,
+        loss: Loss | None,
+        reduction: Reduction,
+        dtype: torch.dtype,
+    ) -> None:
+        self.reduction: Reduction = reduction
+        self._init = init
+        self._outputs = outputs
+        self._gradients = gradients
+        self._loss = loss
+        self._dtype = dtype
+
+    @cached_property
+    def _shapes(self) -> Tree:
+        """The parameters' tree with (shape) tuples for leaves: what the first `init` gave."""
+        tree = self._init(0)
+        found = iter([_number_array(name, leaf).shape for name, leaf in leaves(tree)])
+        return rebuild(tree, lambda name: next(found))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Names and places of the arrays, the last of the tree first."""
+        named = list(leaves(self._shapes))
+        if not named:
+            raise ConfigError("from_functions: init(seed) returned no arrays; nothing to train")
+        return Layout.of(named[::-1], self._dtype)
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Fills the flat vector with the user's initial parameters; see `Model.init`."""
+        tree = self._init(seed)
+        arrays = {name: _number_array(name, leaf) for name, leaf in leaves(tree)}
+        if {name: a.shape for name, a in arrays.items()} != dict(leaves(self._shapes)):
+            raise ConfigError(
+                f"from_functions: init({seed}) gave other names or shapes than init(0); "
+                "they must not depend on the seed"
+            )
+        for name, view in self.layout.views(parameters):
+            view.numpy()[...] = arrays[name]
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        batch: Batch,
+        gradient: torch.Tensor,
+        *,
+        seed: int,
+        report: Report,
+    ) -> float:
+        """Writes the user's gradients into `gradient`; see `Model.gradient`. `seed` is not used.
+
+        Raises:
+            GradientError: a gradient is missing, unexpected, of the wrong shape or dtype, or the
+                loss is not a finite number. The content of `gradient` is then undefined.
+        """
+        if batch.num_samples == 0:
+            gradient.zero_()
+            report(self.layout.elems)
+            return 0.0
+        tree = self._views(parameters)
+        inputs, targets = for_numpy(batch.inputs, self._dtype), for_numpy(batch.targets, self._dtype)
+        result = self._gradients(tree, inputs, targets)
+        if isinstance(result, tuple):
+            if len(result) != 2:
+                raise GradientError(
+                    f"gradients() returned a tuple of {len(result)}, expected (loss, gradients) "
+                    "or gradients alone"
+                )
+            loss, result = _loss_value(result[0]), result[1]
+        elif self._loss is not None:
+            loss = _loss_value(self._loss(self._outputs(tree, inputs), targets))
+        else:
+            loss = math.nan
+        self._land(result, gradient, report)
+        return loss
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """The user's outputs as a tensor; see `Model.outputs`."""
+        array = self._outputs(self._views(parameters), for_numpy(inputs, self._dtype))
+        return torch.as_tensor(np.asarray(array))
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Parameters by name (nested names joined by dots), as numpy views of the flat vector."""
+        views = dict(self.layout.views(parameters))
+        return {name: views[name].numpy() for name in reversed(views)}
+
+    def _views(self, parameters: torch.Tensor) -> Tree:
+        """The user's own tree, of read-only views: who writes parameters in place gets an error."""
+        views = {name: view.numpy() for name, view in self.layout.views(parameters)}
+        for view in views.values():
+            view.flags.writeable = False
+        return rebuild(self._shapes, views.__getitem__)
+
+    def _land(self, tree: Tree, gradient: torch.Tensor, report: Report) -> None:
+        try:
+            got = dict(leaves(tree))
+        except ConfigError as error:
+            raise GradientError(f"gradients(): {error}") from error
+        missing = [s.name for s in self.layout.slots if s.name not in got]
+        extra = got.keys() - {s.name for s in self.layout.slots}
+        if missing or extra:
+            raise GradientError(
+                f"gradients() has {sorted(got)}, expected the parameters' own structure: "
+                f"missing {sorted(missing)}, not known {sorted(extra)}"
+            )
+        for slot, (name, view) in zip(self.layout.slots, self.layout.views(gradient), strict=True):
+            view.numpy()[...] = _checked(name, got[name], slot.shape, numpy_dtype(self._dtype))
+            report(slot.stop)
+
+
+def _number_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
+    """An initial parameter as an array, if it is one of real numbers."""
+    array = np.asarray(leaf)
+    if array.dtype.kind not in "fiu":
+        raise ConfigError(
+            f"from_functions: init() gave {type(leaf).__name__} of dtype {array.dtype} for {name!r}; "
+            "expected an array of real numbers (containers are dicts and lists)"
+        )
+    return array
+
+
+def _checked(
+    name: str, leaf: Any, shape: tuple[int, ...], dtype: np.dtype[np.floating[Any]]
+) -> np.ndarray[Any, Any]:
+    """One gradient, if it has the parameter's shape and dtype. Python numbers fit a 0-d parameter."""
+    array = np.asarray(leaf)
+    if array.shape != shape:
+        raise GradientError(
+            f"gradient of {name!r} has shape {array.shape}, expected {shape}, the shape of the parameter"
+        )
+    if array.dtype != dtype and not (shape == () and isinstance(leaf, int | float)):
+        remedy = f'return it with .astype("{dtype}")'
+        if array.dtype in (np.float32, np.float64):
+            remedy += f', or make the model with dtype="{array.dtype}"'
+        raise GradientError(f"gradient of {name!r} is {array.dtype}, expected {dtype}: {remedy}")
+    return array
+
+
+def _loss_value(loss: Any) -> float:
+    array = np.asarray(loss)
+    if array.size != 1 or array.dtype.kind not in "fiu":
+        raise GradientError(
+            f"loss is {type(loss).__name__} of shape {array.shape} and dtype {array.dtype}, "
+            "expected one number"
+        )
+    value = float(array.reshape(())[()])
+    if not math.isfinite(value):
+        raise GradientError(f"loss is {value}; lower the learning rate or look at the inputs of this batch")
+    return value
