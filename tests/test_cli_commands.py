@@ -67,11 +67,12 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    for name, members in {
+    modules: dict[str, dict[str, Any]] = {
         "gradstream.train": {"train": recorder, "load_job": recorder.load_job},
         "gradstream.simulate": {"simulate": recorder},
         "gradstream.registry": {"find_optimizer": lambda name, options: (name, options)},
-    }.items():
+    }
+    for name, members in modules.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)

@@ -57,8 +57,9 @@ def faults(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Itera
     if not ast.get_docstring(node):
         yield node.name, node.lineno
     for inner in node.body if isinstance(node, ast.ClassDef) else []:
-        public = isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and not inner.name.startswith("_")
-        if public and not ast.get_docstring(inner):
+        if not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
+            continue
+        if not ast.get_docstring(inner):
             yield f"{node.name}.{inner.name}", inner.lineno
 
 

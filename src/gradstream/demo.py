@@ -41,6 +41,6 @@ def job() -> gs.Job:
         workers=2,
         servers=1,
         batch_size=32,
-        epochs=6,
+        epochs=10,
         name="demo",
     )
