@@ -115,9 +115,10 @@ class Membership:
     @property
     def notice(self) -> v1.Notice:
         """The present state, as every member is told it."""
+        nodes: list[v1.Node] = sorted(self._nodes.values(), key=lambda node: (node.role, node.rank))
         return v1.Notice(
             epoch=self.epoch,
-            nodes=sorted(self._nodes.values(), key=lambda node: (node.role, node.rank)),
+            nodes=nodes,
             model=self._model,
             phase=self.phase,
             reason=self._reason,

@@ -1,0 +1,118 @@
+"""Distributed SGD over machines that may be slow, far apart, and dying.
+
+What users need is here; it is imported when it is first asked for, so that `import gradstream`
+costs nothing. The layers, of which each imports only what is below it:
+
+    cli  testing                       front doors
+    train  node  registry  run         the only places that name concrete classes
+    cluster  simulate                  nodes as processes, or in one process on virtual time
+    worker                             the node that runs a strategy
+    strategies                         one algorithm, one file
+    server  membership                 the parameter server; who is in
+    transport                          how nodes talk
+    model  data  optim  wire           the user's model and data, update rules, the schema
+    runtime  memory  events  errors    time, tasks, compute, randomness and disk
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradstream.config import Deadlines, Job
+    from gradstream.data import caltech101, fashion_mnist, from_arrays
+    from gradstream.errors import (
+        ConfigError,
+        DeadlineError,
+        GradientError,
+        GradstreamError,
+        PeerLostError,
+        RefusedError,
+        UserCodeError,
+    )
+    from gradstream.model import from_functions, from_torch
+    from gradstream.optim import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov
+    from gradstream.run import Run
+    from gradstream.runtime.world import Cost, Link, Network, World
+    from gradstream.simulate import simulate
+    from gradstream.strategies import Downpour, Strategy, Synchronous
+    from gradstream.train import train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "ConfigError",
+    "Cost",
+    "DeadlineError",
+    "Deadlines",
+    "Downpour",
+    "GradientError",
+    "GradstreamError",
+    "Job",
+    "Link",
+    "Momentum",
+    "Nesterov",
+    "Network",
+    "PeerLostError",
+    "RefusedError",
+    "Run",
+    "Strategy",
+    "Synchronous",
+    "UserCodeError",
+    "World",
+    "caltech101",
+    "fashion_mnist",
+    "from_arrays",
+    "from_functions",
+    "from_torch",
+    "simulate",
+    "train",
+]
+
+_ROOMS = {
+    "gradstream.config": ("Deadlines", "Job"),
+    "gradstream.data": ("caltech101", "fashion_mnist", "from_arrays"),
+    "gradstream.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "gradstream.model": ("from_functions", "from_torch"),
+    "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
+    "gradstream.run": ("Run",),
+    "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
+    "gradstream.simulate": ("simulate",),
+    "gradstream.strategies": ("Downpour", "Strategy", "Synchronous"),
+    "gradstream.train": ("train",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'gradstream' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ROOM_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Face(ModuleType):
+    """Keeps `gradstream.train` and `gradstream.simulate` the functions.
+
+    Importing a submodule sets the attribute of its name; these two have the name of the function
+    that users want, and are themselves found by `from gradstream.train import ...`.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _ROOM_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
