@@ -16,14 +16,10 @@ from click.testing import CliRunner, Result
 from gradstream.cli import main
 from gradstream.cli.report import figures
 from gradstream.errors import ConfigError, GradientError, PeerLostError
+from gradstream.optim import SGD, Adagrad, Adam
 from gradstream.run import Run
 from gradstream.runtime.world import LogNormal, World
 from gradstream.summary import summary_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    lr: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +66,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     modules: dict[str, dict[str, Any]] = {
         "gradstream.train": {"train": recorder, "load_job": recorder.load_job},
         "gradstream.simulate": {"simulate": recorder},
-        "gradstream.registry": {"find_optimizer": lambda name, options: (name, options)},
     }
     for name, members in modules.items():
         module = ModuleType(name)
@@ -124,13 +119,32 @@ def test_epochs_and_steps_together_are_left_to_the_job_to_refuse(recorder: Recor
     assert (recorder.job.steps, recorder.job.epochs) == (7, 2)
 
 
-def test_learning_rate(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert call("train", "job.py", "--lr", "0.5").exit_code == 2  # of which optimizer?
+def test_learning_rate_of_the_strategys_own_optimizer(recorder: Recorder) -> None:
+    call("train", "job.py", "--lr", "0.5", "--strategy", "downpour")
+    assert recorder.job.optimizer == Adagrad(lr=0.5)
+
+
+def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
-    assert recorder.job.optimizer == ("adam", {"lr": 0.5})
-    monkeypatch.setattr(sys.modules["gradstream.train"], "load_job", lambda spec: FakeJob(optimizer=Rule()))
+    assert recorder.job.optimizer == Adam(lr=0.5)
+    job = FakeJob(optimizer=SGD(lr=0.1, momentum=0.9))
+    monkeypatch.setattr(sys.modules["gradstream.train"], "load_job", lambda spec: job)
     call("train", "job.py", "--lr", "0.5")
-    assert recorder.job.optimizer == Rule(lr=0.5)
+    assert recorder.job.optimizer == SGD(lr=0.5, momentum=0.9)
+
+
+def test_an_unknown_optimizer_says_the_nearest(recorder: Recorder) -> None:
+    result = call("train", "job.py", "--optimizer", "adm", "--lr", "1")
+    assert result.exit_code == 2
+    assert "did you mean 'adam'?" in result.stderr
+
+
+def test_fields_of_the_strategy_are_set(recorder: Recorder) -> None:
+    call("train", "job.py", "--set", "overlap=false", "--set", "push_every=10", "--set", "mode=word")
+    assert recorder.job.strategy_options == {"overlap": False, "push_every": 10, "mode": "word"}
+    result = call("train", "job.py", "--set", "overlap")
+    assert result.exit_code == 2
+    assert "expected field=value" in result.stderr
 
 
 def test_json_is_alone_on_stdout(recorder: Recorder) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gradstream.errors import GradstreamError, exit_code
+from gradstream.errors import ConfigError, GradstreamError, exit_code
 
 if TYPE_CHECKING:
     from gradstream.config import Job
@@ -54,6 +55,9 @@ def job_options(command: Command) -> Command:
         click.option("--steps", type=int, help="Minibatches per worker, instead of --epochs."),
         click.option("--seed", type=int, help="Of parameters, order of samples and dropout."),
         click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Where it is kept."),
+        click.option(
+            "--set", "settings", metavar="FIELD=VALUE", multiple=True, help="Of the strategy: push_every=10."
+        ),
         json_option,
     ]
     for option in reversed(options):
@@ -125,38 +129,44 @@ def demo(as_json: bool) -> None:
     _run(lambda on_event: run_job(job, on_event=on_event), as_json)
 
 
-def override(job: Job, **given: Any) -> Job:
+def override(job: Job, *, lr: float | None = None, settings: Sequence[str] = (), **given: Any) -> Job:
     """The job with the fields that were given on the command line; None is not given.
 
+    Args:
+        lr: learning rate, of whichever optimizer the job then has.
+        settings: "field=value" of whichever strategy the job then has.
+
     Raises:
-        ConfigError: the new fields do not fit together (see `gradstream.config`).
+        ConfigError: an unknown name or option. What does not fit together, the job refuses later.
     """
     import dataclasses
 
+    from gradstream.registry import find_optimizer, find_strategy
+
     fields = {name: value for name, value in given.items() if value is not None}
-    if "steps" in fields and "epochs" not in fields:
-        fields["epochs"] = None
-    if "epochs" in fields and "steps" not in fields:
-        fields["steps"] = None
+    if "steps" in fields or "epochs" in fields:
+        fields = {"steps": None, "epochs": None, **fields}
     if "strategy" in fields:
         fields["strategy_options"] = {}  # those of the job were another strategy's
-    lr = fields.pop("lr", None)
+    job = dataclasses.replace(job, **fields)
+    if settings:
+        options = {**job.strategy_options, **dict(map(_setting, settings))}
+        job = dataclasses.replace(job, strategy_options=options)
     if lr is not None:
-        fields["optimizer"] = _with_lr(fields.get("optimizer", job.optimizer), lr)
-    return dataclasses.replace(job, **fields)
+        optimizer = job.optimizer or find_strategy(job.strategy, job.strategy_options).optimizer()
+        job = dataclasses.replace(job, optimizer=find_optimizer(optimizer, {"lr": lr}))
+    return job
 
 
-def _with_lr(optimizer: Any, lr: float) -> Any:
-    import dataclasses
-
-    from gradstream.errors import ConfigError
-    from gradstream.registry import find_optimizer
-
-    if optimizer is None:
-        raise ConfigError("--lr: the job leaves the optimizer to its strategy; give --optimizer as well")
-    if isinstance(optimizer, str):
-        return find_optimizer(optimizer, {"lr": lr})
-    return dataclasses.replace(optimizer, lr=lr)
+def _setting(text: str) -> tuple[str, Any]:
+    """("push_every", 10) of "push_every=10": the value is a number, true or false, or a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: expected field=value, such as push_every=10")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def make_world(

@@ -93,8 +93,12 @@ class Layout:
 class Model(Protocol):
     """A model's outputs and gradients, on flat vectors. One worker drives one instance."""
 
-    layout: Layout
     reduction: Reduction
+
+    @property
+    def layout(self) -> Layout:
+        """Names and places of the trained tensors."""
+        ...
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector (E,) with initial parameters: a pure function of `seed`."""
