@@ -6,21 +6,22 @@ import fcntl
 import io
 import shutil
 import tarfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from gradstream.data import Dataset, caltech101, image_cache
+from gradstream.data.caltech101 import MEAN, STD
 from gradstream.errors import ConfigError, DataError
 
 FOLDER = "101_ObjectCategories"
 COUNTS = {"BACKGROUND_Google": 3, "Faces": 10, "accordion": 4, "wrench": 1}
 
-Make = Callable[..., Path]
+Numbers = np.ndarray[Any, Any]
 
 
 def jpeg(level: int, mode: str = "RGB") -> bytes:
@@ -31,7 +32,7 @@ def jpeg(level: int, mode: str = "RGB") -> bytes:
 
 
 def members() -> dict[str, bytes]:
-    """Faces/image_0003.jpg is grey, BACKGROUND_Google/tmp no image; in no useful order, as in the original."""
+    """Faces/image_0003.jpg is grey, BACKGROUND_Google/tmp no image, the order not by number."""
     files = {
         f"{FOLDER}/{category}/image_{number:04}.jpg": jpeg(10 * number)
         for category, count in COUNTS.items()
@@ -82,11 +83,10 @@ def test_images_targets_and_manifest(root: Path, tmp_path: Path) -> None:
     assert manifest.source == archive.name
 
 
-def unscaled(inputs: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    from gradstream.data.caltech101 import MEAN, STD
-
+def unscaled(inputs: Numbers) -> Numbers:
     mean, std = (np.array(values).reshape(3, 1, 1) for values in (MEAN, STD))
-    return (inputs * std + mean) * 255
+    pixels: Numbers = (inputs * std + mean) * 255
+    return pixels
 
 
 def test_flat_and_background(root: Path, tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_split_is_stratified_and_a_function_of_the_seed(root: Path, tmp_path: Pa
 def test_found_in_every_place(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = root / "caltech101/101_ObjectCategories.tar.gz"
     extracted = tmp_path / "extracted"
-    for name, data in members().items():
+    for name, content in members().items():
         (extracted / name).parent.mkdir(parents=True, exist_ok=True)
-        (extracted / name).write_bytes(data)
+        (extracted / name).write_bytes(content)
     monkeypatch.setenv("GRADSTREAM_DATA", str(tmp_path / "nowhere"))  # an argument wins
     batches = []
     for place in (root, archive.parent, archive, extracted, extracted / FOLDER):
@@ -145,7 +145,12 @@ def test_the_cache_is_made_once(root: Path, tmp_path: Path, monkeypatch: pytest.
     """flock is per open file, so threads contend for it as processes do."""
     made = []
     make = image_cache._make
-    monkeypatch.setattr(image_cache, "_make", lambda *arguments: (made.append(1), make(*arguments)))
+
+    def count(folder: Path, source: Path, size: int, last: str) -> None:
+        made.append(folder)
+        make(folder, source, size, last)
+
+    monkeypatch.setattr(image_cache, "_make", count)
     with ThreadPoolExecutor(4) as threads:
         sets = list(threads.map(lambda _: caltech101(8, root=root, cache=tmp_path / "cache"), range(4)))
     assert len(made) == 1
@@ -198,7 +203,7 @@ def test_waiting_for_another_process_has_an_end(root: Path, tmp_path: Path) -> N
     archive = root / "caltech101/101_ObjectCategories.tar.gz"
     with open(tmp_path / f"{folder.name}.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(DataError, match="has held .* for 0 s"):
+        with pytest.raises(DataError, match=r"has held .* for 0 s"):
             image_cache.open_cache(archive, size=8, home=tmp_path, name="caltech101", last="", wait_s=0)
 
 
@@ -206,7 +211,7 @@ def test_a_damaged_cache_is_named(root: Path, tmp_path: Path) -> None:
     caltech101(8, root=root, cache=tmp_path)
     (folder,) = tmp_path.glob("*px")
     (folder / "images.npy").write_bytes((folder / "images.npy").read_bytes()[:-100])
-    with pytest.raises(DataError, match="is damaged .* delete it"):
+    with pytest.raises(DataError, match=r"is damaged .* delete it"):
         caltech101(8, root=root, cache=tmp_path)
 
 
