@@ -64,7 +64,8 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     modules: dict[str, dict[str, Any]] = {
-        "gradstream.train": {"train": recorder, "load_job": recorder.load_job},
+        "gradstream.jobfile": {"load_job": recorder.load_job},
+        "gradstream.train": {"train": recorder},
         "gradstream.simulate": {"simulate": recorder},
     }
     for name, members in modules.items():
@@ -128,7 +129,7 @@ def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pyt
     call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
     assert recorder.job.optimizer == Adam(lr=0.5)
     job = FakeJob(optimizer=SGD(lr=0.1, momentum=0.9))
-    monkeypatch.setattr(sys.modules["gradstream.train"], "load_job", lambda spec: job)
+    monkeypatch.setattr(sys.modules["gradstream.jobfile"], "load_job", lambda spec: job)
     call("train", "job.py", "--lr", "0.5")
     assert recorder.job.optimizer == SGD(lr=0.5, momentum=0.9)
 

@@ -87,7 +87,7 @@ def train(job: str, as_json: bool, **given: Any) -> None:
 
     Progress goes to stderr, figures to stdout.
     """
-    from gradstream.train import load_job
+    from gradstream.jobfile import load_job
     from gradstream.train import train as run_job
 
     chosen = override(load_job(job), **given)
@@ -106,8 +106,8 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
 
     One seed is one history. Times in the figures are virtual seconds.
     """
+    from gradstream.jobfile import load_job
     from gradstream.simulate import simulate as run_job
-    from gradstream.train import load_job
 
     names = ("phantom", "latency", "bandwidth", "gradient_s", "spread")
     world = make_world(**{name: given.pop(name) for name in names})
@@ -119,7 +119,7 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
 @json_option
 def demo(as_json: bool) -> None:
     """Trains a small CNN on embedded images with 2 workers and 1 parameter server."""
-    from gradstream.train import load_job
+    from gradstream.jobfile import load_job
     from gradstream.train import train as run_job
 
     click.echo(
