@@ -56,6 +56,17 @@ def test_a_taker_dies_too_and_its_late_receipt_counts() -> None:
     assert ledger.orphans(0, 9, 0) == (BatchRef(0, 1, 0), BatchRef(0, 1, 1), BatchRef(0, 2, 1))
 
 
+def test_an_epoch_is_complete_when_all_before_it_are() -> None:
+    ledger = Ledger(PartitionPlan(4, 1, 2), epochs=2)
+    for ref in [*refs_of(ledger.plan, 2, 0), *refs_of(ledger.plan, 2, 1)[1:]]:
+        ledger.receipt(ref, ref.partition)
+    assert (ledger.missing(0), ledger.missing(1)) == (1, 0)
+    assert not ledger.complete(1)
+    ledger.receipt(BatchRef(0, 1, 0), 1)
+    assert ledger.complete(1)
+    assert ledger.finished
+
+
 def test_orphans_of_earlier_epochs_come_first() -> None:
     ledger = Ledger(PartitionPlan(3, 1, 3), epochs=3)
     for ref in (BatchRef(0, 1, 0), BatchRef(1, 1, 0)):
@@ -129,6 +140,7 @@ def test_any_history_ends_with_every_batch_once(
                 assert not ledger.receipt(ref, sender)
         for epoch in range(epochs):
             assert ledger.missing(epoch) == sum(ref.epoch == epoch for ref in missing)
+            assert ledger.complete(epoch) == (not any(ref.epoch <= epoch for ref in missing))
     assert not missing
 
 

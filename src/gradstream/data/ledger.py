@@ -97,7 +97,9 @@ class Ledger:
             if max_batches_per_partition is not None:
                 limits.append(max_batches_per_partition if per_epoch else 0)
             self._partitions.append(_Partition(per_epoch, min(limits)))
-        self._left = sum(line.total for line in self._partitions)
+        lines = [line for line in self._partitions if line.per_epoch]
+        self._num_epochs = max(-(-line.total // line.per_epoch) for line in lines)
+        self._num_complete = 0  # data epochs, from the first on, of which nothing is missing
         self._received: Counter[int] = Counter()  # receipts per epoch
         self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
         self._holder: dict[tuple[int, int], int] = {}  # (partition, k) handed out -> taker
@@ -105,13 +107,13 @@ class Ledger:
 
     @property
     def num_epochs(self) -> int:
-        """How many data epochs the run has; a limit on steps may leave the last incomplete by plan."""
-        return max(-(-line.total // line.per_epoch) if line.per_epoch else 0 for line in self._partitions)
+        """How many data epochs the run has; a limit on steps may leave the last ones incomplete by plan."""
+        return self._num_epochs
 
     @property
     def finished(self) -> bool:
         """Whether every minibatch of the run has a receipt."""
-        return self._left == 0
+        return self._num_complete == self._num_epochs
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of `worker`'s is in the model.
@@ -127,10 +129,11 @@ class Ledger:
             return False
         line.receive(k)
         self._holder.pop((ref.partition, k), None)
-        self._left -= 1
         self._received[ref.epoch] += 1
         if worker != ref.partition:
             self._reassigned[ref.epoch] += 1
+        while not self.finished and self.missing(self._num_complete) == 0:
+            self._num_complete += 1
         return True
 
     def lost(self, rank: int) -> int:
@@ -205,8 +208,8 @@ class Ledger:
         return self.batches(epoch) - self._received[epoch]
 
     def complete(self, epoch: int) -> bool:
-        """Whether every minibatch of a data epoch has a receipt."""
-        return self.missing(epoch) == 0
+        """Whether every minibatch of data epochs 0 … `epoch` has a receipt, as in `orphans`."""
+        return self._num_complete >= min(epoch + 1, self._num_epochs)
 
     def reassigned(self, epoch: int) -> int:
         """How many minibatches of a data epoch were done by another worker than their partition's own."""
