@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from gradstream.events import Event
 from gradstream.memory import Memory, Span
 
 __all__ = ["Progress", "Report", "Runtime", "Storage", "Timer", "Work"]
@@ -128,6 +129,10 @@ class Runtime(Protocol):
 
     def random(self, purpose: str) -> random.Random:
         """A generator that depends on the run's seed, the node and `purpose` alone."""
+        ...
+
+    def vitals(self, role: str) -> list[Event]:
+        """How the node is doing: CPU, memory and lateness records, of what this runtime can tell."""
         ...
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from gradstream.events import CpuEvent, Event, LateEvent, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Report, Storage, Timer, Work
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
@@ -83,6 +86,20 @@ class RealRuntime(Tasks):
     def random(self, purpose: str) -> random.Random:
         """See `Runtime.random`."""
         return random.Random(f"{self.seed}/{self.node}/{purpose}")
+
+    def vitals(self, role: str) -> list[Event]:
+        """CPU seconds and peak resident memory of this process, and how late its loop was."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        p99_s, max_s = self.lateness.take()
+        vectors = dict(self.memory.allocated_bytes)
+        unit_bytes = 1 if sys.platform == "darwin" else 1024
+        return [
+            CpuEvent(
+                role=role, user_s=usage.ru_utime, system_s=usage.ru_stime, compute_s=dict(self.compute_s)
+            ),
+            MemoryEvent(role=role, peak_bytes=usage.ru_maxrss * unit_bytes, vectors_bytes=vectors),
+            LateEvent(role=role, p99_ms=1e3 * p99_s, max_ms=1e3 * max_s),
+        ]
 
     def close(self) -> None:
         """Lets the arithmetic thread go."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from gradstream.errors import InternalError
+from gradstream.events import CpuEvent, Event, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Report, Storage, Timer, Work
 from gradstream.runtime.storage import MemoryStorage
@@ -201,6 +202,15 @@ class VirtualRuntime(Tasks):
     def random(self, purpose: str) -> random.Random:
         """See `Runtime.random`."""
         return self.cluster.random(f"{self.node}/{purpose}")
+
+    def vitals(self, role: str) -> list[Event]:
+        """Charged compute seconds by kind of work, and the bill of memory."""
+        used = dict(self.compute_s)
+        vectors = dict(self.memory.allocated_bytes)
+        return [
+            CpuEvent(role=role, user_s=sum(used.values()), system_s=0.0, compute_s=used),
+            MemoryEvent(role=role, peak_bytes=sum(vectors.values()), vectors_bytes=vectors),
+        ]
 
     def kill(self) -> None:
         """The node's process is gone: its tasks are cancelled and its timers never fire.

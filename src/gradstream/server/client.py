@@ -1,0 +1,399 @@
+"""The worker's side of the parameter server.
+
+A worker's verbs on one chunk take effect in the order it issued them: a fetch sees the worker's
+own pushes before it, and a push is sent behind the fetch before it has landed. Different chunks,
+and different shards, run independently, so both directions of the network are busy at once.
+
+Every exchange is retried until `retry_s` have passed without progress: a push under its own
+sequence number, so that it is applied once, whatever happened to the first try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
+from gradstream.memory import Span, Vector
+from gradstream.runtime.base import Progress, Runtime
+from gradstream.server.chunks import ChunkMap
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.wire import v1
+from gradstream.wire.dtypes import to_wire
+
+__all__ = ["Arrival", "ServerClient", "Traffic", "Update", "names_of"]
+
+ABSENT = 1  # Chunk.flags
+RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
+
+
+@dataclass(slots=True)
+class Update:
+    """What is pushed.
+
+    Args:
+        vector: its elements; nobody may write them until the push is done. None pushes nothing,
+            which a synchronous round still has to be told.
+        samples: training samples behind it.
+        num_gradients: minibatch gradients summed in it.
+        learning_rate: to apply it with.
+        basis: by chunk, the version the gradient was computed on.
+        round: synchronous: the version it is meant for.
+        ready: elements that are final so far; chunks leave as this grows.
+        on_done: called once all shards have acknowledged it.
+    """
+
+    vector: Vector | None
+    samples: int
+    learning_rate: float
+    basis: Sequence[int]
+    num_gradients: int = 1
+    round: int = 0
+    ready: Progress | None = None
+    on_done: Callable[[], None] | None = None
+    assign: bool = False
+
+
+class Arrival:
+    """A fetch under way into `vector`. Its memory is lent for writing until it is done."""
+
+    def __init__(self, vector: Vector, num_chunks: int) -> None:
+        self.vector = vector
+        self.versions = [-1] * num_chunks
+        self.num_landed = Progress()
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self.task: asyncio.Task[None] | None = None
+
+    async def done(self) -> None:
+        """Returns once everything has landed; raises what the fetch failed with."""
+        assert self.task is not None
+        await asyncio.shield(self.task)
+
+    def land(self, chunk: int, version: int) -> None:
+        """A chunk's elements are in the vector."""
+        self.versions[chunk] = version
+        self.num_landed.advance(self.num_landed.value + 1)
+        self.release(chunk)
+
+    def release(self, chunk: int) -> None:
+        """Who waits for this chunk may go on."""
+        for future in self._waiters.pop(chunk, ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def landed(self, chunk: int) -> None:
+        """Returns once the chunk has landed, or never will."""
+        if self.versions[chunk] < 0 and self.task is not None and not self.task.done():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(chunk, []).append(future)
+            await future
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a client has moved so far."""
+
+    pushed_bytes: int = 0
+    fetched_bytes: int = 0
+    pushes: int = 0
+    fetches: int = 0
+    retries: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+
+class ServerClient:
+    """All shards, as one server.
+
+    Args:
+        runtime: of this worker's node.
+        endpoint: of this worker's node.
+        shards: their node names, in the order of the chunk map.
+        chunks: the chunk map.
+        spare: where the first fetch lands.
+        silence_s: how long a shard may be silent. One that waits for others is not silent.
+        retry_s: how long an exchange is retried without any progress.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        shards: Sequence[str],
+        chunks: ChunkMap,
+        spare: Vector,
+        *,
+        silence_s: float,
+        retry_s: float,
+    ) -> None:
+        self.chunks = chunks
+        self.spare: Vector | None = spare
+        self.traffic = Traffic()
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
+        self._silence_s = silence_s
+        self._retry_s = retry_s
+        self._jitter = runtime.random("retry")
+        self._sequence = 0
+        self._pushing: asyncio.Task[None] | None = None
+        self._last_fetch: Arrival | None = None
+
+    # ---- verbs --------------------------------------------------------------------------
+
+    async def push_soon(self, update: Update) -> None:
+        """Starts a push, once the one before it is done.
+
+        Raises:
+            What the push before failed with: it may have been applied to some chunks.
+        """
+        await self.settle()
+        self._sequence += 1
+        sequence, before = self._sequence, self._last_fetch
+        name = f"{self._runtime.node}-push-{sequence}"
+        self._pushing = self._runtime.spawn(self._push(update, sequence, before), name=name)
+
+    def settle(self) -> Coroutine[Any, Any, None]:
+        """Returns once the push started last, as of this call, is acknowledged by every shard.
+
+        Raises:
+            What that push failed with.
+        """
+        return self._settled(self._pushing)
+
+    @staticmethod
+    async def _settled(pushing: asyncio.Task[None] | None) -> None:
+        if pushing is not None:
+            await asyncio.shield(pushing)
+
+    def fetch_soon(self, *, min_version: int = 0) -> Arrival:
+        """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
+
+        Each chunk is one version, at least `min_version`, with all own pushes before it applied.
+
+        Raises:
+            InternalError: the fetch before was not adopted yet, so there is no spare vector.
+        """
+        if self.spare is None:
+            raise InternalError("a second fetch before the first was adopted: there is one spare vector")
+        arrival, self.spare = Arrival(self.spare, self.chunks.num_chunks), None
+        terms = v1.Fetch(min_version=min_version, after_sequence=self._sequence)
+        name = f"{self._runtime.node}-fetch-after-{self._sequence}"
+        arrival.task = self._runtime.spawn(self._fetch(arrival, terms), name=name)
+        self._last_fetch = arrival
+        return arrival
+
+    async def reclaim_spare(self) -> None:
+        """Waits for a fetch that nobody adopted, and forgets what it brought."""
+        if self.spare is None and self._last_fetch is not None:
+            await self._last_fetch.done()
+            self.spare = self._last_fetch.vector
+
+    async def command(self, command: v1.Command) -> v1.CommandResult:
+        """The same command on all shards; scalars are added up.
+
+        Carried out exactly once on each shard, in the order of one client's commands. If it
+        raises, some shards may have carried it out.
+        """
+        self._sequence += 1
+        command.sequence = self._sequence
+        results: list[v1.CommandResult] = [v1.CommandResult() for _ in self._shards]
+
+        async def ask(index: int, name: str) -> None:
+            async def attempt(progressed: Callable[[], None]) -> None:
+                del progressed
+                results[index] = await self._endpoint.call(
+                    name, "command", command, v1.CommandResult, silence_s=self._silence_s
+                )
+
+            await self._retrying(name, attempt)
+
+        await self._runtime.gather(*(ask(i, name) for i, (_, name) in enumerate(self._shards)))
+        counters: Counter[str] = Counter()
+        for result in results:
+            counters.update(dict(result.counters))
+        return v1.CommandResult(
+            scalar=sum(result.scalar for result in results),
+            min_version=min(result.min_version for result in results),
+            max_version=max(result.max_version for result in results),
+            counters=counters,
+        )
+
+    async def assign(self, vector: Vector) -> None:
+        """Sets all parameters, at version 0 if there were none. Returns when every shard has them."""
+        zero = [0] * self.chunks.num_chunks
+        update = Update(vector, samples=0, learning_rate=0.0, basis=zero, assign=True)
+        await self.push_soon(update)
+        await self.settle()
+
+    # ---- push ---------------------------------------------------------------------------
+
+    async def _push(self, update: Update, sequence: int, before: Arrival | None) -> None:
+        vector = update.vector
+        # What is still being computed is lent chunk by chunk, as it is sent.
+        whole = update.ready is None and vector is not None
+        to = f"{self._runtime.node}: push {sequence}"
+        with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
+            await self._runtime.gather(
+                *(self._push_to(rank, name, update, sequence, before) for rank, name in self._shards)
+            )
+        self.traffic.pushes += 1
+        if update.on_done is not None:
+            update.on_done()
+
+    async def _push_to(
+        self, rank: int, name: str, update: Update, sequence: int, before: Arrival | None
+    ) -> None:
+        left = dict.fromkeys(self.chunks.chunks_of(rank))
+        request = v1.Push(
+            command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
+            sequence=sequence,
+            samples=update.samples,
+            learning_rate=update.learning_rate,
+            round=update.round,
+            num_gradients=update.num_gradients,
+        )
+
+        async def attempt(progressed: Callable[[], None]) -> None:
+            if not left:
+                return  # answered in full just before the stream broke
+            await self._ready(update, next(iter(left)))
+            stream = await self._endpoint.open(name, "push", request)
+            sent = Progress()
+            try:
+                await self._runtime.gather(
+                    self._send_chunks(stream, update, sequence, list(left), before, sent),
+                    self._take_results(stream, left, sent, progressed),
+                )
+            finally:
+                stream.cancel("done")
+
+        await self._retrying(name, attempt)
+
+    async def _ready(self, update: Update, chunk: int) -> None:
+        if update.ready is not None:
+            await update.ready.reached(self.chunks.bounds(chunk)[1])
+
+    async def _send_chunks(
+        self,
+        stream: Stream,
+        update: Update,
+        sequence: int,
+        chunks: Sequence[int],
+        before: Arrival | None,
+        sent: Progress,
+    ) -> None:
+        for count, chunk in enumerate(chunks, start=1):
+            await self._ready(update, chunk)
+            if before is not None:
+                await before.landed(chunk)
+            start, stop = self.chunks.bounds(chunk)
+            header = v1.Chunk(
+                index=chunk, sequence=sequence, elems=stop - start, version=max(0, update.basis[chunk])
+            )
+            span: Span | None = None
+            if update.vector is None:
+                header.flags = ABSENT
+            else:
+                span = update.vector[start:stop]
+                header.dtype = to_wire(update.vector.tensor.dtype)
+                self.traffic.pushed_bytes += (stop - start) * update.vector.tensor.element_size()
+            await stream.send(v1.Frame(chunk=header), span)
+            sent.advance(count)
+        await stream.end()
+
+    async def _take_results(
+        self, stream: Stream, left: dict[int, None], sent: Progress, progressed: Callable[[], None]
+    ) -> None:
+        taken = 0
+        while left:
+            await sent.reached(taken + 1)  # silence counts only while an answer is due
+            received = await stream.recv(self._silence_s)
+            if received is None:
+                raise PeerLostError(stream.peer, f"ended a push with {len(left)} chunks unanswered")
+            for result in v1.PushResults.FromString(received.frame.body.data).results:
+                taken += 1
+                left.pop(result.chunk, None)
+                if result.outcome == v1.PushResult.APPLIED:
+                    self.traffic.staleness[result.staleness] += 1
+            progressed()
+
+    # ---- fetch --------------------------------------------------------------------------
+
+    async def _fetch(self, arrival: Arrival, terms: v1.Fetch) -> None:
+        try:
+            with arrival.vector.all.borrowed(write=True, to=f"{self._runtime.node}: fetch"):
+                await self._runtime.gather(
+                    *(self._fetch_from(rank, name, arrival, terms) for rank, name in self._shards)
+                )
+            self.traffic.fetches += 1
+        finally:
+            for chunk in range(self.chunks.num_chunks):
+                arrival.release(chunk)
+
+    async def _fetch_from(self, rank: int, name: str, arrival: Arrival, terms: v1.Fetch) -> None:
+        left = dict.fromkeys(self.chunks.chunks_of(rank))
+
+        async def attempt(progressed: Callable[[], None]) -> None:
+            request = v1.Fetch()
+            request.CopyFrom(terms)
+            request.chunks.extend(left)
+            stream = await self._endpoint.open(name, "fetch", request)
+            try:
+                while left:
+                    received = await stream.recv(self._silence_s)
+                    if received is None:
+                        raise PeerLostError(name, f"ended a fetch with {len(left)} chunks missing")
+                    header, elements = received.frame.chunk, received.payload
+                    start, stop = self.chunks.bounds(header.index)
+                    target = arrival.vector.tensor[start:stop]
+                    if header.index not in left or elements is None or len(elements) != stop - start:
+                        raise RefusedError(name, "BAD_REQUEST", f"sent chunk {header.index}, not asked for")
+                    if elements.dtype != target.dtype:
+                        raise RefusedError(
+                            name, "BAD_REQUEST", f"sent {elements.dtype}, expected {target.dtype}"
+                        )
+                    target.copy_(elements)
+                    del left[header.index]
+                    self.traffic.fetched_bytes += elements.numel() * elements.element_size()
+                    arrival.land(header.index, header.version)
+                    progressed()
+            finally:
+                stream.cancel("done")
+
+        await self._retrying(name, attempt)
+
+    # ---- retries ------------------------------------------------------------------------
+
+    async def _retrying(
+        self, peer: str, attempt: Callable[[Callable[[], None]], Awaitable[None]]
+    ) -> None:
+        """Tries until it works, or `retry_s` have passed since anything last did."""
+        last_ns, pause_s = self._runtime.now(), 0.02
+
+        def progressed() -> None:
+            nonlocal last_ns, pause_s
+            last_ns, pause_s = self._runtime.now(), 0.02
+
+        while True:
+            try:
+                return await attempt(progressed)
+            except (PeerLostError, DeadlineError, ClosedError) as error:
+                failure: Exception = error
+            except RefusedError as error:
+                if error.code not in RETRYABLE_CODES:
+                    raise
+                failure = error
+            self.traffic.retries += 1
+            if (self._runtime.now() - last_ns) / 1e9 + pause_s > self._retry_s:
+                raise failure
+            await self._runtime.sleep(pause_s * (0.5 + self._jitter.random()))
+            pause_s = min(1.0, 2 * pause_s)
+
+
+def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
+    """Names of the nodes of a role, in the order of their ranks."""
+    return [node.name for node in sorted(nodes, key=lambda node: node.rank) if node.role == role]

@@ -1,0 +1,114 @@
+"""A shard's node: joins, serves until every worker has left, and reports what it has done."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import Counter
+from typing import Protocol
+
+from gradstream.events import AppliedEvent, Event
+from gradstream.runtime.base import Runtime
+from gradstream.server.service import ShardConfig, ShardService
+from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
+
+__all__ = ["Membership", "ShardNode"]
+
+VITALS_EVERY_S = 1.0
+
+
+class Membership(Protocol):
+    """What a shard needs of `gradstream.membership.Member`, which lives beside this room."""
+
+    async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:
+        """Joins the run."""
+        ...
+
+    async def training(self) -> v1.Notice:
+        """Waits until everybody is in."""
+        ...
+
+    async def over(self) -> v1.Notice:
+        """Waits for the end of the run; raises when it was aborted."""
+        ...
+
+    async def leave(self) -> None:
+        """Says goodbye."""
+        ...
+
+    async def failed(self, error: BaseException, traceback_text: str) -> None:
+        """Says that this node cannot go on."""
+        ...
+
+    def emit(self, event: Event) -> None:
+        """Puts a record into the run's events."""
+        ...
+
+
+class ShardNode:
+    """One shard. `run` returns when the run is over, and raises what ended it early."""
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, member: Membership, config: ShardConfig
+    ) -> None:
+        self._runtime = runtime
+        self._member = member
+        self._config = config
+        self._service = ShardService(runtime, endpoint, config)
+        self._reported: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Joins, serves, and leaves."""
+        try:
+            await self._member.join()
+            notice = await self._member.training()
+            self._service.register(notice.model)
+            vitals = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
+            failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
+            try:
+                await self._over(failed)
+            finally:
+                vitals.cancel()
+            self._report()
+        except Exception as error:
+            await self._member.failed(error, "".join(traceback.format_exception(error)))
+            raise
+        finally:
+            await self._member.leave()
+
+    async def _over(self, failed: asyncio.Task[None]) -> None:
+        over = self._runtime.spawn(self._member.over(), name=f"{self._runtime.node}-over")
+        over.add_done_callback(lambda _: failed.cancel())
+        failed.add_done_callback(lambda task: None if task.cancelled() else over.cancel())
+        try:
+            await over
+        except asyncio.CancelledError:
+            if failed.done() and not failed.cancelled():
+                failed.result()
+            raise
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await self._runtime.sleep(VITALS_EVERY_S)
+            self._report()
+
+    def _report(self) -> None:
+        """Records of what was done since the report before, and of this node's vitals."""
+        counters = self._service.counters
+        new = counters - self._reported
+        self._reported = Counter(counters)
+        versions = self._service.versions() or [0]
+        self._member.emit(
+            AppliedEvent(
+                rank=self._config.rank,
+                updates=new["applied"],
+                duplicates=new["duplicate"],
+                dropped=new["dropped"],
+                refused=new["refused"],
+                min_version=max(0, min(versions)),
+                max_version=max(0, *versions, 0),
+            )
+        )
+        for event in self._runtime.vitals("shard"):
+            self._member.emit(event)

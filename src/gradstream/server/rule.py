@@ -1,0 +1,99 @@
+"""The `Rule`: what a shard does with a push, and when a fetch may be answered.
+
+A rule is the server half of a strategy, and pure: it looks at a chunk's version and at the
+contributions that have arrived for it, and says which of them form the next update, in which order
+and with which weights. Arithmetic, waiting and talking are the shard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Contribution", "FetchTerms", "Immediate", "Rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One chunk of one push, without its elements.
+
+    Args:
+        sender: node name.
+        rank: the worker's rank.
+        incarnation: of the sender.
+        sequence: number of the push: per sender and incarnation, from 1.
+        samples: training samples behind it.
+        num_gradients: minibatch gradients summed in it.
+        learning_rate: to apply it with.
+        round: synchronous strategies: the version it is meant for.
+        basis: version of the chunk that the gradient was computed on.
+        absent: the sender contributes nothing this time; there are no elements.
+    """
+
+    sender: str
+    rank: int
+    incarnation: int
+    sequence: int
+    samples: int
+    num_gradients: int = 1
+    learning_rate: float = 0.0
+    round: int = 0
+    basis: int = 0
+    absent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchTerms:
+    """What a fetch asks of a chunk before it is sent.
+
+    Args:
+        min_version: this version or a later one.
+        after_sequence: this push of the same sender must have been applied (0: none).
+    """
+
+    sender: str
+    incarnation: int
+    min_version: int = 0
+    after_sequence: int = 0
+
+
+class Rule(Protocol):
+    """The server half of a strategy."""
+
+    def drops(self, version: int, new: Contribution) -> bool:
+        """Whether a contribution comes too late to be used (an expected outcome, not an error)."""
+        ...
+
+    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+        """Those contributions that form the next update now, in the order of summation; or none."""
+        ...
+
+    def weights(self, update: Sequence[Contribution]) -> Sequence[float]:
+        """The factor of each contribution in the sum Σ weight·elements that the optimizer is given."""
+        ...
+
+    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+        """Names of the senders whose contributions the next update waits for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """Every contribution is an update of its own, applied as it comes: asynchronous SGD."""
+
+    def drops(self, version: int, new: Contribution) -> bool:
+        """Never."""
+        return False
+
+    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+        """The oldest."""
+        return parked[:1]
+
+    def weights(self, update: Sequence[Contribution]) -> Sequence[float]:
+        """1."""
+        return (1.0,)
+
+    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+        """Nobody."""
+        return ()

@@ -1,0 +1,353 @@
+"""A shard on the network: thin I/O around `ShardState` and `Store`.
+
+Serves "push", "fetch" and "command" (see wire/v1.proto). Applying runs on the node's arithmetic
+thread; a chunk is read only between two updates, so what a fetch gets of a chunk is one version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from gradstream.errors import GradstreamError, RefusedError
+from gradstream.optim.base import Optimizer
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.commands import Commands
+from gradstream.server.rule import Contribution, FetchTerms, Rule
+from gradstream.server.shard import (
+    Acknowledge,
+    Apply,
+    Instruction,
+    Parked,
+    Release,
+    ShardState,
+    Supersede,
+)
+from gradstream.server.store import Store
+from gradstream.transport.base import Endpoint, Received, Stream
+from gradstream.wire import v1
+from gradstream.wire.dtypes import from_wire, to_wire
+
+__all__ = ["ShardConfig", "ShardService"]
+
+ABSENT = 1  # Chunk.flags
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """What a shard is told.
+
+    Args:
+        rank: which shard.
+        num_shards: of how many.
+        rule: the strategy's server half.
+        optimizer: update rule.
+        waiting_every_s: how often a peer that must wait is told so; well below its deadline.
+    """
+
+    rank: int
+    num_shards: int
+    rule: Rule
+    optimizer: Optimizer
+    waiting_every_s: float = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Inbox:
+    """A push stream: results that wait to be sent, and chunks that wait for a result."""
+
+    stream: Stream
+    results: list[v1.PushResult] = field(default_factory=list)
+    pending: set[int] = field(default_factory=set)
+    ended: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class _Outbox:
+    """A fetch stream: chunks that may be sent, and chunks that have to wait."""
+
+    ready: deque[int] = field(default_factory=deque)
+    waiting: set[int] = field(default_factory=set)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class ShardService:
+    """One shard. `register` it with the model, then it serves.
+
+    Raises nothing itself: bad requests are refused; `failure` is set when an update could not be
+    computed, which leaves the parameters undefined and must end the node.
+    """
+
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, config: ShardConfig) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._config = config
+        self._registered = asyncio.Event()
+        self._inboxes: dict[int, _Inbox] = {}
+        self._outboxes: dict[int, _Outbox] = {}
+        self._elements: dict[tuple[int, int], torch.Tensor] = {}  # of parked pushes, by (token, chunk)
+        self._idle: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a chunk's update to end
+        self._tokens = itertools.count(1)
+        self.counters: Counter[str] = Counter()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        endpoint.serve("push", self._push)
+        endpoint.serve("fetch", self._fetch)
+        endpoint.serve("command", self._command)
+
+    def register(self, model: v1.ModelSpec) -> None:
+        """Allocates for the registered model. From here on every size is known."""
+        config = self._config
+        self.chunks = ChunkMap(model.elems, model.chunk_elems, config.num_shards)
+        self.store = Store(
+            self._runtime.memory, self.chunks, config.rank, from_wire(model.dtype), config.optimizer
+        )
+        self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
+        self._commands = Commands(self._runtime, self.store, self.versions)
+        self._endpoint.identity.fingerprint = model.fingerprint
+        self._registered.set()
+
+    def versions(self) -> list[int]:
+        """The version of each chunk; -1 before its initial parameters are there."""
+        return [state.version for state in self.state.chunks.values()]
+
+    # ---- push ---------------------------------------------------------------------------
+
+    async def _push(self, stream: Stream) -> None:
+        await self._admitted(stream)
+        request = v1.Push.FromString(stream.opened.body)
+        token, inbox = next(self._tokens), _Inbox(stream)
+        self._inboxes[token] = inbox
+        try:
+            await self._runtime.gather(self._take(token, inbox, request), self._answer(inbox))
+        finally:
+            del self._inboxes[token]
+
+    async def _admitted(self, stream: Stream) -> None:
+        """Holds a stream that came before the model was registered; checks the model again."""
+        await self._registered.wait()
+        theirs, ours = stream.opened.fingerprint, self._endpoint.identity.fingerprint
+        if theirs != ours:
+            raise RefusedError(
+                self._endpoint.identity.name,
+                "BAD_FINGERPRINT",
+                f"{stream.opened.sender} has model {theirs:016x}, this shard holds {ours:016x}; "
+                "every node must run the same job file",
+            )
+
+    async def _take(self, token: int, inbox: _Inbox, request: v1.Push) -> None:
+        """Reads chunks until the sender has said everything."""
+        opened = inbox.stream.opened
+        rank = int(opened.sender.rpartition("-")[2])
+        while (received := await inbox.stream.recv()) is not None:
+            chunk = received.frame.chunk
+            elements = self._checked(opened.sender, received)
+            contribution = Contribution(
+                sender=opened.sender,
+                rank=rank,
+                incarnation=opened.incarnation,
+                sequence=request.sequence,
+                samples=request.samples,
+                num_gradients=request.num_gradients,
+                learning_rate=request.learning_rate,
+                round=request.round,
+                basis=chunk.version,
+                absent=elements is None,
+            )
+            if elements is not None:
+                self._elements[token, chunk.index] = elements
+            inbox.pending.add(chunk.index)
+            assign = request.command == v1.Push.ASSIGN
+            self._carry_out(self.state.push(chunk.index, Parked(contribution, token, assign)))
+        inbox.ended = True
+        inbox.wake.set()
+
+    def _checked(self, sender: str, received: Received) -> torch.Tensor | None:
+        """The elements of a pushed chunk, which must fit the registered model."""
+        chunk, elements = received.frame.chunk, received.payload
+        if chunk.index not in self.state.chunks:
+            raise self._bad(sender, f"chunk {chunk.index} does not live on this shard")
+        if chunk.flags & ABSENT:
+            return None
+        start, stop = self.chunks.bounds(chunk.index)
+        if elements is None or len(elements) != stop - start or elements.dtype != self.store.dtype:
+            got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
+            raise self._bad(
+                sender,
+                f"chunk {chunk.index}: got {got}, expected {stop - start} of {self.store.dtype} "
+                "(every node must run the same job file)",
+            )
+        if not elements.is_meta and not bool(torch.isfinite(elements.sum())):
+            if not bool(torch.isfinite(elements).all()):
+                self.counters["refused"] += 1
+                raise RefusedError(
+                    self._endpoint.identity.name,
+                    "NON_FINITE",
+                    f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the "
+                    "learning rate or clip the gradient",
+                )
+        return elements
+
+    def _bad(self, sender: str, message: str) -> RefusedError:
+        self.counters["refused"] += 1
+        return RefusedError(self._endpoint.identity.name, "BAD_REQUEST", f"push of {sender}: {message}")
+
+    async def _answer(self, inbox: _Inbox) -> None:
+        """Sends results as they come, several to a frame, until every chunk has one."""
+        while inbox.results or inbox.pending or not inbox.ended:
+            if not inbox.results:
+                await self._woken(inbox.stream, inbox.wake, inbox.pending)
+                continue
+            results, inbox.results = inbox.results, []
+            data = v1.PushResults(results=results).SerializeToString()
+            await inbox.stream.send(v1.Frame(body=v1.Body(data=data)))
+
+    async def _woken(self, stream: Stream, wake: asyncio.Event, chunks: set[int]) -> None:
+        """Waits for news, telling the peer every now and then whom it waits for."""
+        try:
+            await self._runtime.within(self._config.waiting_every_s, wake.wait())
+        except TimeoutError:
+            await stream.waiting(list(self.state.awaited(sorted(chunks))))
+        wake.clear()
+
+    # ---- fetch --------------------------------------------------------------------------
+
+    async def _fetch(self, stream: Stream) -> None:
+        await self._admitted(stream)
+        request, opened = v1.Fetch.FromString(stream.opened.body), stream.opened
+        chunks = list(request.chunks) or list(self.state.chunks)
+        if not all(chunk in self.state.chunks for chunk in chunks):
+            raise self._bad(opened.sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
+        vector = self.store.vector(request.vector)
+        terms = FetchTerms(
+            opened.sender, opened.incarnation, request.min_version, request.after_sequence
+        )
+        token, outbox = next(self._tokens), _Outbox(waiting=set(chunks))
+        self._outboxes[token] = outbox
+        try:
+            for chunk in chunks:
+                self._carry_out(self.state.fetch(chunk, terms, token))
+            while outbox.ready or outbox.waiting:
+                if not outbox.ready:
+                    await self._woken(stream, outbox.wake, outbox.waiting)
+                    continue
+                chunk = outbox.ready.popleft()
+                await stream.credit()
+                while self.state.busy(chunk):
+                    await self._until_idle(chunk)
+                span = self.store.span(vector, chunk)
+                version = self.state.version(chunk)
+                header = v1.Chunk(
+                    index=chunk, elems=len(span), dtype=to_wire(self.store.dtype), version=version
+                )
+                await stream.send(v1.Frame(chunk=header), span)
+        finally:
+            del self._outboxes[token]
+            self.state.forget(token)
+
+    async def _until_idle(self, chunk: int) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._idle.setdefault(chunk, []).append(future)
+        await future
+
+    # ---- command ------------------------------------------------------------------------
+
+    async def _command(self, stream: Stream) -> None:
+        await self._admitted(stream)
+        request = v1.Command.FromString(stream.opened.body)
+        result = await self._commands.carry_out(
+            stream.opened.sender, stream.opened.incarnation, request, self.counters
+        )
+        data = result.SerializeToString()
+        await stream.send(v1.Frame(body=v1.Body(data=data)))
+
+    # ---- instructions of the state machine ----------------------------------------------
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Apply(chunk):
+                    self._runtime.spawn(self._apply(instruction), name=f"apply-{chunk}")
+                case Acknowledge():
+                    self._acknowledge(instruction)
+                case Release(token, chunk):
+                    outbox = self._outboxes[token]  # type: ignore[index]  # tokens are our ints
+                    outbox.waiting.discard(chunk)
+                    outbox.ready.append(chunk)
+                    outbox.wake.set()
+                case Supersede(token):
+                    inbox = self._inboxes.get(token)  # type: ignore[call-overload]
+                    if inbox is not None:
+                        inbox.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")
+
+    def _acknowledge(self, done: Acknowledge) -> None:
+        self.counters[done.outcome] += 1
+        self._elements.pop((done.token, done.chunk), None)  # type: ignore[arg-type]
+        inbox = self._inboxes.get(done.token)  # type: ignore[call-overload]
+        if inbox is None:
+            return  # the sender is gone, or retries on another stream
+        inbox.pending.discard(done.chunk)
+        inbox.results.append(
+            v1.PushResult(
+                chunk=done.chunk,
+                sequence=done.sequence,
+                outcome=v1.PushResult.Outcome.Value(done.outcome.upper()),
+                version=done.version,
+                staleness=max(0, done.staleness),
+            )
+        )
+        inbox.wake.set()
+
+    async def _apply(self, due: Apply) -> None:
+        try:
+            await self._compute(due)
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return
+        self._carry_out(self.state.applied(due.chunk))
+        for future in self._idle.pop(due.chunk, ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def _compute(self, due: Apply) -> None:
+        present = [held for held in due.update if not held.contribution.absent]
+        parts = [self._elements[held.token, due.chunk] for held in present]  # type: ignore[index]
+        contributions = [held.contribution for held in due.update]
+        start, stop = self.chunks.bounds(due.chunk)
+        work = Work("apply", elems=(stop - start) * len(parts))
+        spans = self.store.update_spans(due.chunk)
+        if due.update[0].assign:
+            await self._runtime.compute(
+                lambda _: self.store.assign(due.chunk, parts[0]), work=work, writes=spans
+            )
+            return
+        weights = [
+            weight
+            for weight, contribution in zip(
+                self._config.rule.weights(contributions), contributions, strict=True
+            )
+            if not contribution.absent
+        ]
+        lr = contributions[0].learning_rate
+        if parts:
+            await self._runtime.compute(
+                lambda _: self.store.update(due.chunk, parts, weights, lr=lr, step=due.step),
+                work=work,
+                writes=spans,
+            )
+
+    async def failed(self) -> None:
+        """Waits for an update that cannot be computed, and raises its error."""
+        try:
+            await asyncio.shield(self.failure)
+        except GradstreamError:
+            raise
+        except Exception as error:
+            raise GradstreamError(f"{self._endpoint.identity.name}: an update failed: {error}") from error

@@ -1,0 +1,230 @@
+"""The shard as a state machine: events in, instructions out, no I/O and no arithmetic.
+
+Each chunk stands alone. It is idle or being updated; applying is an interval, so what arrives
+meanwhile queues. A push is exactly-once per (sender, incarnation, sequence, chunk): a second copy
+is answered DUPLICATE if the first was applied, and takes its place if that one still waits.
+
+    push ──▶ duplicate? drop? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
+    fetch ─▶ version and own push there? ──▶ Release, or waits (and says for whom)
+
+Sources: Dean et al. 2012 (Downpour's parameter server); Li et al. 2014 (vector clocks per range,
+of which version + window is the special case of one writer per clock entry).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradstream.server.rule import Contribution, FetchTerms, Rule
+from gradstream.server.window import SequenceWindow
+
+__all__ = [
+    "Acknowledge",
+    "Apply",
+    "ChunkState",
+    "Instruction",
+    "Parked",
+    "Release",
+    "ShardState",
+    "Supersede",
+]
+
+Token = Hashable
+Outcome = Literal["applied", "duplicate", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A contribution and who waits for the answer. `token` also identifies its elements."""
+
+    contribution: Contribution
+    token: Token
+    assign: bool = False  # sets the elements: initial parameters or a restore
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Compute this update, then call `applied(chunk)`."""
+
+    chunk: int
+    update: tuple[Parked, ...]
+    step: int  # the update will be the chunk's step-th, from 1
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the sender what became of its chunk."""
+
+    token: Token
+    chunk: int
+    sequence: int
+    outcome: Outcome
+    version: int
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The fetch may have this chunk, as it is when it can be sent."""
+
+    token: Token
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """A retry has taken the place of this push: its stream is of no use any more."""
+
+    token: Token
+
+
+Instruction = Apply | Acknowledge | Release | Supersede
+
+
+@dataclass(slots=True)
+class ChunkState:
+    """One chunk: its version, what is parked on it and what was applied to it."""
+
+    version: int = -1  # before the initial parameters were assigned
+    busy: bool = False
+    updating: tuple[Parked, ...] = ()
+    parked: list[Parked] = field(default_factory=list)
+    arrivals: list[Parked] = field(default_factory=list)  # came while busy
+    fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
+    windows: dict[tuple[str, int], SequenceWindow] = field(default_factory=dict)
+
+
+class ShardState:
+    """All chunks of a shard.
+
+    Args:
+        chunks: their numbers in the chunk map.
+        rule: the strategy's server half.
+        window: makes the set of applied sequence numbers of one sender.
+    """
+
+    def __init__(
+        self,
+        chunks: Iterable[int],
+        rule: Rule,
+        window: Callable[[], SequenceWindow] = SequenceWindow,
+    ) -> None:
+        self._rule = rule
+        self._window = window
+        self.chunks = {chunk: ChunkState() for chunk in chunks}
+
+    def version(self, chunk: int) -> int:
+        """Updates applied to a chunk; -1 before its initial parameters are there."""
+        return self.chunks[chunk].version
+
+    def busy(self, chunk: int) -> bool:
+        """Whether an update is being computed: nobody may read the chunk."""
+        return self.chunks[chunk].busy
+
+    def push(self, chunk: int, new: Parked) -> list[Instruction]:
+        """A contribution has arrived."""
+        state = self.chunks[chunk]
+        if state.busy:
+            state.arrivals.append(new)
+            return []
+        return [*self._admit(chunk, state, new), *self._start(chunk, state)]
+
+    def applied(self, chunk: int) -> list[Instruction]:
+        """The update asked for last is in the parameters."""
+        state = self.chunks[chunk]
+        assert state.busy
+        before, update = state.version, state.updating
+        state.version = max(before, 0) if update[0].assign else before + 1
+        state.busy, state.updating = False, ()
+        out: list[Instruction] = []
+        for parked in update:
+            done = parked.contribution
+            self._window_of(state, done).add(done.sequence)
+            staleness = 0 if parked.assign or done.absent else before - done.basis
+            out.append(
+                Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness)
+            )
+        arrivals, state.arrivals = state.arrivals, []
+        for new in arrivals:
+            out += self._admit(chunk, state, new)
+        out += self._release(chunk, state)
+        return out + self._start(chunk, state)
+
+    def fetch(self, chunk: int, terms: FetchTerms, token: Token) -> list[Instruction]:
+        """A reader asks for a chunk."""
+        state = self.chunks[chunk]
+        if self._satisfied(state, terms):
+            return [Release(token, chunk)]
+        state.fetches.append((terms, token))
+        return []
+
+    def forget(self, token: Token) -> None:
+        """The stream behind a token is gone: nobody waits for its fetches. Its pushes stand."""
+        for state in self.chunks.values():
+            if state.fetches:
+                state.fetches = [(terms, held) for terms, held in state.fetches if held != token]
+
+    def awaited(self, chunks: Iterable[int]) -> Sequence[str]:
+        """For whom readers of, or contributors to, these chunks have to wait: names, sorted."""
+        names: dict[str, None] = {}
+        for chunk in chunks:
+            state = self.chunks[chunk]
+            if state.version < 0:
+                names["worker-0 (initial parameters)"] = None
+            parked = [held.contribution for held in state.parked]
+            names.update(dict.fromkeys(self._rule.awaited(state.version, parked)))
+        return sorted(names)
+
+    def _window_of(self, state: ChunkState, who: Contribution | FetchTerms) -> SequenceWindow:
+        key = (who.sender, who.incarnation)
+        if key not in state.windows:
+            state.windows[key] = self._window()
+        return state.windows[key]
+
+    def _admit(self, chunk: int, state: ChunkState, new: Parked) -> list[Instruction]:
+        """Parks an idle chunk's new contribution, unless it is a duplicate or too late."""
+        coming = new.contribution
+        if coming.sequence in self._window_of(state, coming):
+            return [Acknowledge(new.token, chunk, coming.sequence, "duplicate", state.version, 0)]
+        if not new.assign and self._rule.drops(state.version, coming):
+            self._window_of(state, coming).add(coming.sequence)
+            return [Acknowledge(new.token, chunk, coming.sequence, "dropped", state.version, 0)]
+        for index, held in enumerate(state.parked):
+            there = held.contribution
+            if (there.sender, there.incarnation, there.sequence) == (
+                coming.sender,
+                coming.incarnation,
+                coming.sequence,
+            ):
+                state.parked[index] = new
+                return [Supersede(held.token)]
+        state.parked.append(new)
+        return []
+
+    def _start(self, chunk: int, state: ChunkState) -> list[Instruction]:
+        """Begins the next update of an idle chunk, if one is due."""
+        update = next(((held,) for held in state.parked if held.assign), ())
+        if not update and state.version >= 0:
+            by_contribution = {held.contribution: held for held in state.parked}
+            due = self._rule.due(state.version, list(by_contribution))
+            update = tuple(by_contribution[contribution] for contribution in due)
+        if not update:
+            return []
+        state.parked = [held for held in state.parked if held not in update]
+        state.busy, state.updating = True, update
+        return [Apply(chunk, update, state.version + 1)]
+
+    def _satisfied(self, state: ChunkState, terms: FetchTerms) -> bool:
+        if state.version < max(terms.min_version, 0):
+            return False
+        return terms.after_sequence == 0 or terms.after_sequence in self._window_of(state, terms)
+
+    def _release(self, chunk: int, state: ChunkState) -> list[Instruction]:
+        ready = [token for terms, token in state.fetches if self._satisfied(state, terms)]
+        if ready:
+            state.fetches = [
+                (terms, token) for terms, token in state.fetches if not self._satisfied(state, terms)
+            ]
+        return [Release(token, chunk) for token in ready]

@@ -1,0 +1,238 @@
+"""The worker's node: joins, runs the strategy to its end, and leaves the final parameters behind."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+import numpy as np
+import safetensors.numpy
+
+from gradstream.data.base import Dataset
+from gradstream.data.plan import EpochPlan
+from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.events import ExchangeEvent
+from gradstream.membership.member import Member
+from gradstream.memory import Vector
+from gradstream.model.base import Model
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client import ServerClient, names_of
+from gradstream.strategies.base import Strategy
+from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
+from gradstream.wire.dtypes import to_wire
+from gradstream.worker.schedule import Schedule
+from gradstream.worker.worker import Replica
+
+__all__ = ["FINAL_MODEL", "WorkerConfig", "WorkerNode"]
+
+FINAL_MODEL = "checkpoints/final/model.safetensors"
+VITALS_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker is told.
+
+    Args:
+        rank: of this worker.
+        num_workers: W.
+        strategy: what to run.
+        model: this replica's own instance.
+        data: the data set.
+        plan: who goes through which sample.
+        lr: learning rate of the update rule.
+        seed: of the run.
+        chunk_elems: of the chunk map.
+        epochs, steps: when the run ends; one may be None.
+        silence_s, retry_s: see `ServerClient`.
+    """
+
+    rank: int
+    num_workers: int
+    strategy: Strategy
+    model: Model
+    data: Dataset
+    plan: EpochPlan
+    lr: float
+    seed: int
+    chunk_elems: int
+    epochs: int | None
+    steps: int | None
+    silence_s: float
+    retry_s: float
+
+
+class WorkerNode:
+    """One worker. `run` returns when the run is over, and raises what ended it early."""
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._member = member
+        self._config = config
+        self._reported_staleness: dict[int, int] = {}
+        self._reported = ExchangeEvent(
+            rank=config.rank, pushed_bytes=0, fetched_bytes=0, pushes=0, fetches=0, retries=0
+        )
+
+    async def run(self) -> None:
+        """Joins, trains, and leaves.
+
+        Raises:
+            UserCodeError, GradientError: this worker's model or data failed; the others were told.
+            RunAbortedError: another node ended the run.
+            PeerLostError, DeadlineError: a shard or the coordinator is gone.
+        """
+        try:
+            await self._member.join(self._spec())
+            await self._runtime.gather(self._train(), self._over())
+        except Exception as error:
+            await self._member.failed(error, _traceback_of(error))
+            raise
+        finally:
+            await self._member.leave()
+
+    def _spec(self) -> v1.ModelSpec:
+        layout = self._config.model.layout
+        return v1.ModelSpec(
+            fingerprint=layout.fingerprint,
+            elems=layout.elems,
+            dtype=to_wire(layout.dtype),
+            chunk_elems=self._config.chunk_elems,
+        )
+
+    async def _over(self) -> None:
+        await self._member.over()
+
+    async def _train(self) -> None:
+        config, runtime, layout = self._config, self._runtime, self._config.model.layout
+        shards = names_of((await self._member.training()).nodes, "shard")
+        chunks = ChunkMap(layout.elems, config.chunk_elems, len(shards))
+        client = ServerClient(
+            runtime,
+            self._endpoint,
+            shards,
+            chunks,
+            runtime.memory.allocate(layout.elems, layout.dtype, "spare"),
+            silence_s=config.silence_s,
+            retry_s=config.retry_s,
+        )
+        replica = self._replica(client)
+        vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
+        try:
+            if config.rank == 0:
+                await self._init(replica.parameters)
+                await client.assign(replica.parameters)
+            await config.strategy.train(replica)
+            await client.settle()
+            if self._is_lowest():
+                await self._save(replica)
+        finally:
+            vitals.cancel()
+        self._report(client)
+        self._member.finished()
+
+    def _replica(self, client: ServerClient) -> Replica:
+        config = self._config
+        schedule = Schedule(
+            config.plan,
+            config.strategy.cut,
+            config.rank,
+            config.epochs,
+            config.steps,
+            self._member if config.num_workers > 1 else None,
+        )
+        return Replica(
+            self._runtime,
+            config.model,
+            config.data,
+            schedule,
+            client,
+            rank=config.rank,
+            num_workers=config.num_workers,
+            lr=config.lr,
+            seed=config.seed,
+            on_receipt=self._member.receipt,
+            on_step=self._member.emit,
+        )
+
+    async def _init(self, parameters: Vector) -> None:
+        def init(_: object) -> None:
+            try:
+                self._config.model.init(self._config.seed, parameters.tensor)
+            except GradstreamError:
+                raise
+            except Exception as error:
+                message = f"worker-0: the model's init raised {type(error).__name__}: {error}"
+                raise UserCodeError(message, traceback.format_exc()) from error
+
+        await self._runtime.compute(
+            init, work=Work("init", elems=len(parameters)), writes=[parameters.all]
+        )
+
+    def _is_lowest(self) -> bool:
+        """Whether this is the worker of the lowest rank that is still there."""
+        workers = names_of(self._member.notice.nodes, "worker")
+        return bool(workers) and workers[0] == self._runtime.node
+
+    async def _save(self, replica: Replica) -> None:
+        """Fetches the final parameters and writes them under the user's own names."""
+        await replica.server.reclaim_spare()
+        await replica.adopt(replica.server.fetch_soon())
+
+        def write(_: object) -> None:
+            tree = self._config.model.tree(replica.parameters.tensor)
+            arrays = {name: np.ascontiguousarray(array) for name, array in tree.items()}
+            self._runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
+
+        work = Work("checkpoint", elems=len(replica.parameters))
+        await self._runtime.compute(write, work=work, reads=[replica.parameters.all])
+
+    # ---- reports ------------------------------------------------------------------------
+
+    async def _keep_reporting(self, client: ServerClient) -> None:
+        while True:
+            await self._runtime.sleep(VITALS_EVERY_S)
+            self._report(client)
+
+    def _report(self, client: ServerClient) -> None:
+        """Records of traffic since the report before, and of this node's vitals."""
+        traffic, before = client.traffic, self._reported
+        total = ExchangeEvent(
+            rank=self._config.rank,
+            pushed_bytes=traffic.pushed_bytes,
+            fetched_bytes=traffic.fetched_bytes,
+            pushes=traffic.pushes,
+            fetches=traffic.fetches,
+            retries=traffic.retries,
+        )
+        staleness = {
+            str(tau): count - self._reported_staleness.get(tau, 0)
+            for tau, count in sorted(traffic.staleness.items())
+            if count != self._reported_staleness.get(tau, 0)
+        }
+        self._reported, self._reported_staleness = total, dict(traffic.staleness)
+        self._member.emit(
+            ExchangeEvent(
+                rank=total.rank,
+                pushed_bytes=total.pushed_bytes - before.pushed_bytes,
+                fetched_bytes=total.fetched_bytes - before.fetched_bytes,
+                pushes=total.pushes - before.pushes,
+                fetches=total.fetches - before.fetches,
+                retries=total.retries - before.retries,
+                staleness=staleness,
+            )
+        )
+        for event in self._runtime.vitals("worker"):
+            self._member.emit(event)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The user's own traceback where there is one, else this error's."""
+    if isinstance(error, UserCodeError) and error.traceback_text:
+        return error.traceback_text
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,292 @@
+"""The worker: one model replica's memory, compute and verbs, as a strategy sees them.
+
+Four vectors at most: parameters, spare (where the next fetch lands), gradient, accumulated. They
+change roles instead of being copied: adopting a fetch swaps the first two, accumulating the first
+gradient of a period swaps the last two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from gradstream.data.base import BatchRef, Dataset
+from gradstream.errors import GradientError, GradstreamError, UserCodeError
+from gradstream.events import StepEvent
+from gradstream.memory import Vector
+from gradstream.model.base import Model
+from gradstream.model.check import finite
+from gradstream.runtime.base import Progress, Report, Runtime, Work
+from gradstream.server.client import Arrival, ServerClient, Update
+from gradstream.strategies import base
+from gradstream.worker.schedule import Schedule
+
+__all__ = ["ComputedGradient", "Replica", "SampleBatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """A minibatch by name and size; its samples are read where the gradient is computed."""
+
+    ref: BatchRef
+    num_samples: int
+
+
+@dataclass(slots=True)
+class ComputedGradient:
+    """A gradient that is being computed into `vector`, or has been."""
+
+    vector: Vector
+    samples: int
+    refs: tuple[BatchRef, ...]
+    ready: Progress = field(default_factory=Progress)
+    task: asyncio.Task[float] | None = None
+
+    async def done(self) -> None:
+        """See `strategies.base.Gradient`."""
+        if self.task is not None:
+            await asyncio.shield(self.task)
+
+
+class Replica:
+    """Implements `strategies.base.Worker`.
+
+    Args:
+        runtime: of this node.
+        model: this replica's model.
+        data: the data set.
+        schedule: which minibatches are this worker's.
+        server: client of the parameter server, with a spare vector.
+        rank: of this worker.
+        num_workers: W.
+        lr: learning rate, sent with each push.
+        seed: of the run.
+        on_receipt: told which minibatches are in the model, once their push is acknowledged.
+        on_step: told of each step.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: Model,
+        data: Dataset,
+        schedule: Schedule,
+        server: ServerClient,
+        *,
+        rank: int,
+        num_workers: int,
+        lr: float,
+        seed: int,
+        on_receipt: Callable[[Sequence[BatchRef]], None],
+        on_step: Callable[[StepEvent], None],
+    ) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self.step = 0
+        self.version = 0
+        self.server = server
+        self._runtime = runtime
+        self._model = model
+        self._data = data
+        self._schedule = schedule
+        self._lr = lr
+        self._seed = seed
+        self._on_receipt = on_receipt
+        self._on_step = on_step
+        self._basis: Sequence[int] = [0] * server.chunks.num_chunks
+        self.parameters = self._allocate("parameters")
+        self._gradient = self._allocate("gradient")
+        self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
+        self._taken = Update(None, 0, lr, self._basis, num_gradients=0)
+        self._refs: list[BatchRef] = []
+        self._last_step_ns = runtime.now()
+        self._compute_ns = 0
+        self._loss = math.nan
+
+    def _allocate(self, name: str) -> Vector:
+        layout = self._model.layout
+        return self._runtime.memory.allocate(layout.elems, layout.dtype, name)
+
+    # ---- batches ------------------------------------------------------------------------
+
+    async def batches(self) -> AsyncIterator[base.Minibatch]:
+        """See `strategies.base.Worker`."""
+        async for ref in self._schedule.refs(self._flush):
+            batch = SampleBatch(ref, self._schedule.plan.size(ref))
+            self._last_step_ns, self._compute_ns = self._runtime.now(), 0
+            yield batch
+            self._report(batch)
+            self.step += 1
+
+    async def _flush(self) -> None:
+        """Everything this worker has computed is in the model, and receipts are on their way."""
+        if self._taken.num_gradients:
+            await self.server.push_soon(self.take_accumulated())
+        await self.server.settle()
+
+    def _report(self, batch: SampleBatch) -> None:
+        elapsed_ns = self._runtime.now() - self._last_step_ns
+        event = StepEvent(
+            rank=self.rank,
+            step=self.step,
+            epoch=batch.ref.epoch,
+            samples=batch.num_samples,
+            loss=self._loss,
+            compute_s=self._compute_ns / 1e9,
+            wait_s=(elapsed_ns - self._compute_ns) / 1e9,
+        )
+        self._on_step(event)
+
+    # ---- gradients ----------------------------------------------------------------------
+
+    async def gradient(self, batch: base.Minibatch) -> ComputedGradient:
+        """See `strategies.base.Worker`."""
+        gradient = self._start(batch, mean=True)
+        await gradient.done()
+        return gradient
+
+    def gradient_soon(self, batch: base.Minibatch) -> ComputedGradient:
+        """See `strategies.base.Worker`."""
+        return self._start(batch, mean=False)
+
+    def _start(self, batch: base.Minibatch, *, mean: bool) -> ComputedGradient:
+        assert isinstance(batch, SampleBatch)
+        gradient = ComputedGradient(self._gradient, batch.num_samples, (batch.ref,))
+        if batch.num_samples:
+            # Not accumulated, the vector is the one that the push before may still be reading.
+            work = self._compute(batch, gradient, None if mean else self.server.settle(), mean=mean)
+            gradient.task = self._runtime.spawn(work, name=f"worker-{self.rank}-gradient-{self.step}")
+        return gradient
+
+    async def _compute(
+        self,
+        batch: SampleBatch,
+        gradient: ComputedGradient,
+        free: Awaitable[None] | None,
+        *,
+        mean: bool,
+    ) -> float:
+        try:
+            if free is not None:
+                await free
+            begun_ns = self._runtime.now()
+            self._loss = await self._runtime.compute(
+                partial(self._arithmetic, batch, gradient.vector.tensor, mean),
+                work=Work("gradient", samples=batch.num_samples, elems=len(gradient.vector)),
+                reads=[self.parameters.all],
+                writes=[gradient.vector.all],
+                milestones=self._model.layout.milestones,
+                on_progress=gradient.ready.advance,
+                phantom=math.nan,
+            )
+        except BaseException as error:
+            gradient.ready.fail(error)
+            raise
+        self._compute_ns += self._runtime.now() - begun_ns
+        return self._loss
+
+    def _arithmetic(
+        self, batch: SampleBatch, into: torch.Tensor, mean: bool, report: Report
+    ) -> float:
+        """Reads the samples and differentiates: the user's code, on the arithmetic thread."""
+        where = f"worker-{self.rank}, step {self.step} (data epoch {batch.ref.epoch})"
+        scaled = mean and self._model.reduction == "sum"
+        seed = hash_seed(self._seed, self.rank, self.step)
+        try:
+            samples = self._data.batch(self._schedule.plan.ids(batch.ref))
+            hold: Report = (lambda _: None) if scaled else report
+            loss = self._model.gradient(
+                self.parameters.tensor, samples, into, seed=seed, report=hold
+            )
+        except GradstreamError as error:
+            error.args = (f"{where}: {error}", *error.args[1:])
+            raise
+        except Exception as error:
+            message = f"{where}: the model or the data set raised {type(error).__name__}: {error}"
+            raise UserCodeError(message, traceback.format_exc()) from error
+        if scaled:
+            into.mul_(1 / batch.num_samples)
+            report(len(into))
+        if math.isinf(loss) or not finite(into):
+            what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
+            raise GradientError(
+                f"{where}: the {what}; lower the learning rate, scale the inputs, or clip the gradient. "
+                "Nothing of it was applied where the exchange does not overlap"
+            )
+        return loss
+
+    # ---- exchange -----------------------------------------------------------------------
+
+    async def adopt(self, arrival: Arrival) -> None:
+        """See `strategies.base.Worker`."""
+        await arrival.done()
+        self.server.spare, self.parameters = self.parameters, arrival.vector
+        self._basis = arrival.versions
+        self.version = min(arrival.versions, default=0)
+
+    async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
+        """See `strategies.base.Worker`."""
+        rate = self._lr if lr is None else lr
+        target, source = self.parameters, gradient.vector
+        await self._runtime.compute(
+            lambda _: target.tensor.add_(source.tensor, alpha=-rate),
+            work=Work("copy", elems=len(target)),
+            reads=[source.all],
+            writes=[target.all],
+        )
+
+    async def accumulate(self, gradient: base.Gradient) -> None:
+        """See `strategies.base.Worker`."""
+        assert isinstance(gradient, ComputedGradient)
+        if self._taken.num_gradients == 0:
+            await self.server.settle()  # the vector that the last push reads becomes free
+            if self._accumulated is None:
+                self._accumulated = self._allocate("accumulated")
+            self._gradient, self._accumulated = self._accumulated, gradient.vector
+            self._taken = Update(gradient.vector, 0, self._lr, self._basis, num_gradients=0)
+        else:
+            target, source = self._taken.vector, gradient.vector
+            assert target is not None and target is not source
+            await self._runtime.compute(
+                lambda _: target.tensor.add_(source.tensor),
+                work=Work("copy", elems=len(target)),
+                reads=[source.all],
+                writes=[target.all],
+            )
+        self._taken.samples += gradient.samples
+        self._taken.num_gradients += 1
+        self._refs.extend(gradient.refs)
+
+    def take_accumulated(self) -> Update:
+        """See `strategies.base.Worker`."""
+        update, self._taken = self._taken, Update(None, 0, self._lr, self._basis, num_gradients=0)
+        refs, self._refs = tuple(self._refs), []
+        update.on_done = partial(self._on_receipt, refs)
+        return update
+
+    def update(self, gradient: base.Gradient) -> Update:
+        """See `strategies.base.Worker`."""
+        assert isinstance(gradient, ComputedGradient)
+        return Update(
+            gradient.vector if gradient.samples else None,
+            gradient.samples,
+            self._lr,
+            self._basis,
+            round=self.version,
+            ready=gradient.ready if gradient.samples else None,
+            on_done=partial(self._on_receipt, gradient.refs),
+        )
+
+
+def hash_seed(seed: int, rank: int, step: int) -> int:
+    """A seed for one gradient's own randomness (dropout): a function of (seed, rank, step)."""
+    value = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) & (2**64 - 1)
+    value ^= value >> 31
+    return value & (2**63 - 1)
+
