@@ -97,7 +97,7 @@ class EndpointCore(ABC):
 
     @abstractmethod
     async def _shut(self, *, abruptly: bool) -> None:
-        """Stops accepting and breaks all connections; unless `abruptly`, sends first what is still to be sent."""
+        """Stops accepting and breaks all connections; unless `abruptly`, what waits is sent first."""
 
     # ---- the user's side --------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class EndpointCore(ABC):
     ) -> StreamCore:
         """See `Endpoint.open`."""
         if self._closed:
-            raise ClosedError(f"endpoint {self.identity.name} is closed: it opens no stream {method} to {peer}")
+            raise ClosedError(f"{self.identity.name} is closed: it opens no stream {method} to {peer}")
         opened = v1.Open(
             protocol=PROTOCOL,
             job=self.identity.job,
@@ -135,10 +135,13 @@ class EndpointCore(ABC):
             window=window,
             body=request.SerializeToString(),
         )
+        return self.dial(peer, opened, priority)
+
+    def dial(self, peer: str, opened: v1.Open, priority: Priority = Priority.BULK) -> StreamCore:
+        """Opens a stream with an Open made by hand: what another program might send, for tests."""
         carrier = self._dial(peer, self._addresses.get(peer), priority)
-        stream = StreamCore(
-            self.runtime, self.identity.name, peer, opened, carrier, called=False, window=window
-        )
+        name, window = self.identity.name, opened.window
+        stream = StreamCore(self.runtime, name, peer, opened, carrier, called=False, window=window)
         self._keep(stream)
         carrier.connect(stream, opened)
         return stream
@@ -218,7 +221,7 @@ class EndpointCore(ABC):
         while (received := await stream.recv(silence_s)) is not None:
             chunk, payload = received.frame.chunk, received.payload
             if payload is None or payload.dtype != elements.dtype or filled + chunk.elems > elements.numel():
-                raise self._bad(f"chunk {chunk.index} of tensor {request.tag} from {stream.peer} does not fit")
+                raise self._bad(f"chunk {chunk.index} of tensor {request.tag} does not fit")
             elements[filled : filled + chunk.elems].copy_(payload)
             filled += chunk.elems
         if filled != elements.numel():
@@ -289,7 +292,7 @@ class EndpointCore(ABC):
         refuse = partial(v1.Refuse, epoch=mine.epoch)
         who = f"{opened.sender} (incarnation {opened.incarnation:x})"
         if opened.protocol != PROTOCOL:
-            text = f"{who} speaks protocol {opened.protocol}, {mine.name} speaks {PROTOCOL}: install one version"
+            text = f"{who} speaks protocol {opened.protocol}, {mine.name} {PROTOCOL}: install one version"
             return refuse(code=v1.BAD_PROTOCOL, message=text)
         if opened.job != mine.job:
             text = f"{who} belongs to job {opened.job!r}, {mine.name} to {mine.job!r}: check the address"
@@ -300,10 +303,10 @@ class EndpointCore(ABC):
             return refuse(code=v1.UNKNOWN_METHOD, message=text)
         if not service.model:
             return None
-        if opened.fingerprint != mine.fingerprint:
+        if mine.fingerprint and opened.fingerprint != mine.fingerprint:
             text = (
                 f"{who} has model fingerprint {opened.fingerprint:016x}, {mine.name} has "
-                f"{mine.fingerprint:016x} (0: none registered yet): all nodes must run the same model"
+                f"{mine.fingerprint:016x} (0: none): all nodes must run the same model"
             )
             return refuse(code=v1.BAD_FINGERPRINT, message=text)
         if opened.epoch < mine.epoch:

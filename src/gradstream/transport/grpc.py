@@ -14,7 +14,7 @@ import asyncio
 import ipaddress
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -62,6 +62,9 @@ CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+_EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
+_RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+_FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
 class _GrpcCarrier:
@@ -78,7 +81,9 @@ class _GrpcCarrier:
         """See `Carrier.transmit`."""
         if self._over or self._stopped:
             return
-        view = None if payload is None or not payload.numel() else memoryview(payload.detach().numpy()).cast("B")
+        view = None
+        if payload is not None and payload.numel():
+            view = memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
         droppable = frame.HasField("chunk") or frame.HasField("body")
         self._outbox.append((encode(frame, view), droppable))
         self._filled.ring()
@@ -111,7 +116,7 @@ class _GrpcCarrier:
                 if self._over:
                     return
                 await self._filled.wait()
-        except (grpc.RpcError, asyncio.InvalidStateError):
+        except _FAILURES:
             pass  # the reader finds out why, after what had still arrived
         finally:
             self._stopped = True
@@ -120,14 +125,14 @@ class _GrpcCarrier:
     async def read_all(self, read: Callable[[], Awaitable[Any]]) -> None:
         """Feeds the stream with messages until there are no more."""
         assert self.stream is not None
-        while (message := await read()) is not grpc.aio.EOF:
+        while (message := await read()) is not _EOF:
             try:
                 frame, view = decode(message)
                 payload = payload_tensor(frame.chunk, view) if frame.HasField("chunk") else None
             except FrameError as error:
                 self.stream.reject(error)
-                return
-            self.stream.arrived(frame, payload)
+            else:
+                self.stream.arrived(frame, payload)
 
 
 class _Outgoing(_GrpcCarrier):
@@ -146,7 +151,7 @@ class _Outgoing(_GrpcCarrier):
             stream.broken("its address is not known")
             return
         self.transmit(v1.Frame(open=opened), None)
-        call = self._channel.stream_stream(METHOD)()
+        call = self._channel.stream_stream(METHOD)()  # type: ignore[call-arg]
         name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}"
         self._endpoint.background(self._write(call), f"{name}, writer")
         self._endpoint.background(self._read(call, stream), f"{name}, reader")
@@ -155,7 +160,7 @@ class _Outgoing(_GrpcCarrier):
         try:
             await self.write_all(call.write)
             await call.done_writing()
-        except (grpc.RpcError, asyncio.InvalidStateError):
+        except _FAILURES:
             pass
         except asyncio.CancelledError:
             call.cancel()
@@ -178,6 +183,13 @@ class _Outgoing(_GrpcCarrier):
             _reraise_if_cancelled()
 
 
+async def _read(carrier: _GrpcCarrier, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    try:
+        await carrier.read_all(context.read)
+    except _FAILURES:
+        pass  # the call itself is cancelled when its caller is gone
+
+
 def _reraise_if_cancelled() -> None:
     """A call that was cancelled looks like a cancelled task: tells the two apart."""
     task = asyncio.current_task()
@@ -185,13 +197,14 @@ def _reraise_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-class _Peers(grpc.GenericRpcHandler):
+class _Peers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Routes the one method to the endpoint."""
 
     def __init__(self, endpoint: GrpcEndpoint) -> None:
         self._handler = grpc.stream_stream_rpc_method_handler(endpoint.answer)
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> _RpcHandler | None:
+        """The endpoint's handler; None where the method is another."""
         return self._handler if handler_call_details.method == METHOD else None
 
 
@@ -261,21 +274,24 @@ class GrpcEndpoint(EndpointCore):
             return
         stream = carrier.stream = self._incoming(opened, carrier)
         name = f"{self.identity.name}: {opened.method} from {opened.sender}, reader"
-        reader = self.runtime.spawn(carrier.read_all(context.read), name=name)
+        reader = self.runtime.spawn(_read(carrier, context), name=name)
         try:
             await carrier.write_all(context.write)
-        except asyncio.CancelledError:
-            stream.broken("the connection was lost")
-            raise
+            # A caller that writes to a finished call loses what it has not read yet (grpc.aio puts
+            # an error in its place), so let it finish first.
+            await self.runtime.within(FLUSH_S, reader)
+        except TimeoutError:
+            pass
         finally:
             reader.cancel()
+            stream.broken("the connection was lost")
 
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         try:
             message = await self.runtime.within(OPEN_SILENCE_S, context.read())
         except TimeoutError:
             raise FrameError(f"nothing in {OPEN_SILENCE_S:g} s: expected a frame of kind open") from None
-        if message is grpc.aio.EOF:
+        if message is _EOF:
             return None
         assert isinstance(message, bytes)
         frame, _ = decode(message)
@@ -326,7 +342,7 @@ def _host_of(listen: str, insecure: bool) -> str:
         loopback = host == "localhost"
     if not (loopback or insecure):
         raise ConfigError(
-            f"listen = {listen!r} can be reached from other machines, and the connection is neither encrypted "
+            f"listen = {listen!r} can be reached from other machines, and connections are neither encrypted "
             "nor authenticated: listen on 127.0.0.1, or say insecure=True on a network that you trust"
         )
     return host

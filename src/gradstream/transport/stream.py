@@ -20,7 +20,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -34,6 +34,7 @@ from gradstream.wire.frames import FrameError
 __all__ = ["Bell", "Carrier", "OutgoingCarrier", "StreamCore", "code_of"]
 
 _NS = 1_000_000_000
+_CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
 
 Failure = Callable[[], GradstreamError]
 """Makes the exception anew for each who meets it: a raised exception carries its own traceback."""
@@ -159,6 +160,11 @@ class StreamCore:
         self._carrier.transmit(frame, payload)
         await self._carrier.drained()
 
+    async def credit(self, silence_s: float | None = None) -> None:
+        """See `Stream.credit`."""
+        await self._until(self._writable, self._may_send, silence_s)
+        self._check_sending()
+
     async def recv(self, silence_s: float | None = None) -> Received | None:
         """See `Stream.recv`."""
         await self._until(self._readable, self._may_recv, silence_s)
@@ -246,7 +252,7 @@ class StreamCore:
             self._close(closed, drop=not self._peer_ended)
         elif kind == "refuse" and not self._called:
             refused = frame.refuse
-            code = v1.Code.Name(refused.code) if refused.code in v1.Code.values() else str(refused.code)
+            code = next((name for name, value in _CODES.items() if value == refused.code), str(refused.code))
             self._close(partial(RefusedError, self.peer, code, refused.message), drop=False)
         else:
             self.reject(FrameError(f"a frame of kind {kind} where none may come"))
@@ -369,6 +375,6 @@ class StreamCore:
 
 def code_of(error: BaseException) -> tuple[v1.Code, str]:
     """What a caller is refused with when its handler raised `error`: code and message."""
-    if isinstance(error, RefusedError) and error.code in v1.Code.keys():
-        return v1.Code.Value(error.code), error.reason
+    if isinstance(error, RefusedError) and error.code in _CODES:
+        return _CODES[error.code], error.reason
     return v1.INTERNAL, f"{type(error).__name__}: {error}"
