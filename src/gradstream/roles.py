@@ -1,0 +1,175 @@
+"""The nodes of a run, put together: the same for processes on machines and for a simulation.
+
+A `Cast` is what all nodes of a run agree on. It makes each role out of a runtime and an endpoint;
+whether those are real or virtual is for `cluster/` and `simulate/` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradstream.data.base import Dataset
+from gradstream.data.ledger import Ledger
+from gradstream.data.plan import EpochPlan, PartitionPlan, RoundPlan
+from gradstream.events import StartedEvent
+from gradstream.membership.coordinator import Coordinator, Leases
+from gradstream.membership.member import Member
+from gradstream.membership.state import Membership
+from gradstream.model.base import Model, Reduction
+from gradstream.optim.base import Optimizer
+from gradstream.runtime.base import Runtime
+from gradstream.server.node import ShardNode
+from gradstream.server.service import ShardConfig
+from gradstream.strategies.base import Strategy
+from gradstream.transport.base import Endpoint, Identity
+from gradstream.wire import v1
+from gradstream.worker.node import WorkerConfig, WorkerNode
+
+__all__ = ["COORDINATOR", "Cast", "shard_name", "worker_name"]
+
+COORDINATOR = "coordinator"
+
+
+def shard_name(rank: int) -> str:
+    """Node name of a shard."""
+    return f"shard-{rank}"
+
+
+def worker_name(rank: int) -> str:
+    """Node name of a worker."""
+    return f"worker-{rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """What all nodes of a run agree on.
+
+    Args:
+        job: job id.
+        software: version of gradstream.
+        strategy, optimizer: how to distribute, and how to update.
+        workers, servers: how many of each.
+        batch_size, shares: how data is divided; see `data.plan`.
+        epochs, steps: when the run ends.
+        seed: of initial parameters, order of samples and dropout.
+        chunk_elems: elements per chunk.
+        num_samples: of the data set.
+        num_parameters: of the model.
+        reduction: whether the model's gradients are means or sums.
+        join_s, silence_s, lease_s, retry_s: deadlines; see `config.Deadlines`.
+    """
+
+    job: str
+    software: str
+    strategy: Strategy
+    optimizer: Optimizer
+    workers: int
+    servers: int
+    batch_size: int | Sequence[int]
+    shares: Sequence[float] | None
+    epochs: int | None
+    steps: int | None
+    seed: int
+    chunk_elems: int
+    num_samples: int
+    num_parameters: int
+    reduction: Reduction
+    join_s: float = 60.0
+    silence_s: float = 30.0
+    lease_s: float = 10.0
+    retry_s: float = 30.0
+
+    @property
+    def node_names(self) -> list[str]:
+        """Every node, in the order in which they are best started."""
+        shards = [shard_name(rank) for rank in range(self.servers)]
+        return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
+
+    @property
+    def leases(self) -> Leases:
+        """Deadlines of membership."""
+        return Leases(join_s=self.join_s, lease_s=self.lease_s)
+
+    def plan(self) -> EpochPlan:
+        """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
+        kind = RoundPlan if self.strategy.cut == "rounds" else PartitionPlan
+        return kind(
+            self.num_samples, self.batch_size, self.workers, seed=self.seed, shares=self.shares
+        )
+
+    def ledger(self) -> Ledger:
+        """An account of every minibatch of the run."""
+        return Ledger(self.plan(), epochs=self.epochs, max_batches_per_partition=self.steps)
+
+    def identity(self, name: str, incarnation: int) -> Identity:
+        """Who a node is, before it has joined."""
+        return Identity(self.job, name, incarnation)
+
+    def coordinator(
+        self, runtime: Runtime, endpoint: Endpoint, on_events: Callable[[bytes], None]
+    ) -> Coordinator:
+        """The coordinator; `on_events` gets every event of the run as JSON lines."""
+        ledger = self.ledger()
+        batches = sum(ledger.batches(epoch) for epoch in range(ledger.num_epochs))
+        rounds = self.strategy.cut == "rounds"
+        started = StartedEvent(
+            job=self.job,
+            workers=self.workers,
+            servers=self.servers,
+            strategy=type(self.strategy).__name__.lower(),
+            optimizer=type(self.optimizer).__name__.lower(),
+            num_parameters=self.num_parameters,
+            num_samples=self.num_samples,
+            total_steps=batches // self.workers if rounds else batches,
+        )
+        membership = Membership(
+            started,
+            ledger,
+            survives_worker_loss=self.strategy.survives_worker_loss,
+            software=self.software,
+        )
+        return Coordinator(runtime, endpoint, membership, on_events=on_events, leases=self.leases)
+
+    def shard(self, runtime: Runtime, endpoint: Endpoint, rank: int) -> ShardNode:
+        """One shard of the parameter server; its endpoint has started and knows the coordinator."""
+        config = ShardConfig(
+            rank=rank,
+            num_shards=self.servers,
+            rule=self.strategy.rule(self.workers, self.reduction),
+            optimizer=self.optimizer,
+            waiting_every_s=self.silence_s / 4,
+        )
+        return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
+
+    def worker(
+        self, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model, data: Dataset
+    ) -> WorkerNode:
+        """One worker, with its own instance of the model; its endpoint knows the coordinator."""
+        config = WorkerConfig(
+            rank=rank,
+            num_workers=self.workers,
+            strategy=self.strategy,
+            model=model,
+            data=data,
+            plan=self.plan(),
+            lr=self.optimizer.lr,
+            seed=self.seed,
+            chunk_elems=self.chunk_elems,
+            epochs=self.epochs,
+            steps=self.steps,
+            silence_s=self.silence_s,
+            retry_s=self.retry_s,
+        )
+        return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
+
+    def _member(self, runtime: Runtime, endpoint: Endpoint, role: str, rank: int) -> Member:
+        identity = endpoint.identity
+        node = v1.Node(
+            name=identity.name,
+            role=role,
+            rank=rank,
+            address=endpoint.address,
+            incarnation=identity.incarnation,
+        )
+        return Member(runtime, endpoint, node, software=self.software, leases=self.leases)
