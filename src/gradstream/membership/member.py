@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import ClosedError, GradstreamError, InternalError, PeerLostError
+from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.events import Event, encode
 from gradstream.membership.coordinator import Bell, Leases
 from gradstream.membership.state import receipt_of, ref_of
@@ -161,15 +161,32 @@ class Member:
         self._urgent.ring()
 
     async def failed(self, error: BaseException, traceback_text: str) -> None:
-        """This node cannot go on: the run is aborted, naming it. Never raises."""
+        """This node cannot go on: the run is aborted, naming it. Never raises.
+
+        A lost peer is left to the coordinator to judge first: it knows who was lost, and whether
+        the run ends because of it. Only if it says nothing for a lease is this node's word taken.
+        """
+        if self._stream is None or isinstance(error, RunAbortedError):
+            return
+        if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
+            return
         self._beat.failure.CopyFrom(
             v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)
         )
-        if self._stream is not None:
-            try:
-                await self._send_beat(self._stream)
-            except GradstreamError:
-                pass  # the coordinator is gone: `over` says so
+        try:
+            await self._send_beat(self._stream)
+        except GradstreamError:
+            pass  # the coordinator is gone: `over` says so
+
+    async def _judged(self) -> bool:
+        """Whether the end of the run is heard of within the time in which a loss is noticed."""
+        try:
+            await self._runtime.within(self._leases.lease_s + self._leases.beat_s, self.over())
+        except TimeoutError:
+            return False
+        except GradstreamError:
+            pass
+        return True
 
     async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
         """Batches of lost workers to go through, and whether the data epoch is complete.

@@ -195,13 +195,13 @@ class Membership:
 
         Args:
             epoch: data epoch.
-            last: answer only with batches, or once every batch of the epoch has a receipt.
+            last: answer only with batches, or once every batch of the run has a receipt.
         """
         node = self._nodes.get(who)
         if node is None:
             return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.epoch}")
         refs = self.ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
-        complete = self.ledger.complete(epoch)
+        complete = self.ledger.finished if last else self.ledger.complete(epoch)
         if last and not refs and not complete and not self.over:
             return None
         return v1.OrphanBatches(batches=[receipt_of(ref) for ref in refs], complete=complete)

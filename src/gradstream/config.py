@@ -1,0 +1,309 @@
+"""The `Job`: everything that a run is told, checked before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict, Unpack, cast
+
+import gradstream
+from gradstream.data.base import Dataset
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.model.base import Model
+from gradstream.optim.base import Optimizer
+from gradstream.registry import find_optimizer, find_strategy
+from gradstream.roles import Cast
+from gradstream.server.chunks import ChunkMap
+from gradstream.strategies.base import Strategy
+
+__all__ = [
+    "Deadlines",
+    "Job",
+    "JobOptions",
+    "build_model",
+    "check",
+    "make_job",
+    "overrides",
+    "to_toml",
+    "with_overrides",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """How long a run waits before it gives up, in seconds. All are bounds of silence, not of work.
+
+    Args:
+        join_s: for all nodes to have joined; building models and reading data included.
+        silence_s: for a peer that has an answer to give.
+        lease_s: for a sign of life of a node, before it counts as lost.
+        retry_s: for a push or fetch to succeed, over all its retries.
+    """
+
+    join_s: float = 60.0
+    silence_s: float = 30.0
+    lease_s: float = 10.0
+    retry_s: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run, as the user asks for it.
+
+    Args:
+        model: a `Model`, or a function without arguments that makes one.
+        data: what to train on.
+        strategy: how to distribute: a name, "file.py:Class", or a Strategy.
+        strategy_options: fields of the strategy, where it is given by name.
+        optimizer: the update rule: a name or an Optimizer; None leaves it to the strategy.
+        workers: how many replicas of the model.
+        servers: how many shards of the parameter server.
+        batch_size: samples per minibatch of one worker: one number, or one per worker.
+        shares: relative amounts of data, one per worker, where the strategy partitions the data.
+        epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
+        steps: minibatches per worker.
+        seed: of initial parameters, order of samples and dropout.
+        name: part of the run directory's name; None takes the job file's.
+        run_dir: where the run is kept; None makes runs/<utc>-<name>.
+        chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 1048576.
+        deadlines: see `Deadlines`.
+        spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
+            Filled in by `load_job` and `train`.
+    """
+
+    model: Model | Callable[[], Model] = field(kw_only=False)
+    data: Dataset = field(kw_only=False)
+    strategy: str | Strategy = "synchronous"
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str | Optimizer | None = None
+    workers: int = 2
+    servers: int = 1
+    batch_size: int | Sequence[int] = 32
+    shares: Sequence[float] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    name: str | None = None
+    run_dir: Path | None = None
+    chunk_elems: int = 262_144
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    spec: str | None = None
+
+
+class JobOptions(TypedDict, total=False):
+    """The fields of a `Job` besides model and data, as keyword arguments."""
+
+    strategy: str | Strategy
+    strategy_options: Mapping[str, Any]
+    optimizer: str | Optimizer | None
+    workers: int
+    servers: int
+    batch_size: int | Sequence[int]
+    shares: Sequence[float] | None
+    epochs: int | None
+    steps: int | None
+    seed: int
+    name: str | None
+    run_dir: Path | None
+    chunk_elems: int
+    deadlines: Deadlines
+
+
+def make_job(
+    model: Model | Callable[[], Model] | Job, data: Dataset | None = None, **options: Unpack[JobOptions]
+) -> Job:
+    """A job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
+
+    Raises:
+        UnknownNameError: no such option; says the nearest one.
+        ConfigError: a model without data.
+    """
+    known = [entry.name for entry in dataclasses.fields(Job)]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("argument", name, known)
+    if isinstance(model, Job):
+        changed: dict[str, Any] = dict(options)
+        if data is not None:
+            changed["data"] = data
+        return dataclasses.replace(model, **changed)
+    if data is None:
+        raise ConfigError("data is missing: expected a Dataset, as gradstream.from_arrays makes one")
+    return Job(model, data, **options)
+
+
+def build_model(job: Job) -> Model:
+    """The job's model; made now where the job has a function that makes it.
+
+    Raises:
+        ConfigError: what came of it is not a model.
+    """
+    model = job.model
+    if not hasattr(model, "gradient") and callable(model):
+        model = model()
+    if not hasattr(model, "gradient"):
+        raise ConfigError(
+            f"model is {type(job.model).__name__}; expected a Model, or a function that makes one: "
+            "wrap yours with gradstream.from_functions or gradstream.from_torch"
+        )
+    return cast(Model, model)
+
+
+def cast_of(job: Job, run_id: str) -> Cast:
+    """The run that a job asks for, with its strategy and update rule found and its data planned.
+
+    Raises:
+        ConfigError: anything that can be known to be wrong before a node is started.
+    """
+    check(job)
+    strategy = find_strategy(job.strategy, job.strategy_options)
+    optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
+    model = job.model
+    cast = Cast(
+        job=run_id,
+        software=gradstream.__version__,
+        strategy=strategy,
+        optimizer=optimizer,
+        workers=job.workers,
+        servers=job.servers,
+        batch_size=job.batch_size,
+        shares=job.shares,
+        epochs=job.epochs,
+        steps=job.steps,
+        seed=job.seed,
+        chunk_elems=job.chunk_elems,
+        num_samples=job.data.num_samples,
+        num_parameters=0,  # told by the model that the first worker registers
+        reduction=getattr(model, "reduction", "mean"),
+        **dataclasses.asdict(job.deadlines),
+    )
+    cast.ledger()
+    return cast
+
+
+def check(job: Job) -> None:
+    """Looks at everything that can be wrong without starting anything.
+
+    Raises:
+        ConfigError: names the argument, what it is, and what it may be.
+    """
+    if not hasattr(job.data, "batch") or not hasattr(job.data, "num_samples"):
+        raise ConfigError(
+            f"data is {type(job.data).__name__}; expected a Dataset: see gradstream.from_arrays"
+        )
+    for name in ("workers", "servers"):
+        _whole(name, getattr(job, name), least=1)
+    _whole("seed", job.seed, least=0)
+    if (job.epochs is None) == (job.steps is None):
+        got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
+        raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
+    limit = "steps" if job.epochs is None else "epochs"
+    _whole(limit, getattr(job, limit), least=1)
+    if job.workers > job.data.num_samples:
+        raise ConfigError(
+            f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
+            "each worker needs at least one"
+        )
+    _whole("chunk_elems", job.chunk_elems, least=1)
+    ChunkMap(0, job.chunk_elems, job.servers)
+    for entry in dataclasses.fields(job.deadlines):
+        seconds = getattr(job.deadlines, entry.name)
+        if not (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0):
+            raise ConfigError(f"deadlines.{entry.name} = {seconds!r}: expected a positive number of seconds")
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    try:
+        number = operator.index(cast(Any, value))
+    except TypeError:
+        raise ConfigError(f"{name}={value!r}: expected a whole number") from None
+    if isinstance(value, bool) or number < least:
+        raise ConfigError(f"{name}={value!r}: expected at least {least}")
+
+
+# Model and data come from the job file; strategy and optimizer travel as class and fields.
+_NOT_PLAIN = ("model", "data", "strategy", "strategy_options", "optimizer", "spec")
+
+
+def overrides(job: Job) -> dict[str, Any]:
+    """The fields of a job that are plain values, as JSON holds them."""
+    plain: dict[str, Any] = {}
+    for entry in dataclasses.fields(job):
+        if entry.name not in _NOT_PLAIN:
+            value = getattr(job, entry.name)
+            plain[entry.name] = _plain(value)
+    return plain
+
+
+def with_overrides(job: Job, plain: Mapping[str, Any]) -> Job:
+    """The job with the fields that `overrides` has made of another."""
+    values = dict(plain)
+    values["deadlines"] = Deadlines(**values["deadlines"])
+    if values["run_dir"] is not None:
+        values["run_dir"] = Path(values["run_dir"])
+    return dataclasses.replace(job, **values)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return list(value)
+    return value
+
+
+def to_toml(job: Job, descriptions: Mapping[str, Mapping[str, Any]]) -> str:
+    """The effective configuration, with the origin of each value as a comment.
+
+    Args:
+        job: checked.
+        descriptions: "strategy" and "optimizer" as the registry describes them, with all fields.
+    """
+    defaults = {entry.name: _default(entry) for entry in dataclasses.fields(job)}
+    lines = [f"job = {_toml(job.spec)}"] if job.spec else []
+    lines.append(f"data = {_toml(job.data.name)}  # {job.data.num_samples} samples")
+    tables = []
+    for name, value in overrides(job).items():
+        default = _plain(defaults[name])
+        if isinstance(value, Mapping):
+            tables.append((name, {key: (entry, default.get(key)) for key, entry in value.items()}))
+        elif value is not None:
+            lines.append(f"{name} = {_toml(value)}  # {_origin(value, default)}")
+    for name, described in descriptions.items():
+        known = dict(described["defaults"])
+        fields = {key: (value, known.get(key)) for key, value in described["fields"].items()}
+        tables.append((name, {"class": (described["class"], None), **fields}))
+    for name, fields in tables:
+        lines += ["", f"[{name}]"]
+        lines += [
+            f"{key} = {_toml(value)}  # {_origin(value, default)}"
+            for key, (value, default) in fields.items()
+            if value is not None
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _origin(value: Any, default: Any) -> str:
+    return "default" if value == default else "given"
+
+
+def _default(entry: dataclasses.Field[Any]) -> Any:
+    if entry.default_factory is not dataclasses.MISSING:
+        return entry.default_factory()
+    return None if entry.default is dataclasses.MISSING else entry.default
+
+
+def _toml(value: Any) -> str:
+    """A TOML value: for strings, numbers, booleans and flat lists JSON's notation is TOML's."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,157 @@
+"""Job files: how a run is found again by every one of its nodes, without pickling anything.
+
+A job is named by a spec: "module:function", "file.py:function", or "file.py". A file of the last
+kind defines `job()`, or is a script that calls `gradstream.train(...)`: it is run under another
+name, and the first call that starts a run tells what the job is instead of starting it. Where the
+script guards that call with `if __name__ == "__main__"`, it is run once more under that name.
+
+A script may start several runs, one after the other. Its nodes come to the later ones by being
+told where the earlier ones are kept: the call that made such a run returns it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from gradstream.config import Job
+from gradstream.errors import ConfigError
+from gradstream.registry import load_module
+
+__all__ = ["JOB_MODULE", "intercept", "load_job", "script_of_caller"]
+
+JOB_MODULE = "__gradstream_job__"
+"""The `__name__` under which a node runs a job file."""
+
+
+class _Captured(BaseException):
+    """Ends a job file at the call that would start its run. Not an Exception: scripts catch those."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+
+
+_earlier: list[Path] | None = None  # runs that are over already; None where nothing is captured
+
+
+def intercept(job: Job) -> Path | None:
+    """What a function that starts runs calls first, with the job as it was asked for.
+
+    Returns:
+        None: start the run. A path: this call's run is kept there; load it instead.
+
+    Raises:
+        BaseException: a private one, where the file is only being read for its job.
+    """
+    if _earlier is None:
+        return None
+    if _earlier:
+        return _earlier.pop(0)
+    raise _Captured(job)
+
+
+@contextmanager
+def _capturing(earlier: Sequence[Path]) -> Iterator[None]:
+    global _earlier
+    before, _earlier = _earlier, list(earlier)
+    try:
+        yield
+    finally:
+        _earlier = before
+
+
+def load_job(spec: str, *, earlier: Sequence[Path] = ()) -> Job:
+    """The job that a spec names.
+
+    Args:
+        spec: "file.py", "file.py:function" or "module:function".
+        earlier: run directories of the runs that the script makes before this one.
+
+    Raises:
+        ConfigError: no such file or function, or no job comes of it.
+    """
+    place, colon, function = spec.rpartition(":")
+    if not colon:
+        place, function = spec, ""
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        place = str(path)
+        job = _from_file(path, function, earlier)
+    else:
+        job = _from_module(spec, place, function)
+    return dataclasses.replace(job, spec=f"{place}:{function}" if function else place)
+
+
+def _from_module(spec: str, place: str, function: str) -> Job:
+    if not function:
+        raise ConfigError(f"job {spec!r}: expected file.py, file.py:function or module:function")
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"job {spec!r}: {error}") from error
+    return _call(module, function, spec)
+
+
+def _from_file(path: Path, function: str, earlier: Sequence[Path]) -> Job:
+    sys.modules.pop(JOB_MODULE, None)
+    try:
+        with _capturing(earlier):
+            module = load_module(path, JOB_MODULE)
+    except _Captured as captured:
+        return captured.job
+    if function:
+        return _call(module, function, f"{path}:{function}")
+    if hasattr(module, "job"):
+        return _call(module, "job", str(path))
+    return _from_guarded(path, earlier)
+
+
+def _from_guarded(path: Path, earlier: Sequence[Path]) -> Job:
+    main = sys.modules.get("__main__")
+    sys.modules.pop("__main__", None)
+    try:
+        with _capturing(earlier):
+            load_module(path, "__main__")
+    except _Captured as captured:
+        # The job's own classes go on living in the module they were defined in.
+        return captured.job
+    finally:
+        if main is not None:
+            sys.modules["__main__"] = main
+    raise ConfigError(f"{path}: expected a function job(), or a call of gradstream.train(...); found neither")
+
+
+def _call(module: ModuleType, function: str, spec: str) -> Job:
+    maker = getattr(module, function, None)
+    if not callable(maker):
+        raise ConfigError(f"job {spec!r}: {module.__name__} has no function {function!r}")
+    job = maker()
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"job {spec!r}: {function}() returned {type(job).__name__}; expected a gradstream.Job"
+        )
+    return job
+
+
+def script_of_caller() -> str:
+    """The file of the script that is running: what its nodes have to read.
+
+    Raises:
+        ConfigError: there is none, as in a notebook or on a prompt.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    package = getattr(getattr(main, "__spec__", None), "name", "").endswith("__main__")  # python -m pytest
+    if file is None or package or not str(file).endswith(".py") or not Path(file).is_file():
+        raise ConfigError(
+            "train() was not called from a script, so other processes cannot find the code of the job: "
+            "put the job into a file, with a function job() that returns a gradstream.Job, and call "
+            'train(load_job("that_file.py")), or run: gradstream train that_file.py'
+        )
+    return str(Path(file).resolve())

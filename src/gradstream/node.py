@@ -1,0 +1,181 @@
+"""One node of a run as a process: `python -m gradstream.node --spec nodes.json --name worker-0`.
+
+The spec says where the job is and how it was changed, as JSON; the node reads the job for itself.
+Exit status: 0 finished, 1 failed itself, 3 ended because of another node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradstream.config import Job, build_model, cast_of, overrides, with_overrides
+from gradstream.errors import ConfigError, UserCodeError
+from gradstream.jobfile import load_job
+from gradstream.membership import RunAbortedError
+from gradstream.registry import describe, find_optimizer, find_strategy
+from gradstream.roles import COORDINATOR, Cast
+from gradstream.runtime.real import RealRuntime
+from gradstream.transport.base import Endpoint
+
+__all__ = ["NodeSpec", "main"]
+
+OK, FAILED, ABORTED = 0, 1, 3
+
+# Python hands the GIL from a computing thread to the event loop after this: 5 ms, the default,
+# would be added to nearly every hop of a message.
+SWITCH_INTERVAL_S = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """What all nodes of a run are told, as JSON.
+
+    Args:
+        id: of the run; other runs' nodes are refused.
+        job: spec of the job (see `jobfile`).
+        earlier: run directories of the runs that the script made before this one.
+        run_dir: where the run is kept.
+        plain: the job's fields that are plain values.
+        strategy, optimizer: as the registry describes them.
+    """
+
+    id: str
+    job: str
+    earlier: tuple[str, ...]
+    run_dir: str
+    plain: dict[str, Any]
+    strategy: dict[str, Any]
+    optimizer: dict[str, Any]
+
+    @classmethod
+    def of(cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...]) -> NodeSpec:
+        """The spec of a job whose own `spec` is filled in."""
+        assert job.spec is not None
+        return cls(
+            id=cast.job,
+            job=job.spec,
+            earlier=tuple(map(str, earlier)),
+            run_dir=str(run_dir),
+            plain=overrides(job),
+            strategy=describe(cast.strategy),
+            optimizer=describe(cast.optimizer),
+        )
+
+    def load(self) -> Job:
+        """Reads the job again, in this process."""
+        loaded = load_job(self.job, earlier=[Path(path) for path in self.earlier])
+        # A class that is defined in the job file has no other name: the file's own object is changed.
+        strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
+        optimizer = find_optimizer(
+            self.optimizer["class"] or loaded.optimizer or strategy.optimizer(), self.optimizer["fields"]
+        )
+        changed = with_overrides(loaded, self.plain)
+        return dataclasses.replace(changed, strategy=strategy, strategy_options={}, optimizer=optimizer)
+
+
+Say = Callable[..., None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a node to its end and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="gradstream.node", description=__doc__)
+    parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
+    parser.add_argument("--name", required=True, help="coordinator, shard-0, worker-0, ...")
+    parser.add_argument("--coordinator", help="its address, for all other nodes")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes a free one")
+    parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
+    given = parser.parse_args(argv)
+    say = _say_to(given.report_fd)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        spec = NodeSpec(**json.loads(given.spec.read_text()))
+        return asyncio.run(_run(spec, spec.load(), given, say))
+    except RunAbortedError as error:
+        sys.stderr.write(f"{given.name}: {error}\n")
+        return ABORTED
+    except Exception as error:
+        text = traceback_of(error)
+        sys.stderr.write(text)
+        say(error=type(error).__name__, message=str(error), traceback=text)
+        return FAILED
+
+
+def _say_to(descriptor: int | None) -> Say:
+    def say(**message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        if descriptor is None:
+            sys.stdout.write(data.decode())
+            sys.stdout.flush()
+            return
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+    return say
+
+
+def traceback_of(error: BaseException) -> str:
+    """The user's own traceback where there is one, else this error's."""
+    if isinstance(error, UserCodeError) and error.traceback_text:
+        return error.traceback_text
+    return "".join(traceback.format_exception(error))
+
+
+async def _run(spec: NodeSpec, job: Job, given: argparse.Namespace, say: Say) -> int:
+    # gRPC starts threads when it is imported, so not before the fork.
+    from gradstream.transport.grpc import GrpcEndpoint
+
+    cast, name = cast_of(job, spec.id), given.name
+    runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir))
+    identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
+    endpoint = GrpcEndpoint(identity, runtime, listen=given.listen)
+    lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
+    try:
+        if name == COORDINATOR:
+            return await _coordinate(cast, runtime, endpoint, say)
+        if given.coordinator is None:
+            raise ConfigError(f"{name} needs --coordinator, the address of the coordinator")
+        role, _, rank = name.partition("-")
+        model = build_model(job)
+        await endpoint.start()
+        endpoint.know(COORDINATOR, given.coordinator)
+        say(address=endpoint.address)
+        if role == "shard":
+            cast = dataclasses.replace(cast, reduction=model.reduction)
+            await cast.shard(runtime, endpoint, int(rank)).run()
+        else:
+            await cast.worker(runtime, endpoint, int(rank), model, job.data).run()
+        return OK
+    finally:
+        lateness.cancel()
+        await endpoint.close()
+        runtime.close()
+
+
+async def _coordinate(cast: Cast, runtime: RealRuntime, endpoint: Endpoint, say: Say) -> int:
+    def on_events(lines: bytes) -> None:
+        runtime.storage.append("events.jsonl", lines)
+
+    coordinator = cast.coordinator(runtime, endpoint, on_events)
+    await endpoint.start()
+    say(address=endpoint.address)
+    outcome = await coordinator.run()
+    for event in runtime.vitals(COORDINATOR):
+        coordinator.emit(event)
+    return OK if outcome.failed is None else ABORTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

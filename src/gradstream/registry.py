@@ -1,0 +1,159 @@
+"""Names of strategies and update rules: the only place that knows the concrete classes.
+
+Adding a method is one new file and one line here. A user's own class needs no line: it is named
+by where it is, "file.py:Class" or "module:Class".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.optim.base import Optimizer
+from gradstream.strategies.base import Strategy
+
+__all__ = ["OPTIMIZERS", "STRATEGIES", "describe", "find_optimizer", "find_strategy", "load_module"]
+
+STRATEGIES = {
+    "downpour": "gradstream.strategies.downpour:Downpour",
+    "synchronous": "gradstream.strategies.synchronous:Synchronous",
+}
+
+OPTIMIZERS = {
+    "adagrad": "gradstream.optim.adagrad:Adagrad",
+    "adam": "gradstream.optim.adam:Adam",
+    "adamw": "gradstream.optim.adam:AdamW",
+    "momentum": "gradstream.optim.sgd:Momentum",
+    "nesterov": "gradstream.optim.sgd:Nesterov",
+    "sgd": "gradstream.optim.sgd:SGD",
+}
+
+
+def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None) -> Strategy:
+    """A strategy by name, by place ("mine.py:Mine"), or as it is, with these fields.
+
+    Raises:
+        UnknownNameError: no such strategy, or it has no such option; says the nearest one.
+        ConfigError: the file, or the class in it, cannot be had.
+    """
+    return cast(Strategy, _find("strategy", STRATEGIES, spec, options or {}))
+
+
+def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
+    """An update rule, likewise. Raises the same."""
+    return cast(Optimizer, _find("optimizer", OPTIMIZERS, spec, options or {}))
+
+
+def describe(value: Any) -> dict[str, Any]:
+    """What `find_…` needs to make it again elsewhere, as JSON holds it.
+
+    Returns:
+        {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
+        "file.py:Class", or "" where it is defined in the job file itself, which every node runs.
+    """
+    cls = type(value)
+    entries = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {
+        "class": f"{place}:{cls.__qualname__}" if (place := _place(cls)) else "",
+        "fields": {entry.name: getattr(value, entry.name) for entry in entries if entry.init},
+        "defaults": {e.name: e.default for e in entries if e.default is not dataclasses.MISSING},
+    }
+
+
+def load_module(path: Path, name: str | None = None) -> ModuleType:
+    """Runs a Python file as a module, once per name. Its folder becomes importable.
+
+    Args:
+        name: its `__name__`; None makes one from the path.
+
+    Raises:
+        ConfigError: there is no such file. What the file itself raises is passed on.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    name = name or f"_gradstream_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _find(kind: str, known: Mapping[str, str], spec: Any, options: Mapping[str, Any]) -> Any:
+    if isinstance(spec, str):
+        return _make(kind, spec, _class(kind, known, spec), options)
+    if isinstance(spec, type):
+        return _make(kind, spec.__name__, spec, options)
+    return _changed(kind, spec, options)
+
+
+def _class(kind: str, known: Mapping[str, str], spec: str) -> type:
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        key = spec.lower()
+        if key not in known:
+            raise UnknownNameError(kind, spec, known)
+        place, _, name = known[key].rpartition(":")
+    module = load_module(Path(place)) if place.endswith(".py") else _import(kind, spec, place)
+    cls = getattr(module, name, None)
+    if not isinstance(cls, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise UnknownNameError(f"{kind} class in {place}", name, classes)
+    return cls
+
+
+def _import(kind: str, spec: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{kind} {spec!r}: there is no module {module!r}; name a file with .py: file.py:Class"
+        ) from error
+
+
+def _make(kind: str, name: str, cls: type, options: Mapping[str, Any]) -> Any:
+    _check_options(kind, name, cls, options)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r}: {error}") from error
+
+
+def _changed(kind: str, value: Any, options: Mapping[str, Any]) -> Any:
+    if not options:
+        return value
+    _check_options(kind, type(value).__name__, type(value), options)
+    return dataclasses.replace(value, **options)
+
+
+def _check_options(kind: str, name: str, cls: type, options: Mapping[str, Any]) -> None:
+    fields = [entry.name for entry in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    for option in options:
+        if option not in fields:
+            raise UnknownNameError(f"option of {kind} {name!r}", option, fields)
+
+
+def _place(cls: type) -> str:
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__module__.startswith("__"):
+        return ""
+    return str(module.__file__) if cls.__module__.startswith("_gradstream_") else cls.__module__

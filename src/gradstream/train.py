@@ -1,0 +1,304 @@
+"""`train()`: runs a job as processes on this machine, and returns what came of it.
+
+The launcher starts the nodes, follows their events, and sees to it that the run ends: finished,
+or with an error that names who, or because somebody pressed Ctrl-C. Nothing is left running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Unpack
+
+from gradstream.cluster import LocalCluster, describe_machine, node_environment
+from gradstream.cluster.machine import git_commit
+from gradstream.config import Job, JobOptions, cast_of, make_job, to_toml
+from gradstream.data.base import Dataset
+from gradstream.errors import (
+    ClosedError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    GradientError,
+    GradstreamError,
+    InternalError,
+    PeerLostError,
+    RefusedError,
+    UserCodeError,
+)
+from gradstream.events import FailedEvent, encode
+from gradstream.jobfile import intercept, load_job, script_of_caller
+from gradstream.model.base import Model
+from gradstream.node import NodeSpec
+from gradstream.roles import COORDINATOR, Cast
+from gradstream.run import Run
+
+__all__ = ["load_job", "train"]
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+
+POLL_S = 0.05
+BOOT_S = 60.0
+"""For a process to load torch and the job file, before its deadline to join begins."""
+
+_made: dict[str, list[Path]] = {}
+"""Runs that this process has made, by job spec: a script may make several."""
+
+
+def train(
+    model: Model | Callable[[], Model] | Job,
+    data: Dataset | None = None,
+    *,
+    on_event: OnEvent | None = None,
+    **options: Unpack[JobOptions],
+) -> Run:
+    """Trains a model with worker and server processes on this machine.
+
+    Args:
+        model: a `Model`, a function that makes one, or a whole `Job`.
+        data: what to train on.
+        on_event: called with each event of the run, as `events.jsonl` holds it.
+        options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ...
+
+    Returns:
+        The run: parameters, history, figures, `evaluate`.
+
+    Raises:
+        ConfigError: something is wrong with the arguments. Nothing was started.
+        UserCodeError, GradientError: a function of the user's failed on a node; the message
+            names it, and `traceback_text` is its traceback.
+        PeerLostError: a node was lost that the strategy cannot do without.
+        RefusedError, DeadlineError: a node did not fit in, or never came.
+
+        After any of these the run directory stands, and no process is left.
+
+    Example:
+        >>> run = train(model, data, strategy="downpour", workers=2, epochs=3)  # doctest: +SKIP
+        >>> run.evaluate().accuracy  # doctest: +SKIP
+    """
+    job = make_job(model, data, **options)
+    kept = intercept(job)
+    if kept is not None:
+        return _load(kept, job)
+    spec = job.spec or script_of_caller()
+    name = job.name or Path(spec.rpartition("/")[2]).name.partition(":")[0].removesuffix(".py")
+    job = dataclasses.replace(job, spec=spec, name=name)
+    cast = cast_of(job, secrets.token_hex(8))
+    run_dir = _make_run_dir(job)
+    _Launch(job, cast, run_dir, tuple(_made.get(spec, ())), on_event).run()
+    _made.setdefault(spec, []).append(run_dir)
+    return _load(run_dir, job)
+
+
+def _load(path: Path, job: Job) -> Run:
+    model = job.model if hasattr(job.model, "gradient") else None
+    return Run.load(path, model=model, data=job.data)  # type: ignore[arg-type]
+
+
+def _make_run_dir(job: Job) -> Path:
+    """A new, empty directory: the one asked for, or runs/<utc>-<name>."""
+    if job.run_dir is not None:
+        path = Path(job.run_dir).resolve()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"run_dir {path} exists and is not an empty directory: name a new one")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    base = Path("runs").resolve() / f"{stamp}-{job.name}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for count in range(1000):
+        path = base.with_name(f"{base.name}-{count}") if count else base
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError(f"{base} and a thousand more exist: clean up {base.parent}")
+
+
+class _Launch:
+    """One run, as its launcher sees it."""
+
+    def __init__(
+        self, job: Job, cast: Cast, run_dir: Path, earlier: tuple[Path, ...], on_event: OnEvent | None
+    ) -> None:
+        self._job = job
+        self._cast = cast
+        self._run_dir = run_dir
+        self._earlier = earlier
+        self._on_event = on_event
+        self._events_read = 0
+        self._torn = b""
+        self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
+        self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
+        self._ended: dict[str, int] = {}
+        self._others = [name for name in cast.node_names if name != COORDINATOR]
+
+    def run(self) -> None:
+        """Returns when the run has finished; raises what it failed with. Leaves no process."""
+        environment = node_environment(self._job.workers)
+        self._write_records(environment)
+        try:
+            with LocalCluster(self._run_dir / "logs", environment) as cluster:
+                self._cluster = cluster
+                self._start_nodes()
+                self._follow()
+                self._let_leave()
+        except GradstreamError as error:
+            self._note_failure(error)
+            error.add_note(f"run directory: {self._run_dir}")
+            raise
+        finally:
+            self._read_events()
+
+    def _write_records(self, environment: Mapping[str, str]) -> None:
+        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier)
+        described = {"strategy": spec.strategy, "optimizer": spec.optimizer}
+        (self._run_dir / "config.toml").write_text(to_toml(self._job, described))
+        info = {
+            "name": self._job.name,
+            "id": spec.id,
+            "git_commit": git_commit(Path.cwd()),
+            **describe_machine(environment),
+        }
+        (self._run_dir / "run.json").write_text(json.dumps(info, indent=2) + "\n")
+        (self._run_dir / "nodes.json").write_text(json.dumps(dataclasses.asdict(spec), indent=2) + "\n")
+
+    # ---- nodes --------------------------------------------------------------------------
+
+    def _start_nodes(self) -> None:
+        spec = ["--spec", str(self._run_dir / "nodes.json")]
+        self._cluster.start(COORDINATOR, [*spec, "--name", COORDINATOR])
+        address = self._address_of_coordinator()
+        for name in self._others:
+            self._cluster.start(name, [*spec, "--name", name, "--coordinator", address])
+
+    def _address_of_coordinator(self) -> str:
+        deadline_s = self._job.deadlines.join_s + BOOT_S
+        waited = 0
+        while waited * POLL_S < deadline_s:
+            message = self._hear()
+            if message is None:
+                waited += 1
+            elif "address" in message:
+                return str(message["address"])
+            if self._ended:
+                raise self._error_of_ended()
+        raise DeadlineError(
+            COORDINATOR, f"did not start within {deadline_s:g} s; see {self._run_dir / 'logs'}"
+        )
+
+    def _hear(self) -> dict[str, Any] | None:
+        message = self._cluster.message(POLL_S)
+        if message is None:
+            return None
+        if "exited" in message:
+            self._ended[message["exited"]] = message["status"]
+        elif "error" in message:
+            self._errors[message["from"]] = message
+        return message
+
+    def _follow(self) -> None:
+        """Follows the run until the coordinator has ended, or can be waited for no more."""
+        others_gone = 0
+        while COORDINATOR not in self._ended:
+            silent = self._hear() is None
+            self._read_events()
+            if self._ended and "started" not in self._last and "failed" not in self._last:
+                raise self._error_of_ended()
+            if silent and len(self._ended) == len(self._others):
+                others_gone += 1  # it has been told by broken connections; it has a lease to conclude
+                if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
+                    raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
+        self._read_events()
+        if "finished" not in self._last:
+            raise self._error()
+
+    def _let_leave(self) -> None:
+        """Gives nodes that are done the time to say goodbye."""
+        waited = 0
+        while self._cluster.running and waited * POLL_S < self._job.deadlines.lease_s:
+            waited += self._hear() is None
+
+    # ---- events and errors --------------------------------------------------------------
+
+    def _read_events(self) -> None:
+        path = self._run_dir / "events.jsonl"
+        if not path.is_file():
+            return
+        with open(path, "rb") as file:
+            file.seek(self._events_read)
+            data = file.read()
+        self._events_read += len(data)
+        *lines, self._torn = (self._torn + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            self._last[event["event"]] = event
+            if self._on_event is not None:
+                self._on_event(event)
+
+    def _error(self) -> GradstreamError:
+        """What the run failed with, by the coordinator's word or by what became of it."""
+        failed = self._last.get("failed")
+        if failed is not None:
+            return _typed(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
+        return self._error_of_ended(COORDINATOR)
+
+    def _error_of_ended(self, name: str | None = None) -> GradstreamError:
+        """Why a node (the first that ended) is gone."""
+        name = name or next(iter(self._ended))
+        said = self._errors.get(name)
+        if said is not None:
+            return _typed(name, said["error"], said["message"], said["traceback"])
+        status = self._ended[name]
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        tail = self._cluster.log_tail(name, 5)
+        return PeerLostError(name, f"its process {how}; the end of its log:\n{tail}")
+
+    def _note_failure(self, error: GradstreamError) -> None:
+        """Makes sure that the run's events say how it ended."""
+        self._read_events()
+        if "failed" in self._last:
+            return
+        culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
+        event = FailedEvent(
+            culprit=culprit,
+            error=type(error).__name__,
+            message=str(error),
+            traceback=getattr(error, "traceback_text", ""),
+        )
+        with open(self._run_dir / "events.jsonl", "ab") as file:
+            file.write(encode(event, node="launcher", time_s=0.0))
+
+
+_OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, DataError)}
+_OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
+_PLAIN = {cls.__name__: cls for cls in (ClosedError, ConfigError, GradstreamError, InternalError)}
+
+
+def _typed(culprit: str, error: str, message: str, traceback_text: str) -> GradstreamError:
+    """The exception that a node has reported by name."""
+    if error in _OF_USER:
+        return _OF_USER[error](message if culprit in message else f"{culprit}: {message}", traceback_text)
+    if error in _OF_PEER:
+        return _OF_PEER[error](*_peer_of(culprit, message))
+    if error == "RefusedError" and (found := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
+        return RefusedError(found[1], found[2], found[3])
+    if error in _PLAIN or error == "UnknownNameError":
+        made = _PLAIN.get(error, ConfigError)(f"{culprit}: {message}")
+        if made.__class__ is InternalError and traceback_text:
+            made.add_note(traceback_text)
+        return made
+    # An exception of the user's, outside of the functions that wrap theirs, or a bug of ours.
+    return UserCodeError(f"{culprit}: {error}: {message}", traceback_text)
+
+
+def _peer_of(culprit: str, message: str) -> tuple[str, str]:
+    """The node that a message begins with, or else the one that sent it, and the rest."""
+    found = re.match(r"(coordinator|(?:shard|worker)-\d+): (.*)", message, re.DOTALL)
+    return (found[1], found[2]) if found else (culprit, message)
