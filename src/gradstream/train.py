@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,19 +18,9 @@ from gradstream.cluster import LocalCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
 from gradstream.config import Job, JobOptions, cast_of, make_job, to_toml
 from gradstream.data.base import Dataset
-from gradstream.errors import (
-    ClosedError,
-    ConfigError,
-    DataError,
-    DeadlineError,
-    GradientError,
-    GradstreamError,
-    InternalError,
-    PeerLostError,
-    RefusedError,
-    UserCodeError,
-)
+from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError
 from gradstream.events import FailedEvent, encode
+from gradstream.failures import typed_error
 from gradstream.jobfile import intercept, load_job, script_of_caller
 from gradstream.model.base import Model
 from gradstream.node import NodeSpec
@@ -246,7 +235,7 @@ class _Launch:
         """What the run failed with, by the coordinator's word or by what became of it."""
         failed = self._last.get("failed")
         if failed is not None:
-            return _typed(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
+            return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
         return self._error_of_ended(COORDINATOR)
 
     def _error_of_ended(self, name: str | None = None) -> GradstreamError:
@@ -254,7 +243,7 @@ class _Launch:
         name = name or next(iter(self._ended))
         said = self._errors.get(name)
         if said is not None:
-            return _typed(name, said["error"], said["message"], said["traceback"])
+            return typed_error(name, said["error"], said["message"], said["traceback"])
         status = self._ended[name]
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         tail = self._cluster.log_tail(name, 5)
@@ -274,31 +263,3 @@ class _Launch:
         )
         with open(self._run_dir / "events.jsonl", "ab") as file:
             file.write(encode(event, node="launcher", time_s=0.0))
-
-
-_OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, DataError)}
-_OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
-_PLAIN = {cls.__name__: cls for cls in (ClosedError, ConfigError, GradstreamError, InternalError)}
-
-
-def _typed(culprit: str, error: str, message: str, traceback_text: str) -> GradstreamError:
-    """The exception that a node has reported by name."""
-    if error in _OF_USER:
-        return _OF_USER[error](message if culprit in message else f"{culprit}: {message}", traceback_text)
-    if error in _OF_PEER:
-        return _OF_PEER[error](*_peer_of(culprit, message))
-    if error == "RefusedError" and (found := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
-        return RefusedError(found[1], found[2], found[3])
-    if error in _PLAIN or error == "UnknownNameError":
-        made = _PLAIN.get(error, ConfigError)(f"{culprit}: {message}")
-        if made.__class__ is InternalError and traceback_text:
-            made.add_note(traceback_text)
-        return made
-    # An exception of the user's, outside of the functions that wrap theirs, or a bug of ours.
-    return UserCodeError(f"{culprit}: {error}: {message}", traceback_text)
-
-
-def _peer_of(culprit: str, message: str) -> tuple[str, str]:
-    """The node that a message begins with, or else the one that sent it, and the rest."""
-    found = re.match(r"(coordinator|(?:shard|worker)-\d+): (.*)", message, re.DOTALL)
-    return (found[1], found[2]) if found else (culprit, message)

@@ -175,7 +175,7 @@ class VirtualRuntime(Tasks):
         self.compute_s: Counter[str] = Counter()
         self._core = asyncio.Lock()
         self._counts: Counter[str] = Counter()
-        self._dead = False
+        self.dead = False
 
     def now(self) -> int:
         """Virtual nanoseconds."""
@@ -185,7 +185,7 @@ class VirtualRuntime(Tasks):
         """See `Runtime.call_later`. A killed node's calls do not happen."""
 
         def call() -> None:
-            if not self._dead:
+            if not self.dead:
                 callback()
 
         return self.cluster.clock.call_at(self.now() + max(0, round(seconds * 1e9)), call)
@@ -217,7 +217,7 @@ class VirtualRuntime(Tasks):
 
         Break its connections first (`VirtualNetwork.kill`), or clean-up code would say goodbye.
         """
-        self._dead = True
+        self.dead = True
         self.cancel_all()
 
     async def compute(

@@ -1,0 +1,127 @@
+"""A whole run inside one process, on virtual time: every node of the cast, and deaths on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradstream.data.base import Dataset
+from gradstream.membership import Outcome
+from gradstream.model.base import Model
+from gradstream.roles import COORDINATOR, Cast, shard_name, worker_name
+from gradstream.runtime.virtual import DeadlockError, VirtualCluster
+from gradstream.runtime.world import World
+from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+
+__all__ = ["Script", "SimulatedCluster"]
+
+
+class SimulatedCluster:
+    """The nodes of a job on a virtual network.
+
+    Args:
+        cast: what all nodes agree on.
+        model: copied for each worker; a phantom one is never run, and shared.
+        data: never read in a phantom world.
+        world: machines and network.
+        on_events: gets JSON lines of events as they happen.
+    """
+
+    def __init__(
+        self,
+        cast: Cast,
+        model: Model,
+        data: Dataset,
+        world: World,
+        on_events: Callable[[bytes], None],
+    ) -> None:
+        self.cast = cast
+        self.virtual = VirtualCluster(cast.seed, world)
+        self.network = MemoryNetwork(self.virtual)
+        self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
+        self._model = model
+        self._data = data
+        self._on_events = on_events
+        self._address = ""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outcome: Outcome | None = None
+
+    def run(self, script: Script | None = None) -> Outcome | None:
+        """Runs until every node has ended.
+
+        Args:
+            script: runs beside the nodes, on virtual time: kills some of them, for example.
+
+        Returns:
+            What the coordinator concluded; None where it was killed.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # results must not depend on this machine's cores
+        try:
+            self.virtual.run(self._main(script))
+        finally:
+            torch.set_num_threads(threads)
+        return self._outcome
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: the node's process is gone, at this instant of virtual time."""
+        self.network.kill(name)
+        self.virtual.runtime(name).kill()
+        self._tasks[name].cancel()
+
+    async def _main(self, script: Script | None) -> None:
+        await self._start(COORDINATOR, self._coordinator)
+        for rank in range(self.cast.servers):
+            await self._start(shard_name(rank), partial(self._shard, rank))
+        for rank in range(self.cast.workers):
+            await self._start(worker_name(rank), partial(self._worker, rank))
+        director = self.virtual.runtime("director")
+        if script is not None:
+            director.spawn(script(self), name="script")
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _start(
+        self, name: str, play: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]
+    ) -> None:
+        runtime = self.virtual.runtime(name)
+        endpoint = MemoryEndpoint(self.cast.identity(name, incarnation=1), runtime, self.network)
+        await endpoint.start()
+        if name == COORDINATOR:
+            self._address = endpoint.address
+        endpoint.know(COORDINATOR, self._address)
+
+        async def live() -> None:
+            try:
+                await play(endpoint)
+                self.outcomes[name] = None
+            except BaseException as error:
+                self.outcomes[name] = error
+                if isinstance(error, DeadlockError | asyncio.CancelledError):
+                    raise
+            finally:
+                if not runtime.dead:
+                    await endpoint.close()
+
+        self._tasks[name] = asyncio.get_running_loop().create_task(live(), name=name)
+
+    async def _coordinator(self, endpoint: MemoryEndpoint) -> None:
+        runtime = self.virtual.runtime(COORDINATOR)
+        self._outcome = await self.cast.coordinator(runtime, endpoint, self._on_events).run()
+
+    async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
+        runtime = self.virtual.runtime(endpoint.identity.name)
+        await self.cast.shard(runtime, endpoint, rank).run()
+
+    async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
+        runtime = self.virtual.runtime(endpoint.identity.name)
+        model = self._model if self.virtual.world.phantom else copy.deepcopy(self._model)
+        await self.cast.worker(runtime, endpoint, rank, model, self._data).run()
+
+
+Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]
+"""What happens to a simulated run from outside."""

@@ -1,0 +1,86 @@
+"""`simulate()`: what `train()` does, in virtual time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
+
+import safetensors.numpy
+
+from gradstream.config import Job, JobOptions, build_model, cast_of, make_job
+from gradstream.data.base import Dataset
+from gradstream.errors import GradstreamError, PeerLostError
+from gradstream.failures import typed_error
+from gradstream.jobfile import intercept
+from gradstream.model.base import Model
+from gradstream.run import Run
+from gradstream.runtime.world import World
+from gradstream.simulate.cluster import Script, SimulatedCluster
+from gradstream.worker.node import FINAL_MODEL
+
+__all__ = ["simulate"]
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+
+
+def simulate(
+    model: Model | Callable[[], Model] | Job,
+    data: Dataset | None = None,
+    *,
+    world: World | None = None,
+    on_event: OnEvent | None = None,
+    script: Script | None = None,
+    **options: Unpack[JobOptions],
+) -> Run:
+    """Runs a job with all of its nodes in this process, on virtual time.
+
+    The nodes are the very ones of `train`; only time, threads and network are simulated. In a
+    phantom world no gradient is computed and no parameters are held, so that large models on many
+    workers fit in little memory: durations and bytes are as they would be, parameters are not there.
+
+    Args:
+        model, data, options: as for `train`.
+        world: what computing costs and what the network is like.
+        on_event: called with each event as it happens; `time_s` is virtual.
+        script: a coroutine function of the `SimulatedCluster`, run beside the nodes: it can wait
+            on virtual time and kill nodes.
+
+    Returns:
+        The run, with nothing on disk.
+
+    Raises:
+        The same as `train`; the message names the node, `traceback_text` is the user's.
+
+    Example:
+        >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
+    """
+    job = make_job(model, data, **options)
+    intercept(job)
+    world = world or World()
+    events: list[dict[str, Any]] = []
+
+    def take(lines: bytes) -> None:
+        for line in lines.splitlines():
+            event = json.loads(line)
+            events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+    built = build_model(job)
+    cluster = SimulatedCluster(cast_of(job, "simulation"), built, job.data, world, take)
+    outcome = cluster.run(script)
+    if outcome is None or outcome.failed is not None:
+        raise _error(cluster, events)
+    parameters = {}
+    if not world.phantom:
+        parameters = dict(safetensors.numpy.load(cluster.virtual.storage.read(FINAL_MODEL)))
+    info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
+    return Run(path=None, parameters=parameters, events=events, info=info, model=built, data=job.data)
+
+
+def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:
+    failed = next((event for event in events if event["event"] == "failed"), None)
+    if failed is not None:
+        return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
+    return PeerLostError("coordinator", "was killed")
