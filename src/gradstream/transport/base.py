@@ -86,8 +86,8 @@ class Stream(Protocol):
     async def send(self, frame: v1.Frame, payload: torch.Tensor | Span | None = None) -> None:
         """Sends a frame; a chunk waits for credit first.
 
-        A Span is borrowed for reading until the call returns. When it returns the payload has
-        been taken over (copied, or written out) and may change; it says nothing about arrival.
+        A Span is borrowed for reading until the carrier has taken it over (copied it, or written
+        it out), which has happened when the call returns; that says nothing about arrival.
         """
         ...
 

@@ -71,22 +71,23 @@ class OutgoingCarrier(Carrier, Protocol):
 class Bell:
     """Wakes everybody who waits at the moment it rings."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_waiters",)
 
     def __init__(self) -> None:
-        self._future: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
 
     def ring(self) -> None:
-        """Wakes who waits now."""
-        future, self._future = self._future, None
-        if future is not None and not future.done():
-            future.set_result(None)
+        """Wakes who waits now, in the order of their coming."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def wait(self) -> None:
         """Returns at the next ring."""
-        if self._future is None:
-            self._future = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._future)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
 
 class StreamCore:
@@ -146,11 +147,15 @@ class StreamCore:
         if isinstance(payload, Span):
             to = f"{self._me}: {self.opened.method} to {self.peer}"
             with payload.borrowed(write=False, to=to) as tensor:
-                await self._send(frame, tensor, silence_s)
+                await self._take_over(frame, tensor, silence_s)
         else:
-            await self._send(frame, payload, silence_s)
+            await self._take_over(frame, payload, silence_s)
+        # The payload is the sender's again: only the carrier's own queue is waited for here.
+        await self._carrier.drained()
 
-    async def _send(self, frame: v1.Frame, payload: torch.Tensor | None, silence_s: float | None) -> None:
+    async def _take_over(
+        self, frame: v1.Frame, payload: torch.Tensor | None, silence_s: float | None
+    ) -> None:
         is_chunk = frame.HasField("chunk")
         if is_chunk:
             await self._until(self._writable, self._may_send, silence_s)
@@ -158,7 +163,6 @@ class StreamCore:
         if is_chunk:
             self._credit -= 1
         self._carrier.transmit(frame, payload)
-        await self._carrier.drained()
 
     async def credit(self, silence_s: float | None = None) -> None:
         """See `Stream.credit`."""
