@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
+from gradstream import errors
 from gradstream.errors import (
-    ClosedError,
     ConfigError,
     DataError,
     DeadlineError,
@@ -25,7 +25,6 @@ __all__ = ["typed_error"]
 
 _OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, DataError)}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
-_PLAIN = {cls.__name__: cls for cls in (ClosedError, ConfigError, GradstreamError, InternalError)}
 
 
 def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> GradstreamError:
@@ -36,11 +35,13 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
         return _OF_PEER[error](*_peer_of(culprit, message))
     if error == "RefusedError" and (found := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
         return RefusedError(found[1], found[2], found[3])
-    if error in _PLAIN or error == "UnknownNameError":
-        made = _PLAIN.get(error, ConfigError)(f"{culprit}: {message}")
-        if made.__class__ is InternalError and traceback_text:
-            made.add_note(traceback_text)
-        return made
+    kind = getattr(errors, error, None)
+    for base in (InternalError, ConfigError, GradstreamError):
+        if isinstance(kind, type) and issubclass(kind, base):
+            made = base(f"{culprit}: {message}")
+            if base is InternalError and traceback_text:
+                made.add_note(traceback_text)
+            return made
     # An exception of the user's, outside of the functions that wrap theirs, or a bug of ours.
     return UserCodeError(f"{culprit}: {error}: {message}", traceback_text)
 

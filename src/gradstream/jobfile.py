@@ -37,11 +37,23 @@ class _Captured(BaseException):
         self.job = job
 
 
-_earlier: list[Path] | None = None  # runs that are over already; None where nothing is captured
+@dataclasses.dataclass(slots=True)
+class _Reading:
+    """A job file is being read: up to the call that is asked for."""
+
+    earlier: list[Path]  # runs that are over already
+    simulated: bool  # whether a simulation counts as well
 
 
-def intercept(job: Job) -> Path | None:
+_reading: _Reading | None = None
+
+
+def intercept(job: Job, *, simulated: bool = False) -> Path | None:
     """What a function that starts runs calls first, with the job as it was asked for.
+
+    Args:
+        simulated: the run is a simulation. Nodes of a real run are not asked to read up to a
+            simulation; one that comes before is done again by each of them.
 
     Returns:
         None: start the run. A path: this call's run is kept there; load it instead.
@@ -49,29 +61,29 @@ def intercept(job: Job) -> Path | None:
     Raises:
         BaseException: a private one, where the file is only being read for its job.
     """
-    if _earlier is None:
+    if _reading is None or (simulated and not _reading.simulated):
         return None
-    if _earlier:
-        return _earlier.pop(0)
+    if _reading.earlier:
+        return _reading.earlier.pop(0)
     raise _Captured(job)
 
 
 @contextmanager
-def _capturing(earlier: Sequence[Path]) -> Iterator[None]:
-    global _earlier
-    before, _earlier = _earlier, list(earlier)
+def _capturing(earlier: Sequence[Path] | None) -> Iterator[None]:
+    global _reading
+    before, _reading = _reading, _Reading(list(earlier or ()), simulated=earlier is None)
     try:
         yield
     finally:
-        _earlier = before
+        _reading = before
 
 
-def load_job(spec: str, *, earlier: Sequence[Path] = ()) -> Job:
+def load_job(spec: str, *, earlier: Sequence[Path] | None = None) -> Job:
     """The job that a spec names.
 
     Args:
         spec: "file.py", "file.py:function" or "module:function".
-        earlier: run directories of the runs that the script makes before this one.
+        earlier: for nodes: run directories of the runs that the script makes before this one.
 
     Raises:
         ConfigError: no such file or function, or no job comes of it.
@@ -98,7 +110,7 @@ def _from_module(spec: str, place: str, function: str) -> Job:
     return _call(module, function, spec)
 
 
-def _from_file(path: Path, function: str, earlier: Sequence[Path]) -> Job:
+def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job:
     sys.modules.pop(JOB_MODULE, None)
     try:
         with _capturing(earlier):
@@ -112,7 +124,7 @@ def _from_file(path: Path, function: str, earlier: Sequence[Path]) -> Job:
     return _from_guarded(path, earlier)
 
 
-def _from_guarded(path: Path, earlier: Sequence[Path]) -> Job:
+def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
     main = sys.modules.get("__main__")
     sys.modules.pop("__main__", None)
     try:

@@ -56,7 +56,7 @@ def simulate(
         >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
     job = make_job(model, data, **options)
-    intercept(job)
+    intercept(job, simulated=True)
     world = world or World()
     events: list[dict[str, Any]] = []
 
