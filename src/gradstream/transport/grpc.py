@@ -38,7 +38,6 @@ KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 5 << 20
 OPEN_SILENCE_S = 10.0  # who connects and says nothing is sent away after this
 FLUSH_S = 1.0  # how long `close` lets peers be told
-BACKLOG = 2  # encoded messages that wait for gRPC to take them, per stream
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -90,7 +89,7 @@ class _GrpcCarrier:
 
     async def drained(self) -> None:
         """See `Carrier.drained`."""
-        while len(self._outbox) > BACKLOG and not self._stopped:
+        while self._outbox and not self._stopped:  # one is encoded while gRPC takes the one before
             await self._emptied.wait()
 
     def drop(self) -> None:
@@ -287,10 +286,13 @@ class GrpcEndpoint(EndpointCore):
             stream.broken("the connection was lost")
 
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
+        call = asyncio.current_task()
+        assert call is not None
+        timer = self.runtime.call_later(OPEN_SILENCE_S, lambda: call.cancel() and None)
         try:
-            message = await self.runtime.within(OPEN_SILENCE_S, context.read())
-        except TimeoutError:
-            raise FrameError(f"nothing in {OPEN_SILENCE_S:g} s: expected a frame of kind open") from None
+            message = await context.read()
+        finally:
+            timer.cancel()
         if message is _EOF:
             return None
         assert isinstance(message, bytes)

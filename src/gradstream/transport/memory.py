@@ -108,7 +108,7 @@ class _End:
             return
         header = v1.Frame()
         header.CopyFrom(frame)
-        taken = None if payload is None else payload.detach().clone()
+        taken = None if payload is None else _snapshot(payload)
         size_bytes = HEADER_BYTES + len(frame.body.data) + len(frame.open.body)
         size_bytes += 0 if taken is None else taken.nbytes
         droppable = frame.HasField("chunk") or frame.HasField("body")
@@ -141,6 +141,11 @@ class _End:
         """The other side is gone."""
         if self.stream is not None:
             self.stream.broken(message)
+
+
+def _snapshot(payload: torch.Tensor) -> torch.Tensor:
+    """A copy, made on this thread alone; of a phantom payload itself."""
+    return payload if payload.is_meta else torch.from_numpy(payload.detach().numpy().copy())
 
 
 def feed(stream: StreamCore, frame: v1.Frame, payload: torch.Tensor | None) -> None:

@@ -121,7 +121,7 @@ class StreamCore:
         self._carrier = carrier
         self._called = called
         self._credit = opened.window if called else 0  # chunks that we may send
-        self._allowed = window  # chunks that the peer may send
+        self._window = self._allowed = window  # chunks that the peer may send
         self._batch = max(1, window // 2)  # credits are returned so many at a time
         self._taken = 0  # chunks taken since credits were returned
         self._queue: deque[Received] = deque()
@@ -213,8 +213,9 @@ class StreamCore:
             self._on_release.append(callback)
 
     def accept(self) -> None:
-        """Called side: grants the caller its chunks."""
-        self._carrier.transmit(v1.Frame(accept=v1.Accept(window=self._allowed)), None)
+        """Called side: grants the caller its chunks, unless the stream is over already."""
+        if not self._released:
+            self._carrier.transmit(v1.Frame(accept=v1.Accept(window=self._window)), None)
 
     def turn_away(self, refuse: v1.Refuse) -> None:
         """Called side: refuses instead of accepting."""

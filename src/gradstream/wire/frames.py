@@ -93,7 +93,7 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
         FrameError: not a frame, of no kind, or longer than `MAX_FRAME_BYTES`. Nothing else.
     """
     if len(data) > MAX_FRAME_BYTES:
-        raise FrameError(f"a frame of {len(data)} bytes: expected at most {MAX_FRAME_BYTES}; send smaller chunks")
+        raise FrameError(f"a frame of {len(data)} bytes: expected at most {MAX_FRAME_BYTES}")
     header_bytes, start = _layout(data)
     try:
         frame = v1.Frame.FromString(data[:header_bytes])
