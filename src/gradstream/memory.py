@@ -17,11 +17,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from gradstream.errors import LentMemoryError
 
 __all__ = ["Loan", "Loans", "Memory", "Span", "Vector", "borrow_all"]
+
+ALIGNMENT_BYTES = 64
+"""Of every vector: a cache line, and the widest SIMD register."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,7 @@ class Loan:
     stop: int
     write: bool
     to: str
+    queue: object = None
 
 
 class Vector:
@@ -68,13 +73,18 @@ class Vector:
         """Whether anybody holds any part of it."""
         return bool(self._loans)
 
-    def borrow(self, start: int, stop: int, *, write: bool, to: str) -> Loan:
+    def borrow(self, start: int, stop: int, *, write: bool, to: str, queue: object = None) -> Loan:
         """Hands out [start, stop). Return it with `give_back`.
+
+        Args:
+            queue: borrowers in the same queue go one after the other, and do not conflict.
 
         Raises:
             LentMemoryError: an overlapping loan exists and one of the two writes.
         """
         for loan in self._loans:
+            if queue is not None and loan.queue is queue:
+                continue
             if loan.start < stop and start < loan.stop and (loan.write or write):
                 verb, held = ("write", "read") if write else ("read", "written")
                 raise LentMemoryError(
@@ -82,7 +92,7 @@ class Vector:
                     f"{'written' if loan.write else held} at [{loan.start}:{loan.stop}] by {loan.to}; "
                     "land it in a spare vector and adopt that at a step boundary"
                 )
-        loan = Loan(start, stop, write, to)
+        loan = Loan(start, stop, write, to, queue)
         self._loans.append(loan)
         return loan
 
@@ -126,9 +136,9 @@ class Loans(ExitStack):
         super().__init__()
         self._writes: list[Loan] = []
 
-    def add(self, span: Span, *, write: bool, to: str) -> None:
+    def add(self, span: Span, *, write: bool, to: str, queue: object = None) -> None:
         """Borrows one more span."""
-        loan = span.vector.borrow(span.start, span.stop, write=write, to=to)
+        loan = span.vector.borrow(span.start, span.stop, write=write, to=to, queue=queue)
         self.callback(span.vector.give_back, loan)
         if write:
             self._writes.append(loan)
@@ -139,14 +149,16 @@ class Loans(ExitStack):
             loan.start = min(max(loan.start, elems), loan.stop)
 
 
-def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str) -> Loans:
+def borrow_all(
+    reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue: object = None
+) -> Loans:
     """Borrows several spans at once, or none of them. A context manager that gives them back."""
     loans = Loans()
     try:
         for span in reads:
-            loans.add(span, write=False, to=to)
+            loans.add(span, write=False, to=to, queue=queue)
         for span in writes:
-            loans.add(span, write=True, to=to)
+            loans.add(span, write=True, to=to, queue=queue)
     except BaseException:
         loans.close()
         raise
@@ -165,9 +177,16 @@ class Memory:
     allocated_bytes: dict[str, int] = field(default_factory=dict)
 
     def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """A vector of zeros, aligned to 64 bytes (phantom: of no storage)."""
-        device = "meta" if self.phantom else "cpu"
-        tensor = torch.zeros(elems, dtype=dtype, device=device)
-        used = self.allocated_bytes.get(name, 0)
-        self.allocated_bytes[name] = used + elems * tensor.element_size()
-        return Vector(name, tensor)
+        """A vector of zeros, aligned to 64 bytes (phantom: of no storage).
+
+        Pages are taken from the system when they are first written, not here.
+        """
+        itemsize_bytes = dtype.itemsize
+        used_bytes = self.allocated_bytes.get(name, 0)
+        self.allocated_bytes[name] = used_bytes + elems * itemsize_bytes
+        if self.phantom:
+            return Vector(name, torch.empty(elems, dtype=dtype, device="meta"))
+        raw = np.zeros(elems * itemsize_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+        skip_bytes = -raw.ctypes.data % ALIGNMENT_BYTES
+        aligned = torch.from_numpy(raw[skip_bytes : skip_bytes + elems * itemsize_bytes])
+        return Vector(name, aligned.view(dtype))

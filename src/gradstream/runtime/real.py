@@ -119,7 +119,8 @@ class RealRuntime(Tasks):
         """See `Runtime.compute`: runs on the node's arithmetic thread."""
         del milestones, phantom  # for simulations
         loop = asyncio.get_running_loop()
-        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}") as loans:
+        # Computations queue for one thread, so they do not conflict with each other.
+        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=self._core) as loans:
             progress = None if on_progress is None else release_then(loans, on_progress)
 
             def report(elems: int) -> None:

@@ -232,8 +232,9 @@ class VirtualRuntime(Tasks):
         phantom: T | None = None,
     ) -> T:
         """See `Runtime.compute`: the arithmetic runs now, its duration is charged to the clock."""
-        async with self._core:
-            with borrow_all(reads, writes, to=f"{self.node}/{work.kind}") as loans:
+        # Computations queue for one core, so they do not conflict with each other.
+        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=self._core) as loans:
+            async with self._core:
                 reported: list[int] = []
                 if self.cluster.world.phantom:
                     result: T = phantom  # type: ignore[assignment]  # the caller's word for it

@@ -88,7 +88,7 @@ class WorkerNode:
             PeerLostError, DeadlineError: a shard or the coordinator is gone.
         """
         try:
-            await self._member.join(self._spec())
+            await self._member.join(await self._spec())
             await self._runtime.gather(self._train(), self._over())
         except Exception as error:
             await self._member.failed(error, _traceback_of(error))
@@ -96,8 +96,11 @@ class WorkerNode:
         finally:
             await self._member.leave()
 
-    def _spec(self) -> v1.ModelSpec:
-        layout = self._config.model.layout
+    async def _spec(self) -> v1.ModelSpec:
+        model, built = self._config.model, Work("build")
+        # Looking at the layout may build the model; a phantom run looks at it below.
+        await self._runtime.compute(lambda _: model.layout.elems, work=built, phantom=0)
+        layout = model.layout
         return v1.ModelSpec(
             fingerprint=layout.fingerprint,
             elems=layout.elems,
@@ -183,6 +186,7 @@ class WorkerNode:
         """Fetches the final parameters and writes them under the user's own names."""
         await replica.server.reclaim_spare()
         await replica.adopt(replica.server.fetch_soon())
+        replica.retire()  # makes room for the copy that is written
 
         def write(_: object) -> None:
             tree = self._config.model.tree(replica.parameters.tensor)

@@ -113,6 +113,12 @@ class Replica:
         layout = self._model.layout
         return self._runtime.memory.allocate(layout.elems, layout.dtype, name)
 
+    def retire(self) -> None:
+        """Gives back all memory but the parameters. No verb can be used any more."""
+        nothing = Vector("nothing", torch.empty(0))
+        self._gradient, self._accumulated, self.server.spare = nothing, None, None
+        self._taken.vector = None
+
     # ---- batches ------------------------------------------------------------------------
 
     async def batches(self) -> AsyncIterator[base.Minibatch]:
