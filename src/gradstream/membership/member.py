@@ -106,7 +106,7 @@ class Member:
             RunAbortedError: it never came to it.
             PeerLostError: the coordinator was lost.
         """
-        await self._until(lambda: self.notice.phase >= v1.Notice.TRAINING)
+        await self._until(lambda: self.notice.phase in (v1.Notice.TRAINING, v1.Notice.FINISHED))
         return self.notice
 
     async def over(self) -> v1.Notice:
