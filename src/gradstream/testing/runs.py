@@ -1,0 +1,230 @@
+"""Small jobs, fault scripts and checkers, for whoever tests a strategy, a rule or a carrier by simulation.
+
+Three models whose results can be known on paper:
+
+* `least_squares`: linear regression. On small integers, with parameters looked at on a grid,
+  every sum is exact in any order, so that a distributed run can be compared bit for bit with one
+  node that goes through the joined batch.
+* `Tokens`: each sample adds 1 to elements of its own in every chunk, so that the final
+  parameters are the count of what was applied, by sample and chunk. One number catches a
+  push that was lost, applied twice, torn between shards, or sent to the wrong one.
+* `Sized`: layers of given sizes and no arithmetic, for phantom worlds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstream.config import Deadlines
+from gradstream.data import from_arrays
+from gradstream.data.arrays import ArrayDataset
+from gradstream.model import from_functions
+from gradstream.model.base import Batch, Layout, Model, Reduction
+from gradstream.run import Run
+from gradstream.runtime.base import Report
+from gradstream.simulate import Script, SimulatedCluster
+
+__all__ = [
+    "QUICK",
+    "Sized",
+    "Tokens",
+    "check_exactly_once",
+    "check_nothing_lost",
+    "kill_at",
+    "least_squares",
+    "numbered",
+    "token_counts",
+]
+
+QUICK = Deadlines(join_s=5.0, silence_s=0.2, lease_s=2.0, retry_s=30.0)
+"""Deadlines for a simulated network that loses frames: a lost one is noticed soon."""
+
+TOKENS_PER_CHUNK = 64
+"""The smallest chunk: as many samples can be told apart."""
+
+
+def least_squares(
+    num_samples: int,
+    num_features: int,
+    *,
+    seed: int = 0,
+    whole: bool = True,
+    grid: float | None = None,
+    reduction: Reduction = "sum",
+    dtype: str = "float64",
+) -> tuple[Model, ArrayDataset]:
+    """Linear regression: loss = Σ (x·w - y)² / 2 over samples, or its mean; w begins at 0.
+
+    Args:
+        seed: of the data.
+        whole: integers from -2 to 2; otherwise normally distributed numbers.
+        grid: the gradient is taken at w rounded to multiples of this. With whole numbers and a
+            power of 2 it is then exact, in whatever order it is summed, for as many steps as you like.
+        reduction: of loss and gradient over samples.
+        dtype: of the parameters: "float32" or "float64".
+    """
+    rng = np.random.default_rng(seed)
+    x, y = rng.standard_normal((num_samples, num_features)), rng.standard_normal(num_samples)
+    if whole:
+        x, y = np.clip(np.rint(x), -2, 2), np.clip(np.rint(y), -2, 2)
+
+    def at(w: Any) -> Any:
+        return w if grid is None else np.round(w / grid).astype(w.dtype) * w.dtype.type(grid)
+
+    def gradients(parameters: Any, inputs: Any, targets: Any) -> tuple[float, Any]:
+        residual = inputs @ at(parameters["w"]) - targets
+        count = len(targets) if reduction == "mean" else 1
+        gradient = (residual @ inputs) / inputs.dtype.type(count)
+        return float(residual @ residual) / 2 / count, {"w": gradient}
+
+    model = from_functions(
+        init=lambda seed: {"w": np.zeros(num_features)},
+        outputs=lambda parameters, inputs: inputs @ parameters["w"],
+        gradients=gradients,
+        reduction=reduction,
+        dtype=dtype,  # type: ignore[arg-type]  # one of its literals, or it says so
+    )
+    return model, from_arrays(x.astype(dtype), y.astype(dtype))
+
+
+def numbered(num_samples: int) -> ArrayDataset:
+    """Samples that are nothing but their own number: what `Tokens` needs."""
+    numbers = np.arange(num_samples, dtype=np.int64)
+    return from_arrays(numbers, numbers)
+
+
+class _Silent:
+    """What the models here share: no outputs, and a tree that is the layout."""
+
+    reduction: Reduction = "mean"
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Zeros."""
+        parameters.zero_()
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Nothing to be learnt here: the inputs."""
+        return torch.as_tensor(np.asarray(inputs))
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Tensors by name."""
+        return {name: view.numpy() for name, view in self.layout.views(parameters)}
+
+
+class Tokens(_Silent):
+    """Each sample of a batch has the gradient -1 in its own element of every chunk, else 0.
+
+    With plain SGD of rate 1 the parameters count what was applied (exact below 2²⁴). Samples are
+    told apart by their number, so use `numbered` data of at most 64, and chunks of 64 elements.
+    Gradients are sums, whatever `reduction` says: a batch counts each of its samples whole.
+
+    Args:
+        num_chunks: how many counts there are of each sample.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__(Layout.of([("tokens", (num_chunks, TOKENS_PER_CHUNK))], torch.float32))
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        batch: Batch,
+        gradient: torch.Tensor,
+        *,
+        seed: int,
+        report: Report,
+    ) -> float:
+        """See `Model.gradient`."""
+        gradient.zero_()
+        gradient.view(-1, TOKENS_PER_CHUNK)[:, torch.as_tensor(batch.ids)] = -1.0
+        report(len(gradient))
+        return 0.0
+
+
+class Sized(_Silent):
+    """Layers of these sizes, in the order in which a backprop finishes them. Gradients are 0.
+
+    Args:
+        layers_elems: elements of each layer.
+    """
+
+    def __init__(self, layers_elems: Sequence[int]) -> None:
+        tensors = [(f"layer{index}", (elems,)) for index, elems in enumerate(layers_elems)]
+        super().__init__(Layout.of(tensors, torch.float32))
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        batch: Batch,
+        gradient: torch.Tensor,
+        *,
+        seed: int,
+        report: Report,
+    ) -> float:
+        """See `Model.gradient`."""
+        gradient.zero_()
+        for elems in self.layout.milestones:
+            report(elems)
+        return math.nan
+
+
+def kill_at(name: str, seconds: float) -> Script:
+    """A script that kills a node at an instant of virtual time, as SIGKILL would."""
+
+    async def script(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(seconds)
+        cluster.kill(name)
+
+    return script
+
+
+def token_counts(run: Run, num_samples: int) -> np.ndarray[Any, Any]:
+    """How often each sample is in the model: (chunks, samples). Of a run of `Tokens`."""
+    counts: np.ndarray[Any, Any] = np.rint(run.parameters["tokens"]).astype(np.int64)
+    return counts[:, :num_samples]
+
+
+def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
+    """Every sample of every data epoch was applied once to every chunk, and the shards say the same.
+
+    Raises:
+        AssertionError: which sample and chunk, how often, and how often it should have been.
+    """
+    counts = token_counts(run, num_samples)
+    for chunk, sample in np.argwhere(counts != epochs):
+        raise AssertionError(
+            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
+            f"pushed {epochs} times, once per data epoch"
+        )
+
+
+def check_nothing_lost(run: Run, num_samples: int, epochs: int) -> None:
+    """As after the death of a worker: nothing is missing, and more than once counts only what was redone.
+
+    What a worker had pushed when it died, without its receipt having arrived, is computed again by
+    others: it may be in the model twice, in some chunks or in all.
+
+    Raises:
+        AssertionError: a sample is missing in a chunk, or twice more often than batches were redone.
+    """
+    counts = token_counts(run, num_samples)
+    for chunk, sample in np.argwhere(counts < epochs):
+        raise AssertionError(
+            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
+            f"expected at least {epochs}, once per data epoch"
+        )
+    ledger = [event for event in run.events if event["event"] == "ledger"]
+    assert [event["epoch"] for event in ledger] == list(range(epochs)), ledger
+    assert all(event["samples"] == num_samples for event in ledger), ledger
+    redone = sum(event["reassigned"] for event in ledger)
+    excess = int((counts - epochs).sum(axis=1).max())
+    largest = max(event["samples"] for event in run.events if event["event"] == "step")
+    assert excess <= redone * largest, f"{excess} samples twice, but only {redone} batches were redone"
