@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +79,7 @@ def one_node(
 def simulated(model: Model, data: ArrayDataset, sizes: list[int], **options: Any) -> np.ndarray[Any, Any]:
     options = {"strategy": gs.Synchronous(), "steps": 3, "chunk_elems": 64, **options}
     run = simulate(model, data, workers=len(sizes), batch_size=sizes, **options)
-    return cast("np.ndarray[Any, Any]", run.parameters["w"])
+    return run.parameters["w"]
 
 
 @pytest.mark.parametrize("rule", RULES)
