@@ -37,6 +37,8 @@ from gradstream.wire.dtypes import from_wire, to_wire
 __all__ = ["ShardConfig", "ShardService"]
 
 ABSENT = 1  # Chunk.flags
+RESULTS_PER_FRAME = 16
+"""Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,22 +201,26 @@ class ShardService:
         return RefusedError(self._endpoint.identity.name, "BAD_REQUEST", f"push of {sender}: {message}")
 
     async def _answer(self, inbox: _Inbox) -> None:
-        """Sends results as they come, several to a frame, until every chunk has one."""
+        """Sends results, many to a frame, until every chunk has one."""
         while inbox.results or inbox.pending or not inbox.ended:
-            if not inbox.results:
-                await self._woken(inbox.stream, inbox.wake, inbox.pending)
-                continue
+            complete = inbox.ended and not inbox.pending
+            if len(inbox.results) < RESULTS_PER_FRAME and not complete:
+                if await self._woken(inbox.stream, inbox.wake, inbox.pending):
+                    continue
             results, inbox.results = inbox.results, []
-            data = v1.PushResults(results=results).SerializeToString()
-            await inbox.stream.send(v1.Frame(body=v1.Body(data=data)))
+            if results:
+                data = v1.PushResults(results=results).SerializeToString()
+                await inbox.stream.send(v1.Frame(body=v1.Body(data=data)))
 
-    async def _woken(self, stream: Stream, wake: asyncio.Event, chunks: set[int]) -> None:
-        """Waits for news, telling the peer every now and then whom it waits for."""
+    async def _woken(self, stream: Stream, wake: asyncio.Event, chunks: set[int]) -> bool:
+        """Waits for news; where none comes, tells the peer whom it waits for, and returns False."""
         try:
             await self._runtime.within(self._config.waiting_every_s, wake.wait())
         except TimeoutError:
             await stream.waiting(list(self.state.awaited(sorted(chunks))))
+            return False
         wake.clear()
+        return True
 
     # ---- fetch --------------------------------------------------------------------------
 

@@ -1,0 +1,201 @@
+"""Question: what does the parameter server cost on top of the bytes?
+
+Pushes a vector to one shard in another process (which applies it) and fetches it back, beside a
+bare grpc.aio byte stream that moves the same bytes each way and does nothing with them. Both run in
+the same two processes, alternately; the ratio of medians is the answer.
+
+    python bench/server_bulk.py                       # 20,000,000 float32: 80 MB
+    python bench/server_bulk.py --elems 600000000     # 2.4 GB: more than 2 GiB in one vector
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import torch
+
+from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.memory import Vector
+from gradstream.optim import SGD
+from gradstream.runtime.real import RealRuntime
+from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
+from gradstream.transport.base import Identity
+from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.wire import v1
+
+ROOT = Path(__file__).resolve().parents[1]
+MESSAGE_BYTES = 1 << 20
+FINGERPRINT = 1
+OPTIONS = [("grpc.max_receive_message_length", 8 << 20), ("grpc.max_send_message_length", 8 << 20)]
+
+
+class BareStream(grpc.GenericRpcHandler):
+    """Takes bytes and drops them, or sends bytes out of memory."""
+
+    source: np.ndarray[Any, Any] | None = None
+
+    def service(self, details: Any) -> Any:
+        """put: bytes up. get: as many bytes down as the first message asks for."""
+        if details.method == "/bare/put":
+            return grpc.stream_unary_rpc_method_handler(self.put)
+        return grpc.unary_stream_rpc_method_handler(self.get)
+
+    async def put(self, messages: Any, context: Any) -> bytes:
+        """Counts what comes."""
+        count = 0
+        async for message in messages:
+            count += len(message)
+        return str(count).encode()
+
+    async def get(self, request: bytes, context: Any) -> Any:
+        """Sends."""
+        if self.source is None:
+            self.source = np.ones(int(request), dtype=np.uint8)
+        for start in range(0, len(self.source), MESSAGE_BYTES):
+            yield self.source[start : start + MESSAGE_BYTES].tobytes()
+
+
+async def serve(elems: int, chunk_elems: int) -> None:
+    runtime = RealRuntime("shard-0")
+    endpoint = GrpcEndpoint(Identity("bench", "shard-0", 1), runtime)
+    service = ShardService(runtime, endpoint, ShardConfig(0, 1, Immediate(), SGD(lr=0.1)))
+    service.register(
+        v1.ModelSpec(fingerprint=FINGERPRINT, elems=elems, dtype=v1.FLOAT32, chunk_elems=chunk_elems)
+    )
+    await endpoint.start()
+    bare = grpc.aio.server(options=OPTIONS)
+    bare.add_generic_rpc_handlers((BareStream(),))
+    port = bare.add_insecure_port("127.0.0.1:0")
+    await bare.start()
+    print(json.dumps([endpoint.address, f"127.0.0.1:{port}"]), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3), flush=True)
+    await endpoint.close()
+    await bare.stop(None)
+
+
+async def measure(given: argparse.Namespace, ours: str, bare: str) -> dict[str, list[float]]:
+    runtime = RealRuntime("worker-0")
+    endpoint = GrpcEndpoint(Identity("bench", "worker-0", 2, fingerprint=FINGERPRINT), runtime)
+    await endpoint.start()
+    endpoint.know("shard-0", ours)
+    chunks = ChunkMap(given.elems, given.chunk, 1)
+    spare = runtime.memory.allocate(given.elems, torch.float32, "spare")
+    update = runtime.memory.allocate(given.elems, torch.float32, "update")
+    client = ServerClient(runtime, endpoint, ["shard-0"], chunks, spare, silence_s=60, retry_s=60)
+    update.tensor.uniform_()
+    await client.assign(update)
+    channel = grpc.aio.insecure_channel(bare, options=OPTIONS)
+    times: dict[str, list[float]] = {}
+    source, sink = (np.ones(given.elems * 4, dtype=np.uint8) for _ in range(2))
+
+    async def timed(name: str, work: Any) -> None:
+        begun = time.perf_counter()
+        await work
+        times.setdefault(name, []).append(time.perf_counter() - begun)
+
+    for _ in range(given.repeats):
+        await timed("bare put", bare_put(channel, source))
+        await timed("push", push(client, update))
+        await timed("bare get", bare_get(channel, sink))
+        await timed("fetch", fetch(client))
+    await channel.close()
+    await endpoint.close()
+    return times
+
+
+async def push(client: ServerClient, vector: Vector) -> None:
+    """One push, applied and acknowledged."""
+    basis = [0] * client.chunks.num_chunks
+    await client.push_soon(Update(vector, samples=1, learning_rate=1e-3, basis=basis))
+    await client.settle()
+
+
+async def fetch(client: ServerClient) -> None:
+    """One fetch into the spare vector."""
+    arrival = client.fetch_soon()
+    await arrival.done()
+    client.spare = arrival.vector
+
+
+async def bare_put(channel: grpc.aio.Channel, source: np.ndarray[Any, Any]) -> None:
+    """The same bytes up; made of memory as ours are, one copy each."""
+
+    async def messages() -> Any:
+        for start in range(0, len(source), MESSAGE_BYTES):
+            yield source[start : start + MESSAGE_BYTES].tobytes()
+
+    count = await channel.stream_unary("/bare/put")(messages())
+    assert int(count) == len(source)
+
+
+async def bare_get(channel: grpc.aio.Channel, into: np.ndarray[Any, Any]) -> None:
+    """The same bytes down, into memory of one's own."""
+    start = 0
+    async for message in channel.unary_stream("/bare/get")(str(len(into)).encode()):
+        into[start : start + len(message)] = np.frombuffer(message, dtype=np.uint8)
+        start += len(message)
+    assert start == len(into)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--elems", type=int, default=20_000_000)
+    parser.add_argument("--chunk", type=int, default=262_144)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    sys.setswitchinterval(2e-4)
+    torch.set_num_threads(1)
+    if given.serve:
+        asyncio.run(serve(given.elems, given.chunk))
+        return
+    environment = {**os.environ, **node_environment(2)}
+    server = subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:], "--serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert server.stdout is not None and server.stdin is not None
+    times = asyncio.run(measure(given, *json.loads(server.stdout.readline())))
+    server.stdin.close()
+    shard_mb = json.loads(server.stdout.readline())
+    server.wait(timeout=60)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    size_gb = given.elems * 4 / 1e9
+    for name, seconds in median.items():
+        print(f"{name:9s} {seconds:7.3f} s  {size_gb / seconds:5.2f} GB/s")
+    ratio = (median["bare put"] + median["bare get"]) / (median["push"] + median["fetch"])
+    print(f"push + fetch at {ratio:.2f} of the bare stream; shard's peak {shard_mb:.0f} MB")
+    record = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
+        "machine": describe_machine(node_environment(2)),
+        "elems": given.elems,
+        "median_s": median,
+        "ratio": ratio,
+        "shard_peak_mb": shard_mb,
+    }
+    folder = ROOT / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"server-bulk-{given.elems}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
