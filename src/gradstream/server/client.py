@@ -1,7 +1,7 @@
 """The worker's side of the parameter server.
 
 A worker's verbs on one chunk take effect in the order it issued them: a fetch sees the worker's
-own pushes before it, and a push is sent behind the fetch before it has landed. Different chunks,
+own pushes before it, and a push of a chunk waits until the fetch before it has landed. Other chunks,
 and different shards, run independently, so both directions of the network are busy at once.
 
 Every exchange is retried until `retry_s` have passed without progress: a push under its own
@@ -24,10 +24,10 @@ from gradstream.server.chunks import ChunkMap
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import ABSENT
 
 __all__ = ["Arrival", "ServerClient", "Traffic", "Update", "names_of"]
 
-ABSENT = 1  # Chunk.flags
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 
 

@@ -33,10 +33,10 @@ from gradstream.server.store import Store
 from gradstream.transport.base import Endpoint, Received, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
+from gradstream.wire.frames import ABSENT
 
 __all__ = ["ShardConfig", "ShardService"]
 
-ABSENT = 1  # Chunk.flags
 RESULTS_PER_FRAME = 16
 """Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
 
