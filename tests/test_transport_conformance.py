@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
-from gradstream.testing.endpoints import CHECKS, Check, MakePair, run_check
+from gradstream.errors import DeadlineError, GradstreamError
+from gradstream.memory import Span
+from gradstream.testing import endpoints
+from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs
+from gradstream.transport import network
+from gradstream.transport.base import Stream
+from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.memory import _End, _Pipe
+from gradstream.transport.network import Lane, Packet, _Card
+from gradstream.transport.stream import Failure, StreamCore
+from gradstream.wire import v1
+from gradstream.wire.frames import FrameError
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -15,3 +29,108 @@ from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs
 def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> None:
     run, make_pair = carrier()
     run(run_check(check, make_pair))
+
+
+def _lands_shuffled(lane: Lane) -> None:
+    if lane._flying:
+        packets = list(lane._flying)
+        lane._flying.clear()
+        lane._flying.extend(reversed(packets))
+        lane._receiving.put(lane, lane._flying.popleft())
+
+
+class _FirstComeFirstServed(_Card):
+    """A card with one queue for everything."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._waiting: deque[tuple[Lane, Packet]] = deque()
+
+    def put(self, lane: Lane, packet: Packet) -> None:
+        self._waiting.append((lane, packet))
+        if not self._busy:
+            self._serve_next()
+
+    def _serve_next(self) -> None:
+        if self._waiting:
+            self._serve(*self._waiting.popleft())
+
+
+def _twice(lane: Lane, packet: Packet) -> None:
+    packet.deliver()
+    packet.deliver()
+
+
+def _kept(end: _End, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+    """Neither copies the payload nor waits for it to be sent."""
+    assert end.far is not None
+    header = v1.Frame()
+    header.CopyFrom(frame)
+    end.out.send(Packet(64, lambda far=end.far: far.take(header, payload)))  # type: ignore[misc]
+
+
+def _deaf(stream: StreamCore, error: FrameError) -> None:
+    """Lets what breaks the protocol pass."""
+
+
+def _no_refusal(endpoint: EndpointCore, opened: v1.Open) -> v1.Refuse | None:
+    """Serves everybody."""
+    known = opened.method in endpoint._services
+    return None if known else v1.Refuse(code=v1.UNKNOWN_METHOD, message=f"no {opened.method}")
+
+
+async def _never(stream: StreamCore, on: list[str]) -> None:
+    """Says nothing while waiting."""
+
+
+def _drops_nothing(stream: StreamCore, failure: Failure, *, drop: bool) -> None:
+    _CLOSE(stream, failure, drop=False)
+
+
+_CLOSE = StreamCore._close
+
+FAULTS: list[tuple[str, Any, str, Any, Check]] = [
+    ("reorders", Lane, "_land", _lands_shuffled, endpoints.order),
+    ("duplicates", Lane, "arrive", _twice, endpoints.order),
+    ("ignores credit", StreamCore, "_may_send", lambda stream: True, endpoints.credit),
+    ("ignores the caller's window", StreamCore, "_may_send", lambda stream: True, endpoints.callers_window),
+    ("one queue for all", network, "_Card", _FirstComeFirstServed, endpoints.priority),
+    ("delivers after a cancel", StreamCore, "_close", _drops_nothing, endpoints.cancel_by_caller),
+    ("takes payloads by reference", _End, "transmit", _kept, endpoints.taken_over),
+    ("does not check chunks", StreamCore, "reject", _deaf, endpoints.bad_chunks),
+    ("does not check identities", EndpointCore, "_check", _no_refusal, endpoints.identity),
+    ("is silent while waiting", StreamCore, "waiting", _never, endpoints.waiting_resets),
+    ("does not tell of a death", _Pipe, "lose", lambda pipe, node: None, endpoints.peer_death),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "check"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+)
+def test_planted_faults_are_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fault: Any, check: Check
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    run, make_pair = memory_pairs()
+    with pytest.raises((ConformanceError, GradstreamError)):
+        run(run_check(check, make_pair))
+
+
+def test_writing_late_into_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A carrier that holds on to `into` after a deadline and fills it when the elements come."""
+
+    async def holds_on(endpoint: EndpointCore, peer: str, tag: int, into: Span, silence_s: float) -> None:
+        async def fill(stream: Stream) -> None:
+            while (received := await stream.recv()) is not None:
+                if received.payload is not None:
+                    into.tensor[: received.frame.chunk.elems] = received.payload
+            await stream.send(v1.Frame(body=v1.Body()))
+
+        endpoint.serve("tensor", fill)
+        await endpoint.runtime.sleep(silence_s)
+        raise DeadlineError(peer, "silent")
+
+    monkeypatch.setattr(EndpointCore, "recv", holds_on)
+    run, make_pair = memory_pairs()
+    with pytest.raises(ConformanceError):
+        run(run_check(endpoints.ownership_after_deadline, make_pair))

@@ -1,4 +1,4 @@
-"""Frames as bytes: any protobuf library reads what we write and the other way round; garbage is a FrameError."""
+"""Frames as bytes: protobuf reads what we write and the other way round; garbage is a FrameError."""
 
 from __future__ import annotations
 

@@ -36,14 +36,13 @@ def memory_pairs(seed: int = 0, world: World = QUIET) -> tuple[Run, MakePair]:
     @asynccontextmanager
     async def make_pair() -> AsyncIterator[Pair]:
         network = MemoryNetwork(cluster)
-        runtimes = [cluster.runtime("near"), cluster.runtime("far")]
-        near = MemoryEndpoint(Identity("job", "near", 1), runtimes[0], network)
-        far = MemoryEndpoint(Identity("job", "far", 2), runtimes[1], network)
+        near = MemoryEndpoint(Identity("job", "near", 1), cluster.runtime("near"), network)
+        far = MemoryEndpoint(Identity("job", "far", 2), cluster.runtime("far"), network)
         await near.start()
         await far.start()
         _know(near, far)
         try:
-            yield Pair(near, far, *runtimes, far.abort, near.dial)
+            yield Pair(near, far, near.runtime, far.runtime, far.abort, near.dial)
         finally:
             await near.close()
             await far.close()
@@ -65,7 +64,7 @@ def grpc_pairs() -> tuple[Run, MakePair]:
         interval_s = sys.getswitchinterval()
         sys.setswitchinterval(2e-4)  # as nodes have it: gRPC's own thread shall not wait for ours
         try:
-            yield Pair(near, far, *runtimes, far.abort, near.dial)
+            yield Pair(near, far, near.runtime, far.runtime, far.abort, near.dial)
         finally:
             sys.setswitchinterval(interval_s)
             await near.close()

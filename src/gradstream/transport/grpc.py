@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -288,7 +289,7 @@ class GrpcEndpoint(EndpointCore):
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.call_later(OPEN_SILENCE_S, lambda: call.cancel() and None)
+        timer = self.runtime.call_later(OPEN_SILENCE_S, partial(_send_away, call))
         try:
             message = await context.read()
         finally:
@@ -331,6 +332,10 @@ class GrpcEndpoint(EndpointCore):
 
     async def _quiet(self) -> None:
         await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _send_away(call: asyncio.Task[Any]) -> None:
+    call.cancel("no Open came")
 
 
 def _host_of(listen: str, insecure: bool) -> str:

@@ -113,8 +113,6 @@ class _End:
         size_bytes += 0 if taken is None else taken.nbytes
         droppable = frame.HasField("chunk") or frame.HasField("body")
         self.out.send(Packet(size_bytes, partial(self.far.take, header, taken), droppable))
-        if self.copy is not None:
-            self.copy.transmit(header, taken)
 
     async def drained(self) -> None:
         """See `Carrier.drained`: credit bounds what waits for the card."""
@@ -131,7 +129,9 @@ class _End:
 
     def take(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
         """A frame has arrived at this side."""
-        assert self.pipe is not None
+        assert self.pipe is not None and self.far is not None
+        if self.far.copy is not None:
+            self.far.copy.again(frame, payload)
         if frame.HasField("open"):
             self.pipe.answer(frame.open)
         elif self.stream is not None:
@@ -245,8 +245,8 @@ class _Copy:
         self._lag_ns = round(rng.expovariate(1 / mean_s) * 1e9)
         self._due_ns = 0
 
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """Delivers a copy of a frame that the caller sends."""
+    def again(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """Delivers once more, later, what is being delivered now."""
         clock = self._network.clock
         extra_s = self._link.latency_s + self._rng.uniform(0, self._link.jitter_s)
         self._due_ns = max(self._due_ns, clock.now_ns + self._lag_ns + round(extra_s * 1e9))
