@@ -201,11 +201,11 @@ class _Peers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     """Routes the one method to the endpoint."""
 
     def __init__(self, endpoint: GrpcEndpoint) -> None:
-        self._handler = grpc.stream_stream_rpc_method_handler(endpoint.answer)
+        self.handler = grpc.stream_stream_rpc_method_handler(endpoint.answer)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _RpcHandler | None:
         """The endpoint's handler; None where the method is another."""
-        return self._handler if handler_call_details.method == METHOD else None
+        return self.handler if handler_call_details.method == METHOD else None
 
 
 class GrpcEndpoint(EndpointCore):
@@ -234,6 +234,7 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         self._host = _host_of(listen, insecure)
         self._listen = listen
+        self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
         self._channels: dict[tuple[str, Priority], grpc.aio.Channel] = {}
         self._background: dict[asyncio.Task[None], None] = {}
@@ -241,7 +242,7 @@ class GrpcEndpoint(EndpointCore):
     async def start(self) -> None:
         """See `Endpoint.start`."""
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((_Peers(self),))
+        self._server.add_generic_rpc_handlers((self._routes,))
         try:
             port = self._server.add_insecure_port(self._listen)
         except RuntimeError:
