@@ -95,7 +95,7 @@ class ShardService:
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, _Outbox] = {}
         self._elements: dict[tuple[int, int], torch.Tensor] = {}  # of parked pushes, by (token, chunk)
-        self._idle: dict[int, list[asyncio.Future[None]]] = {}  # who waits for a chunk's update to end
+        self._turns: dict[int, asyncio.Lock] = {}  # by chunk
         self._tokens = itertools.count(1)
         self.counters: Counter[str] = Counter()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -245,8 +245,8 @@ class ShardService:
                     continue
                 chunk = outbox.ready.popleft()
                 await stream.credit()
-                while self.state.busy(chunk):
-                    await self._until_idle(chunk)
+                async with self._turn(chunk):
+                    pass  # nothing is awaited from here until the elements are the carrier's
                 span = self.store.span(vector, chunk)
                 version = self.state.version(chunk)
                 header = v1.Chunk(
@@ -257,10 +257,9 @@ class ShardService:
             del self._outboxes[token]
             self.state.forget(token)
 
-    async def _until_idle(self, chunk: int) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._idle.setdefault(chunk, []).append(future)
-        await future
+    def _turn(self, chunk: int) -> asyncio.Lock:
+        """Updates and readers of a chunk in the order in which they ask: neither starves the other."""
+        return self._turns.setdefault(chunk, asyncio.Lock())
 
     # ---- command ------------------------------------------------------------------------
 
@@ -311,16 +310,19 @@ class ShardService:
         inbox.wake.set()
 
     async def _apply(self, due: Apply) -> None:
-        try:
-            await self._compute(due)
-        except Exception as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
-            return
-        self._carry_out(self.state.applied(due.chunk))
-        for future in self._idle.pop(due.chunk, ()):
-            if not future.done():
-                future.set_result(None)
+        async with self._turn(due.chunk):
+            try:
+                await self._compute(due)
+            except Exception as error:
+                if not self.failure.done():
+                    self.failure.set_exception(error)
+                return
+            instructions = self.state.applied(due.chunk)
+        following = [one for one in instructions if isinstance(one, Apply)]
+        self._carry_out(one for one in instructions if not isinstance(one, Apply))
+        if following:
+            await self._runtime.sleep(0)  # who was just let go reads before the next update
+            self._carry_out(following)
 
     async def _compute(self, due: Apply) -> None:
         present = [held for held in due.update if not held.contribution.absent]

@@ -119,10 +119,6 @@ class ShardState:
         """Updates applied to a chunk; -1 before its initial parameters are there."""
         return self.chunks[chunk].version
 
-    def busy(self, chunk: int) -> bool:
-        """Whether an update is being computed: nobody may read the chunk."""
-        return self.chunks[chunk].busy
-
     def push(self, chunk: int, new: Parked) -> list[Instruction]:
         """A contribution has arrived."""
         state = self.chunks[chunk]
