@@ -87,12 +87,12 @@ def large() -> gs.Job:
 
 
 def small() -> gs.Job:
-    """The network of the original's scaling figure, trained by Downpour SGD."""
+    """The network of the original's scaling figure, trained by Downpour SGD that talks every 10 steps."""
     return gs.Job(
         model=gs.from_torch(small_network, loss),
         data=gs.caltech101(size=64, flat=True),
-        strategy="downpour",
-        optimizer=gs.Adagrad(lr=0.001, weight_decay=1e-4),
+        strategy=gs.Downpour(push_every=10, fetch_every=10, overlap=False),
+        optimizer=gs.SGD(lr=0.1, weight_decay=1e-4),
         workers=2,
         servers=1,
         batch_size=256,
