@@ -5,7 +5,7 @@
     gradstream train examples/caltech101.py:large           # the large one, 74.8 M parameters
     gradstream train examples/caltech101.py:cnn --strategy synchronous --workers 2
 
-A worker of the large network takes about 1.5 GB of memory, the parameter server about 0.9 GB.
+A worker of the large network takes up to 2.5 GB of memory, the parameter server about 1 GB.
 """
 
 from __future__ import annotations
