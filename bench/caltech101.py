@@ -170,6 +170,7 @@ def ours(
             "compute_s": summary["compute_s"],
             "wait_s": summary["wait_s"],
             "peak_mb": {name: value / 1e6 for name, value in summary["peak_memory_bytes"].items()},
+            "peak_own_mb": {name: value / 1e6 for name, value in summary["peak_own_bytes"].items()},
             "cpu_s": summary["cpu_s"],
             "cpu_work_s": summary["cpu_work_s"],
             "late_max_ms": summary["loop_late_max_ms"],

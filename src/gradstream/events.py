@@ -150,11 +150,16 @@ class LateEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEvent(Event):
-    """Peak resident memory of a process, and vectors it has allocated by name."""
+    """Peak memory of a process, and vectors it has allocated by name.
+
+    `peak_bytes` is all that was resident, file pages (libraries, a memory-mapped data set)
+    included; `peak_own_bytes` is without those, sampled whenever vitals are taken.
+    """
 
     name: ClassVar[str] = "memory"
     role: str
     peak_bytes: int
+    peak_own_bytes: int
     vectors_bytes: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -13,6 +13,8 @@ of a large model through the very same code without holding any of them.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ import torch
 
 from gradstream.errors import LentMemoryError
 
-__all__ = ["Loan", "Loans", "Memory", "Span", "Vector", "borrow_all"]
+__all__ = ["ALIGNMENT_BYTES", "Loan", "Loans", "Memory", "Span", "Vector", "borrow_all", "trim"]
 
 ALIGNMENT_BYTES = 64
 """Of every vector: a cache line, and the widest SIMD register."""
@@ -190,3 +192,14 @@ class Memory:
         skip_bytes = -raw.ctypes.data % ALIGNMENT_BYTES
         aligned = torch.from_numpy(raw[skip_bytes : skip_bytes + elems * itemsize_bytes])
         return Vector(name, aligned.view(dtype))
+
+
+def trim() -> None:
+    """Gives freed pages back to the system, where the C library can (glibc).
+
+    Nodes run with an allocator that keeps pages, since a step takes the same ones again and
+    again. What was needed once, as the model's own first parameters, should not be kept.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if malloc_trim is not None:
+        malloc_trim(0)

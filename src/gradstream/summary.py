@@ -51,7 +51,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
         staleness_mean, staleness_max, staleness: over chunks; the last is the histogram.
         updates, duplicates, dropped, refused: of all shards, in chunks.
-        peak_memory_bytes: by node. cpu_s: by role. cpu_work_s: by role, then by kind of work.
+        peak_memory_bytes: by node, file pages included. peak_own_bytes: by node, without them.
+        cpu_s: by role. cpu_work_s: by role, then by kind of work.
         loop_late_max_ms: by role.
         workers_lost: names of workers that went without a goodbye.
         failed: {culprit, error, message}, or None.
@@ -132,8 +133,10 @@ def _staleness(events: Sequence[EventDict]) -> dict[str, Any]:
 
 def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
     peak: dict[str, int] = {}
+    own: dict[str, int] = {}
     for event in _of(events, "memory"):
         peak[event["node"]] = max(event["peak_bytes"], peak.get(event["node"], 0))
+        own[event["node"]] = max(event["peak_own_bytes"], own.get(event["node"], 0))
     # The counters of a process only grow: its last record is its total.
     last_cpu = {event["node"]: event for event in _of(events, "cpu")}
     cpu: defaultdict[str, float] = defaultdict(float)
@@ -146,6 +149,7 @@ def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
         late[event["role"]] = max(late[event["role"]], event["max_ms"])
     return {
         "peak_memory_bytes": dict(sorted(peak.items())),
+        "peak_own_bytes": dict(sorted(own.items())),
         "cpu_s": dict(sorted(cpu.items())),
         "cpu_work_s": {role: dict(kinds) for role, kinds in sorted(work.items())},
         "loop_late_max_ms": dict(sorted(late.items())),

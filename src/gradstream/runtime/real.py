@@ -23,7 +23,7 @@ from gradstream.runtime.base import Report, Storage, Timer, Work
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 
-__all__ = ["Lateness", "RealRuntime"]
+__all__ = ["Lateness", "RealRuntime", "own_bytes"]
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ class RealRuntime(Tasks):
         self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root)
         self.lateness = Lateness()
         self.compute_s: Counter[str] = Counter()  # thread CPU seconds by kind of work
+        self._peak_own_bytes = 0
         self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
 
     def now(self) -> int:
@@ -92,12 +93,18 @@ class RealRuntime(Tasks):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()
         vectors = dict(self.memory.allocated_bytes)
+        self._peak_own_bytes = max(self._peak_own_bytes, own_bytes())
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         return [
             CpuEvent(
                 role=role, user_s=usage.ru_utime, system_s=usage.ru_stime, compute_s=dict(self.compute_s)
             ),
-            MemoryEvent(role=role, peak_bytes=usage.ru_maxrss * unit_bytes, vectors_bytes=vectors),
+            MemoryEvent(
+                role=role,
+                peak_bytes=usage.ru_maxrss * unit_bytes,
+                peak_own_bytes=self._peak_own_bytes,
+                vectors_bytes=vectors,
+            ),
             LateEvent(role=role, p99_ms=1e3 * p99_s, max_ms=1e3 * max_s),
         ]
 
@@ -135,3 +142,12 @@ class RealRuntime(Tasks):
                     self.compute_s[work.kind] += time.thread_time() - begun
 
             return await finish_despite_cancel(loop.run_in_executor(self._core, run))
+
+
+def own_bytes() -> int:
+    """Resident memory of this process that is not a file's; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))

@@ -207,9 +207,10 @@ class VirtualRuntime(Tasks):
         """Charged compute seconds by kind of work, and the bill of memory."""
         used = dict(self.compute_s)
         vectors = dict(self.memory.allocated_bytes)
+        total = sum(vectors.values())
         return [
             CpuEvent(role=role, user_s=sum(used.values()), system_s=0.0, compute_s=used),
-            MemoryEvent(role=role, peak_bytes=sum(vectors.values()), vectors_bytes=vectors),
+            MemoryEvent(role=role, peak_bytes=total, peak_own_bytes=total, vectors_bytes=vectors),
         ]
 
     def kill(self) -> None:

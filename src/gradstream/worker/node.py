@@ -13,7 +13,7 @@ from gradstream.data.plan import EpochPlan
 from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.events import ExchangeEvent
 from gradstream.membership.member import Member
-from gradstream.memory import Vector
+from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
@@ -99,7 +99,7 @@ class WorkerNode:
     async def _spec(self) -> v1.ModelSpec:
         model, built = self._config.model, Work("build")
         # Looking at the layout may build the model; a phantom run looks at it below.
-        await self._runtime.compute(lambda _: model.layout.elems, work=built, phantom=0)
+        await self._runtime.compute(lambda _: _built(model), work=built)
         layout = model.layout
         return v1.ModelSpec(
             fingerprint=layout.fingerprint,
@@ -172,6 +172,7 @@ class WorkerNode:
             except Exception as error:
                 message = f"worker-0: the model's init raised {type(error).__name__}: {error}"
                 raise UserCodeError(message, traceback.format_exc()) from error
+            trim()
 
         await self._runtime.compute(
             init, work=Work("init", elems=len(parameters)), writes=[parameters.all]
@@ -189,6 +190,7 @@ class WorkerNode:
         replica.retire()  # makes room for the copy that is written
 
         def write(_: object) -> None:
+            trim()
             tree = self._config.model.tree(replica.parameters.tensor)
             arrays = {name: np.ascontiguousarray(array) for name, array in tree.items()}
             self._runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
@@ -233,6 +235,12 @@ class WorkerNode:
         )
         for event in self._runtime.vitals("worker"):
             self._member.emit(event)
+
+
+def _built(model: Model) -> None:
+    """Makes the model look at its layout, and lets go of what that took."""
+    if model.layout.elems:
+        trim()
 
 
 def _traceback_of(error: BaseException) -> str:
