@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gradstream.optim import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov
     from gradstream.run import Run
     from gradstream.runtime.world import Cost, Link, Network, World
-    from gradstream.simulate import simulate
+    from gradstream.simulate.simulate import simulate
     from gradstream.strategies import Downpour, Strategy, Synchronous
     from gradstream.train import train
 

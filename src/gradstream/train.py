@@ -18,7 +18,7 @@ from gradstream.cluster import LocalCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
 from gradstream.config import Job, JobOptions, cast_of, make_job, to_toml
 from gradstream.data.base import Dataset
-from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError
+from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import FailedEvent, encode
 from gradstream.failures import typed_error
 from gradstream.jobfile import intercept, load_job, script_of_caller
@@ -141,6 +141,8 @@ class _Launch:
         except GradstreamError as error:
             self._note_failure(error)
             error.add_note(f"run directory: {self._run_dir}")
+            if isinstance(error, UserCodeError) and error.traceback_text:
+                error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
             raise
         finally:
             self._read_events()

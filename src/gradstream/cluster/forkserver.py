@@ -30,16 +30,7 @@ from typing import Any
 __all__ = ["main"]
 
 # What a node needs and what may be loaded before a fork.
-WARM = (
-    "numpy",
-    "torch",
-    "safetensors.torch",
-    "safetensors.numpy",
-    "gradstream.wire",
-    "gradstream.model",
-    "gradstream.data",
-    "gradstream.optim",
-)
+WARM = ("numpy", "torch", "safetensors.numpy", "gradstream.data", "gradstream.node", "gradstream.train")
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
