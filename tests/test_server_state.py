@@ -12,14 +12,16 @@ from gradstream.server.window import SequenceWindow
 from gradstream.strategies.synchronous import Rounds
 
 
-def contribution(rank: int, sequence: int, *, round: int = 0, samples: int = 4, basis: int = 0) -> Contribution:
+def contribution(
+    rank: int, sequence: int, *, number: int = 0, samples: int = 4, basis: int = 0
+) -> Contribution:
     return Contribution(
         sender=f"worker-{rank}",
         rank=rank,
         incarnation=1,
         sequence=sequence,
         samples=samples,
-        round=round,
+        round=number,
         basis=basis,
     )
 
@@ -111,9 +113,9 @@ def test_retry_takes_the_place_of_the_parked_push() -> None:
 
 def test_late_round_is_dropped_once_and_told() -> None:
     state = initialised(ShardState([0], Rounds(1, "mean")))
-    state.push(0, Parked(contribution(0, 2, round=0), "a"))
+    state.push(0, Parked(contribution(0, 2), "a"))
     state.applied(0)
-    late = contribution(0, 3, round=0)
+    late = contribution(0, 3)
     assert outcomes(state.push(0, Parked(late, "b"))) == [(3, "dropped")]
     assert outcomes(state.push(0, Parked(late, "c"))) == [(3, "duplicate")]
     assert state.version(0) == 1

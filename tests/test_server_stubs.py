@@ -30,13 +30,11 @@ def with_shard(script: Script) -> None:
         endpoint = GrpcEndpoint(Identity("job", "shard-0", 1, epoch=3), runtime)
         config = ShardConfig(0, 1, Immediate(), SGD(lr=1.0), waiting_every_s=0.05)
         service = ShardService(runtime, endpoint, config)
-        service.register(
-            v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64)
-        )
+        service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))
         await endpoint.start()
         try:
             async with grpc.aio.insecure_channel(endpoint.address) as channel:
-                await script(v1_pb2_grpc.PeerStub(channel))
+                await script(v1_pb2_grpc.PeerStub(channel))  # type: ignore[no-untyped-call]
         finally:
             await endpoint.close()
             runtime.close()

@@ -151,9 +151,7 @@ class Loans(ExitStack):
             loan.start = min(max(loan.start, elems), loan.stop)
 
 
-def borrow_all(
-    reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue: object = None
-) -> Loans:
+def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue: object = None) -> Loans:
     """Borrows several spans at once, or none of them. A context manager that gives them back."""
     loans = Loans()
     try:

@@ -94,9 +94,7 @@ class Cast:
     def plan(self) -> EpochPlan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
         kind = RoundPlan if self.strategy.cut == "rounds" else PartitionPlan
-        return kind(
-            self.num_samples, self.batch_size, self.workers, seed=self.seed, shares=self.shares
-        )
+        return kind(self.num_samples, self.batch_size, self.workers, seed=self.seed, shares=self.shares)
 
     def ledger(self) -> Ledger:
         """An account of every minibatch of the run."""

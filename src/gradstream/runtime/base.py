@@ -87,7 +87,7 @@ class Runtime(Protocol):
         ...
 
     async def gather(self, *works: Awaitable[T]) -> list[T]:
-        """Results in the order given. On the first failure the rest is cancelled, awaited, and it is raised."""
+        """Results in the order given. At the first failure the rest is cancelled and awaited; it is raised."""
         ...
 
     async def within(self, seconds: float, work: Awaitable[T]) -> T:

@@ -11,7 +11,7 @@ import random
 import resource
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +68,7 @@ class RealRuntime(Tasks):
         self.memory = Memory()
         self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root)
         self.lateness = Lateness()
-        self.compute_s: Counter[str] = Counter()  # thread CPU seconds by kind of work
+        self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._peak_own_bytes = 0
         self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
 

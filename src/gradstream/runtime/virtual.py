@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import random
 import selectors
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -172,7 +172,7 @@ class VirtualRuntime(Tasks):
         self.cluster = cluster
         self.memory = Memory(phantom=cluster.world.phantom)
         self.storage: Storage = cluster.storage
-        self.compute_s: Counter[str] = Counter()
+        self.compute_s: defaultdict[str, float] = defaultdict(float)
         self._core = asyncio.Lock()
         self._counts: Counter[str] = Counter()
         self.dead = False

@@ -301,7 +301,7 @@ class ServerClient:
                 span = update.vector[start:stop]
                 header.dtype = to_wire(update.vector.tensor.dtype)
                 self.traffic.pushed_bytes += (stop - start) * update.vector.tensor.element_size()
-            await stream.send(v1.Frame(chunk=header), span)
+            await stream.send(v1.Frame(chunk=header), span, self._silence_s)  # its Open may be lost
             sent.advance(count)
         await stream.end()
 
@@ -368,9 +368,7 @@ class ServerClient:
 
     # ---- retries ------------------------------------------------------------------------
 
-    async def _retrying(
-        self, peer: str, attempt: Callable[[Callable[[], None]], Awaitable[None]]
-    ) -> None:
+    async def _retrying(self, peer: str, attempt: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         """Tries until it works, or `retry_s` have passed since anything last did."""
         last_ns, pause_s = self._runtime.now(), 0.02
 

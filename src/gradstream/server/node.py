@@ -49,9 +49,7 @@ class Membership(Protocol):
 class ShardNode:
     """One shard. `run` returns when the run is over, and raises what ended it early."""
 
-    def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, member: Membership, config: ShardConfig
-    ) -> None:
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Membership, config: ShardConfig) -> None:
         self._runtime = runtime
         self._member = member
         self._config = config

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gradstream.errors import GradstreamError, RefusedError
+from gradstream.errors import ConfigError, GradstreamError, RefusedError
 from gradstream.optim.base import Optimizer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
@@ -107,9 +107,10 @@ class ShardService:
         """Allocates for the registered model. From here on every size is known."""
         config = self._config
         self.chunks = ChunkMap(model.elems, model.chunk_elems, config.num_shards)
-        self.store = Store(
-            self._runtime.memory, self.chunks, config.rank, from_wire(model.dtype), config.optimizer
-        )
+        dtype = from_wire(model.dtype)
+        if dtype is None:
+            raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
+        self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, config.optimizer)
         self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
         self._commands = Commands(self._runtime, self.store, self.versions)
         self._endpoint.identity.fingerprint = model.fingerprint
@@ -185,15 +186,14 @@ class ShardService:
                 f"chunk {chunk.index}: got {got}, expected {stop - start} of {self.store.dtype} "
                 "(every node must run the same job file)",
             )
-        if not elements.is_meta and not bool(torch.isfinite(elements.sum())):
-            if not bool(torch.isfinite(elements).all()):
-                self.counters["refused"] += 1
-                raise RefusedError(
-                    self._endpoint.identity.name,
-                    "NON_FINITE",
-                    f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the "
-                    "learning rate or clip the gradient",
-                )
+        if not _finite(elements):
+            self.counters["refused"] += 1
+            raise RefusedError(
+                self._endpoint.identity.name,
+                "NON_FINITE",
+                f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the learning "
+                "rate or clip the gradient",
+            )
         return elements
 
     def _bad(self, sender: str, message: str) -> RefusedError:
@@ -204,9 +204,9 @@ class ShardService:
         """Sends results, many to a frame, until every chunk has one."""
         while inbox.results or inbox.pending or not inbox.ended:
             complete = inbox.ended and not inbox.pending
-            if len(inbox.results) < RESULTS_PER_FRAME and not complete:
-                if await self._woken(inbox.stream, inbox.wake, inbox.pending):
-                    continue
+            more = len(inbox.results) < RESULTS_PER_FRAME and not complete
+            if more and await self._woken(inbox.stream, inbox.wake, inbox.pending):
+                continue
             results, inbox.results = inbox.results, []
             if results:
                 data = v1.PushResults(results=results).SerializeToString()
@@ -231,9 +231,7 @@ class ShardService:
         if not all(chunk in self.state.chunks for chunk in chunks):
             raise self._bad(opened.sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
         vector = self.store.vector(request.vector)
-        terms = FetchTerms(
-            opened.sender, opened.incarnation, request.min_version, request.after_sequence
-        )
+        terms = FetchTerms(opened.sender, opened.incarnation, request.min_version, request.after_sequence)
         token, outbox = next(self._tokens), _Outbox(waiting=set(chunks))
         self._outboxes[token] = outbox
         try:
@@ -302,7 +300,7 @@ class ShardService:
             v1.PushResult(
                 chunk=done.chunk,
                 sequence=done.sequence,
-                outcome=v1.PushResult.Outcome.Value(done.outcome.upper()),
+                outcome=done.outcome.upper(),
                 version=done.version,
                 staleness=max(0, done.staleness),
             )
@@ -359,3 +357,10 @@ class ShardService:
             raise
         except Exception as error:
             raise GradstreamError(f"{self._endpoint.identity.name}: an update failed: {error}") from error
+
+
+def _finite(elements: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. A sum says so in one pass, unless it overflows itself."""
+    if elements.is_meta or bool(torch.isfinite(elements.sum())):
+        return True
+    return bool(torch.isfinite(elements).all())

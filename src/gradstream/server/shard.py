@@ -139,9 +139,7 @@ class ShardState:
             done = parked.contribution
             self._window_of(state, done).add(done.sequence)
             staleness = 0 if parked.assign or done.absent else before - done.basis
-            out.append(
-                Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness)
-            )
+            out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))
         arrivals, state.arrivals = state.arrivals, []
         for new in arrivals:
             out += self._admit(chunk, state, new)
@@ -201,7 +199,7 @@ class ShardState:
 
     def _start(self, chunk: int, state: ChunkState) -> list[Instruction]:
         """Begins the next update of an idle chunk, if one is due."""
-        update = next(((held,) for held in state.parked if held.assign), ())
+        update: tuple[Parked, ...] = tuple(held for held in state.parked if held.assign)[:1]
         if not update and state.version >= 0:
             by_contribution = {held.contribution: held for held in state.parked}
             due = self._rule.due(state.version, list(by_contribution))

@@ -85,9 +85,7 @@ class SimulatedCluster:
             director.spawn(script(self), name="script")
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _start(
-        self, name: str, play: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _start(self, name: str, play: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
         runtime = self.virtual.runtime(name)
         endpoint = MemoryEndpoint(self.cast.identity(name, incarnation=1), runtime, self.network)
         await endpoint.start()

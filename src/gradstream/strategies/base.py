@@ -21,16 +21,26 @@ __all__ = ["Gradient", "Minibatch", "Server", "Strategy", "Worker"]
 
 
 class Minibatch(Protocol):
-    """Samples that this worker goes through in one step. `num_samples` may be 0 in a round."""
+    """Samples that this worker goes through in one step."""
 
-    num_samples: int
+    @property
+    def num_samples(self) -> int:
+        """How many; may be 0 in a round."""
+        ...
 
 
 class Gradient(Protocol):
     """A gradient that is being computed, or has been."""
 
-    vector: Vector
-    samples: int
+    @property
+    def vector(self) -> Vector:
+        """Its elements."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Training samples behind it."""
+        ...
 
     async def done(self) -> None:
         """Returns when it is complete; raises what computing it raised."""
@@ -60,7 +70,11 @@ class Worker(Protocol):
     num_workers: int
     step: int  # local minibatches so far, this one excluded
     version: int  # of the parameters adopted last
-    server: Server
+
+    @property
+    def server(self) -> Server:
+        """The parameter server."""
+        ...
 
     def batches(self) -> AsyncIterator[Minibatch]:
         """This worker's minibatches, in order; ends when every sample of the run is accounted for.

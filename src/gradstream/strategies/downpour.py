@@ -29,6 +29,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
+from gradstream.server.client import Arrival
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Strategy, Worker
 
@@ -66,10 +67,10 @@ class Downpour(Strategy):
 
     async def train(self, worker: Worker) -> None:
         """The client, Algorithm 1.1."""
-        asked = worker.server.fetch_soon()
+        asked: Arrival | None = worker.server.fetch_soon()
         async for batch in worker.batches():
             if worker.step % self.fetch_every == 0:
-                await worker.adopt(asked or worker.server.fetch_soon())
+                await worker.adopt(worker.server.fetch_soon() if asked is None else asked)
                 asked = worker.server.fetch_soon() if self.overlap else None
             gradient = await worker.gradient(batch)
             await worker.accumulate(gradient)

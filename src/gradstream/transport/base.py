@@ -83,8 +83,10 @@ class Stream(Protocol):
     peer: str
     opened: v1.Open  # the opening frame: identity, method, request
 
-    async def send(self, frame: v1.Frame, payload: torch.Tensor | Span | None = None) -> None:
-        """Sends a frame; a chunk waits for credit first.
+    async def send(
+        self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None
+    ) -> None:
+        """Sends a frame; a chunk waits for credit first, while the peer is not silent for `silence_s`.
 
         A Span is borrowed for reading until the carrier has taken it over (copied it, or written
         it out), which has happened when the call returns; that says nothing about arrival.

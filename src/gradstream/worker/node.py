@@ -67,9 +67,7 @@ class WorkerConfig:
 class WorkerNode:
     """One worker. `run` returns when the run is over, and raises what ended it early."""
 
-    def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig
-    ) -> None:
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._member = member
@@ -174,9 +172,7 @@ class WorkerNode:
                 raise UserCodeError(message, traceback.format_exc()) from error
             trim()
 
-        await self._runtime.compute(
-            init, work=Work("init", elems=len(parameters)), writes=[parameters.all]
-        )
+        await self._runtime.compute(init, work=Work("init", elems=len(parameters)), writes=[parameters.all])
 
     def _is_lowest(self) -> bool:
         """Whether this is the worker of the lowest rank that is still there."""

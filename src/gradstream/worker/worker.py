@@ -197,9 +197,7 @@ class Replica:
         self._compute_ns += self._runtime.now() - begun_ns
         return self._loss
 
-    def _arithmetic(
-        self, batch: SampleBatch, into: torch.Tensor, mean: bool, report: Report
-    ) -> float:
+    def _arithmetic(self, batch: SampleBatch, into: torch.Tensor, mean: bool, report: Report) -> float:
         """Reads the samples and differentiates: the user's code, on the arithmetic thread."""
         where = f"worker-{self.rank}, step {self.step} (data epoch {batch.ref.epoch})"
         scaled = mean and self._model.reduction == "sum"
@@ -207,9 +205,7 @@ class Replica:
         try:
             samples = self._data.batch(self._schedule.plan.ids(batch.ref))
             hold: Report = (lambda _: None) if scaled else report
-            loss = self._model.gradient(
-                self.parameters.tensor, samples, into, seed=seed, report=hold
-            )
+            loss = self._model.gradient(self.parameters.tensor, samples, into, seed=seed, report=hold)
         except GradstreamError as error:
             error.args = (f"{where}: {error}", *error.args[1:])
             raise
@@ -295,4 +291,3 @@ def hash_seed(seed: int, rank: int, step: int) -> int:
     value = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) & (2**64 - 1)
     value ^= value >> 31
     return value & (2**63 - 1)
-
