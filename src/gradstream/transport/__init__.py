@@ -1,0 +1,5 @@
+"""Carriers behind one `Endpoint`: `memory` (the virtual network) and `grpc`."""
+
+from gradstream.transport.base import Endpoint, Identity, Priority, Received, Stream
+
+__all__ = ["Endpoint", "Identity", "Priority", "Received", "Stream"]
