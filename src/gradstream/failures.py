@@ -38,7 +38,7 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
     kind = getattr(errors, error, None)
     for base in (InternalError, ConfigError, GradstreamError):
         if isinstance(kind, type) and issubclass(kind, base):
-            made = base(f"{culprit}: {message}")
+            made = (kind if base is InternalError else base)(f"{culprit}: {message}")
             if base is InternalError and traceback_text:
                 made.add_note(traceback_text)
             return made

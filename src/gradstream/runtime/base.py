@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from gradstream.events import Event
 from gradstream.memory import Memory, Span
 
-__all__ = ["Progress", "Report", "Runtime", "Storage", "Timer", "Work"]
+__all__ = ["Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
 
 T = TypeVar("T")
 
@@ -32,11 +32,13 @@ class Work:
         kind: "gradient", "apply", "copy", "evaluate" or a name of one's own.
         samples: training samples it goes through.
         elems: vector elements it goes through.
+        brief: so short (tens of microseconds) that handing it to another thread would cost more.
     """
 
     kind: str
     samples: int = 0
     elems: int = 0
+    brief: bool = False
 
 
 class Timer(Protocol):
@@ -105,7 +107,7 @@ class Runtime(Protocol):
         on_progress: Report | None = None,
         phantom: T | None = None,
     ) -> T:
-        """Runs `fn(report)` off the loop, with `reads` and `writes` lent to it until it completes.
+        """Runs `fn(report)` off the loop (brief work: on it), with `reads` and `writes` lent to it until it completes.
 
         Computations of one node run one after the other, in the order asked for.
         Cancelling the awaiting task takes effect when `fn` has returned: memory is never
@@ -134,6 +136,21 @@ class Runtime(Protocol):
     def vitals(self, role: str) -> list[Event]:
         """How the node is doing: CPU, memory and lateness records, of what this runtime can tell."""
         ...
+
+
+def awaited_later(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    """Keeps asyncio from logging the failure of a task that nobody came to await.
+
+    Whoever awaits the task gets the failure; a node that has failed elsewhere before, and said
+    so, may not get there.
+    """
+    task.add_done_callback(_seen)
+    return task
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class Progress:

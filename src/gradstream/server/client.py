@@ -19,7 +19,7 @@ from typing import Any
 
 from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
-from gradstream.runtime.base import Progress, Runtime
+from gradstream.runtime.base import Progress, Runtime, awaited_later
 from gradstream.server.chunks import ChunkMap
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
@@ -154,7 +154,7 @@ class ServerClient:
         self._sequence += 1
         sequence, before = self._sequence, self._last_fetch
         name = f"{self._runtime.node}-push-{sequence}"
-        self._pushing = self._runtime.spawn(self._push(update, sequence, before), name=name)
+        self._pushing = awaited_later(self._runtime.spawn(self._push(update, sequence, before), name=name))
 
     def settle(self) -> Coroutine[Any, Any, None]:
         """Returns once the push started last, as of this call, is acknowledged by every shard.
@@ -182,7 +182,7 @@ class ServerClient:
         arrival, self.spare = Arrival(self.spare, self.chunks.num_chunks), None
         terms = v1.Fetch(min_version=min_version, after_sequence=self._sequence)
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
-        arrival.task = self._runtime.spawn(self._fetch(arrival, terms), name=name)
+        arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms), name=name))
         self._last_fetch = arrival
         return arrival
 

@@ -22,7 +22,7 @@ from gradstream.events import StepEvent
 from gradstream.memory import Vector
 from gradstream.model.base import Model
 from gradstream.model.check import finite
-from gradstream.runtime.base import Progress, Report, Runtime, Work
+from gradstream.runtime.base import Progress, Report, Runtime, Work, awaited_later
 from gradstream.server.client import Arrival, ServerClient, Update
 from gradstream.strategies import base
 from gradstream.worker.schedule import Schedule
@@ -167,7 +167,8 @@ class Replica:
         if batch.num_samples:
             # Not accumulated, the vector is the one that the push before may still be reading.
             work = self._compute(batch, gradient, None if mean else self.server.settle(), mean=mean)
-            gradient.task = self._runtime.spawn(work, name=f"worker-{self.rank}-gradient-{self.step}")
+            name = f"worker-{self.rank}-gradient-{self.step}"
+            gradient.task = awaited_later(self._runtime.spawn(work, name=name))
         return gradient
 
     async def _compute(
@@ -229,6 +230,7 @@ class Replica:
         """See `strategies.base.Worker`."""
         await arrival.done()
         self.server.spare, self.parameters = self.parameters, arrival.vector
+        self.server.spare.name, self.parameters.name = "spare", "parameters"
         self._basis = arrival.versions
         self.version = min(arrival.versions, default=0)
 
