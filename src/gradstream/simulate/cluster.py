@@ -72,7 +72,15 @@ class SimulatedCluster:
         """SIGKILL: the node's process is gone, at this instant of virtual time."""
         self.network.kill(name)
         self.virtual.runtime(name).kill()
-        self._tasks[name].cancel()
+        director = self.virtual.runtime("director")
+        director.spawn(self._bury(self._tasks[name]), name=f"burial of {name}")
+
+    async def _bury(self, task: asyncio.Task[None]) -> None:
+        """Cancels until it has ended: clean-up code of a dead node waits for timers that never fire."""
+        director = self.virtual.runtime("director")
+        while not task.done():
+            task.cancel()
+            await director.sleep(1e-3)
 
     async def _main(self, script: Script | None) -> None:
         await self._start(COORDINATOR, self._coordinator)
