@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from gradstream.wire.frames import ABSENT
 
 __all__ = ["ShardConfig", "ShardService"]
 
+BRIEF_ELEMS = 1 << 18
+"""Up to here an update takes less time than handing it to another thread."""
 RESULTS_PER_FRAME = 16
 """Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
 
@@ -327,7 +330,8 @@ class ShardService:
         parts = [self._elements[held.token, due.chunk] for held in present]  # type: ignore[index]
         contributions = [held.contribution for held in due.update]
         start, stop = self.chunks.bounds(due.chunk)
-        work = Work("apply", elems=(stop - start) * len(parts))
+        elems = (stop - start) * len(parts)
+        work = Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS)
         spans = self.store.update_spans(due.chunk)
         if due.update[0].assign:
             await self._runtime.compute(
@@ -361,6 +365,6 @@ class ShardService:
 
 def _finite(elements: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite. A sum says so in one pass, unless it overflows itself."""
-    if elements.is_meta or bool(torch.isfinite(elements.sum())):
+    if elements.is_meta or math.isfinite(elements.sum().item()):
         return True
     return bool(torch.isfinite(elements).all())
