@@ -1,0 +1,211 @@
+"""Virtual time: one seed is one history, and a step takes what paper says it takes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.run import Run
+from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, Trace, World
+from gradstream.simulate import simulate
+from gradstream.strategies import Strategy
+from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
+
+CHUNK = 4096
+CHUNK_BYTES = 4 * CHUNK
+BETA = 1e-7  # seconds a byte: 10 MB/s, so that headers and latency are small beside a chunk
+
+
+# ---- one seed, one history --------------------------------------------------------------
+
+POOR = Link(latency_s=1e-3, jitter_s=1e-3, loss=0.01, duplicate=0.05)
+PAIRS = [(f"worker-{worker}", f"shard-{shard}") for worker in range(3) for shard in range(2)]
+JITTERY = World(
+    costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.3)), "apply": Cost(base_s=1e-3)},
+    network=Network(
+        link=Link(jitter_s=1e-3), links={pair: POOR for a, b in PAIRS for pair in ((a, b), (b, a))}
+    ),
+)
+
+
+def history(seed: int, world: World, strategy: Strategy, *, alike: bool = False) -> tuple[bytes, bytes]:
+    """The events and the parameters of a run, as bytes."""
+    model, data = least_squares(48, 100, whole=False, reduction="sum")
+    if alike:
+        # The order of samples, which is the seed's as well, makes no difference then; that of
+        # workers does, if their sums are taken as they are.
+        data = gs.from_arrays(np.repeat(data.inputs[:1], 48, axis=0), np.repeat(data.targets[:1], 48))
+        model.reduction = "mean"
+    options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 6, "chunk_elems": 64}
+    run = simulate(
+        model, data, strategy=strategy, optimizer=gs.Adam(lr=0.05), world=world, seed=seed,
+        batch_size=[1, 2, 4], deadlines=QUICK, **options,
+    )  # fmt: skip
+    lines = b"".join(json.dumps(event).encode() for event in run.events)
+    return lines, run.parameters["w"].tobytes()
+
+
+@pytest.mark.parametrize("strategy", [gs.Synchronous(), gs.Downpour(push_every=2)], ids=["sync", "downpour"])
+def test_one_seed_is_one_history(strategy: Strategy) -> None:
+    first = history(7, JITTERY, strategy)
+    assert history(7, JITTERY, strategy) == first
+    assert history(8, JITTERY, strategy) != first
+
+
+def test_the_seed_orders_what_happens_at_the_same_instant() -> None:
+    """Three workers alike on a network without jitter, going through the same sample again and again."""
+    even = World(costs={"gradient": Cost(base_s=1e-2), "apply": Cost(base_s=1e-3)})
+    seeds = range(6)
+    downpour = [history(seed, even, gs.Downpour(), alike=True) for seed in seeds]
+    assert len({events for events, _ in downpour}) > len(seeds) // 2
+    assert len({parameters for _, parameters in downpour}) > 1
+    synchronous = [history(seed, even, gs.Synchronous(), alike=True) for seed in seeds]
+    assert len({events for events, _ in synchronous}) > 1
+    assert len({parameters for _, parameters in synchronous}) == 1
+
+
+# ---- how long things take ---------------------------------------------------------------
+
+
+def phantom_world(gradient: Cost | None = None, **options: Any) -> World:
+    """Cards of 1/BETA, no latency, no arithmetic."""
+    costs = {"gradient": gradient} if gradient else {}
+    network = Network(bandwidth_bytes_s=1 / BETA, link=Link(latency_s=0.0))
+    return World(costs=costs, network=network, phantom=True, **options)
+
+
+def step_times(run: Run, rank: int = 0) -> list[float]:
+    steps = [e for e in run.events if e["event"] == "step" and e["rank"] == rank]
+    return [event["compute_s"] + event["wait_s"] for event in steps]
+
+
+def phantom_run(num_chunks: int, world: World, strategy: Strategy, **options: Any) -> Run:
+    options = {"workers": 1, "batch_size": 1, "steps": 8, **options}
+    model = Sized([CHUNK] * num_chunks)
+    data = numbered(64)
+    return simulate(model, data, world=world, strategy=strategy, chunk_elems=CHUNK, **options)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_workers_share_the_one_servers_card(workers: int) -> None:
+    """p workers that push n bytes to one server take p·n·β, and as long again to fetch them."""
+    num_chunks = 16
+    run = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=False), workers=workers)
+    expected = 2 * workers * num_chunks * CHUNK_BYTES * BETA
+    for rank in range(workers):
+        assert step_times(run, rank)[1:] == pytest.approx([expected] * 7, rel=0.03)
+
+
+def test_shards_have_cards_of_their_own() -> None:
+    num_chunks = 16
+    run = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=False), workers=4, servers=4)
+    one_card = 4 * num_chunks // 4 * CHUNK_BYTES * BETA  # a shard's, and as busy a worker's
+    assert step_times(run)[1:] == pytest.approx([2 * one_card] * 7, rel=0.25)
+
+
+def test_both_directions_of_a_card_work_at_once() -> None:
+    """With overlap a chunk comes back while the next is on its way: max, and not sum."""
+    num_chunks = 32
+    one_way = num_chunks * CHUNK_BYTES * BETA
+    apart = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=False))
+    at_once = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=True))
+    assert step_times(apart)[1:] == pytest.approx([2 * one_way] * 7, rel=0.02)
+    assert step_times(at_once)[1:] == pytest.approx([one_way * (1 + 1 / num_chunks)] * 7, rel=0.02)
+
+
+def recursion(ready: list[float], exchange: list[float]) -> float:
+    """Wait-free backprop: s_l = max(r_l, e of the layer before), e_l = s_l + a_l; then back again."""
+    sent = landed = 0.0
+    for ready_s, exchange_s in zip(ready, exchange, strict=True):
+        sent = max(ready_s, sent) + exchange_s
+        landed = max(sent, landed) + exchange_s
+    return landed
+
+
+LAYERS = {  # in chunks, the layer that backprop finishes first at the front
+    "small first": [1, 1, 2, 4, 8],
+    "large first": [8, 4, 2, 1, 1],
+    "even": [3, 3, 3, 3],
+}
+SMALL_S = 3e-5  # per frame: a header of 64 bytes, and what is sent around it
+
+
+@pytest.mark.parametrize("gradient_s", [0.005, 0.02, 0.1])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_backprop_and_exchange_overlap_as_on_paper(layers: str, gradient_s: float) -> None:
+    sizes = LAYERS[layers]
+    forward = 0.25
+    world = phantom_world(Cost(base_s=gradient_s), backprop=forward)
+    model = Sized([CHUNK * size for size in sizes])
+    total = sum(sizes)
+    ready: list[float] = []
+    exchange: list[float] = []
+    for size in sizes:
+        end = len(ready) + size
+        ready += [gradient_s * (forward + (1 - forward) * end / total)] * size
+        exchange += [CHUNK_BYTES * BETA] * size
+
+    def steps(*, overlap: bool) -> list[float]:
+        strategy = gs.Synchronous(overlap=overlap)
+        options: dict[str, Any] = {"workers": 1, "batch_size": 1, "steps": 6, "chunk_elems": CHUNK}
+        return step_times(simulate(model, numbered(64), world=world, strategy=strategy, **options))[1:]
+
+    small_s = SMALL_S * total
+    assert steps(overlap=True) == pytest.approx([recursion(ready, exchange)] * 5, abs=small_s)
+    assert steps(overlap=False) == pytest.approx([gradient_s + 2 * sum(exchange)] * 5, abs=small_s)
+
+
+def test_downpour_hides_the_exchange_behind_computing() -> None:
+    """overlap=True: a step takes max(compute, exchange); without, their sum."""
+    num_chunks = 16
+    one_way = num_chunks * CHUNK_BYTES * BETA  # 26 ms
+    for gradient_s in (0.1, 0.005):
+        world = phantom_world(Cost(base_s=gradient_s))
+        hidden = phantom_run(num_chunks, world, gs.Downpour(overlap=True), steps=12)
+        bare = phantom_run(num_chunks, world, gs.Downpour(overlap=False), steps=12)
+        mean_hidden = float(np.mean(step_times(hidden)[4:]))
+        mean_bare = float(np.mean(step_times(bare)[4:]))
+        longest = max(gradient_s, one_way)
+        assert longest <= mean_hidden <= longest + 2 * one_way / num_chunks  # a chunk out, a chunk back
+        assert mean_bare == pytest.approx(gradient_s + one_way * (1 + 1 / num_chunks), rel=0.05)
+
+
+def test_the_slowest_worker_sets_the_pace_of_rounds() -> None:
+    """Synchronous: a step takes E[max of W]; of exponential times with mean c that is c·Σ 1/i."""
+    workers, steps = 4, 400
+    world = World(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
+    run = simulate(
+        Sized([64]), numbered(64), world=world, strategy="synchronous", workers=workers, batch_size=1,
+        steps=steps, chunk_elems=64, seed=2,
+    )  # fmt: skip
+    expected = sum(1 / i for i in range(1, workers + 1))
+    assert float(np.mean(step_times(run))) == pytest.approx(expected, rel=0.1)
+
+
+def test_traces_and_speeds_are_kept_to() -> None:
+    gradient = Cost(base_s=1.0, spread=Trace((1.0, 3.0)))
+    world = phantom_world(gradient, speeds={"worker-1": 0.5})
+    run = phantom_run(1, world, gs.Downpour(), workers=2, steps=4)
+    computed = {
+        rank: [e["compute_s"] for e in run.events if e["event"] == "step" and e["rank"] == rank]
+        for rank in (0, 1)
+    }
+    assert computed == {0: [1.0, 3.0, 1.0, 3.0], 1: [2.0, 6.0, 2.0, 6.0]}
+
+
+def test_phantom_takes_as_long_as_the_real_thing() -> None:
+    """Durations and bytes do not depend on whether arithmetic is done."""
+
+    def story(*, phantom: bool) -> list[Any]:
+        world = World(costs={"gradient": Cost(base_s=0.01)}, phantom=phantom)
+        run = simulate(
+            Sized([3 * CHUNK, 100, CHUNK, 2 * CHUNK]), numbered(64), world=world, strategy="synchronous",
+            workers=3, servers=2, batch_size=2, steps=4, chunk_elems=CHUNK, seed=3,
+        )  # fmt: skip
+        return [event for event in run.events if event["event"] in ("step", "exchange", "applied")]
+
+    assert story(phantom=False) == story(phantom=True)
