@@ -131,6 +131,8 @@ class StreamCore:
         self._heard_ns = runtime.now()
         self._waiting_on: list[str] = []
         self._readable, self._writable = Bell(), Bell()
+        self._alarm: Timer | None = None
+        self._alarm_ns = 0
         self._on_release: list[Callable[[], object]] = []
 
     # ---- the user's side --------------------------------------------------------------
@@ -314,19 +316,28 @@ class StreamCore:
         """Waits until `ready`, or until nothing at all was heard for `silence_s`."""
         begun_ns = self._runtime.now()
         while not ready():
-            timer: Timer | None = None
             if silence_s is not None:
                 quiet_ns = self._runtime.now() - max(begun_ns, self._heard_ns)
                 left_ns = round(silence_s * _NS) - quiet_ns
                 if left_ns <= 0:
                     self._expire(silence_s)
                     return
-                timer = self._runtime.call_later(left_ns / _NS, bell.ring)
-            try:
-                await bell.wait()
-            finally:
-                if timer is not None:
-                    timer.cancel()
+                self._set_alarm(left_ns)
+            await bell.wait()
+
+    def _set_alarm(self, left_ns: int) -> None:
+        """Rings in `left_ns` or earlier: a pending alarm serves many waits, and who is woken looks again."""
+        due_ns = self._runtime.now() + left_ns
+        if self._alarm is not None:
+            if self._alarm_ns <= due_ns:
+                return
+            self._alarm.cancel()
+        self._alarm, self._alarm_ns = self._runtime.call_later(left_ns / _NS, self._ring_alarm), due_ns
+
+    def _ring_alarm(self) -> None:
+        self._alarm = None
+        self._readable.ring()
+        self._writable.ring()
 
     def _expire(self, silence_s: float) -> None:
         on = f", after saying that it waits for {', '.join(self._waiting_on)}" if self._waiting_on else ""
@@ -368,8 +379,9 @@ class StreamCore:
         if not self._released:
             self._released = True
             self._carrier.over()
-            self._readable.ring()
-            self._writable.ring()
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._ring_alarm()
             for callback in self._on_release:
                 callback()
 
