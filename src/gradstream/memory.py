@@ -87,7 +87,8 @@ class Vector:
         for loan in self._loans:
             if queue is not None and loan.queue is queue:
                 continue
-            if loan.start < stop and start < loan.stop and (loan.write or write):
+            overlap = max(start, loan.start) < min(stop, loan.stop)  # nothing overlaps an empty range
+            if overlap and (loan.write or write):
                 verb, held = ("write", "read") if write else ("read", "written")
                 raise LentMemoryError(
                     f"{to} wants to {verb} {self.name}[{start}:{stop}], which is being "
