@@ -106,6 +106,25 @@ def test_computations_run_in_the_order_asked_for(runtime: RealRuntime) -> None:
     assert asyncio.run(work()) == list(range(20))
 
 
+def test_brief_work_runs_on_the_loop_but_never_beside_the_arithmetic_thread(runtime: RealRuntime) -> None:
+    async def work() -> None:
+        def name(_: object) -> str:
+            return threading.current_thread().name
+
+        brief, gate = Work("apply", brief=True), Gate()
+        assert await runtime.compute(name, work=brief) == threading.current_thread().name
+        long = runtime.spawn(runtime.compute(gate, work=Work("gradient")), name="long")
+        await gate.entered()
+        queued = runtime.spawn(runtime.compute(name, work=brief), name="brief")
+        await runtime.sleep(0)
+        assert not queued.done()
+        gate.open.set()
+        assert (await queued).startswith("node-compute")
+        await long
+
+    asyncio.run(work())
+
+
 def test_what_arithmetic_raises_comes_out(runtime: RealRuntime) -> None:
     async def work() -> None:
         gradient = Vector("gradient", torch.zeros(8))
