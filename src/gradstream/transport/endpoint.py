@@ -140,6 +140,7 @@ class EndpointCore(ABC):
             method=method,
             window=window,
             body=request.SerializeToString(),
+            urgent=priority is Priority.CONTROL,
         )
         return self.dial(peer, opened, priority)
 

@@ -38,6 +38,7 @@ KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 5 << 20
 OPEN_SILENCE_S = 10.0  # who connects and says nothing is sent away after this
+HOLD_S = 2e-3  # how long control calls hold a bulk message back, at most
 FLUSH_S = 1.0  # how long `close` lets peers be told
 
 OPTIONS: list[tuple[str, int]] = [
@@ -67,10 +68,49 @@ _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 _FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
-class _GrpcCarrier:
-    """The queue between a stream and its gRPC call."""
+class _Gate:
+    """Lets control calls pass: while one is under way, a bulk message waits, for `HOLD_S` at most.
 
-    def __init__(self) -> None:
+    On one event loop, each of the ten or so steps of a call would otherwise wait for a chunk. A
+    control stream that stays open holds for `HOLD_S` too, from its opening.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._holders: dict[StreamCore, None] = {}
+        self._opened = Bell()
+
+    def hold(self, stream: StreamCore) -> None:
+        """Holds bulk back until the stream is over, or its time is."""
+        self._holders[stream] = None
+        timer = self._runtime.call_later(HOLD_S, partial(self._let_go, stream))
+        stream.on_release(timer.cancel)
+        stream.on_release(partial(self._let_go, stream))
+
+    def _let_go(self, stream: StreamCore) -> None:
+        self._holders.pop(stream, None)
+        if not self._holders:
+            self._opened.ring()
+
+    async def passed(self) -> None:
+        """Returns once no call holds, or after `HOLD_S`."""
+        if self._holders:
+            timer = self._runtime.call_later(HOLD_S, self._opened.ring)
+            try:
+                await self._opened.wait()
+            finally:
+                timer.cancel()
+
+
+class _GrpcCarrier:
+    """The queue between a stream and its gRPC call.
+
+    Args:
+        gate: to wait at before each message; None for control streams.
+    """
+
+    def __init__(self, gate: _Gate | None) -> None:
+        self._gate = gate
         self._outbox: deque[tuple[bytes, bool]] = deque()  # message, whether a cancel drops it
         self._over = False
         self._stopped = False
@@ -112,6 +152,8 @@ class _GrpcCarrier:
                 while self._outbox:
                     message, _ = self._outbox.popleft()
                     self._emptied.ring()
+                    if self._gate is not None:
+                        await self._gate.passed()
                     await write(message)
                 if self._over:
                     return
@@ -138,8 +180,10 @@ class _GrpcCarrier:
 class _Outgoing(_GrpcCarrier):
     """The caller's end: makes the call."""
 
-    def __init__(self, endpoint: GrpcEndpoint, peer: str, channel: grpc.aio.Channel | None) -> None:
-        super().__init__()
+    def __init__(
+        self, endpoint: GrpcEndpoint, peer: str, channel: grpc.aio.Channel | None, gate: _Gate | None
+    ) -> None:
+        super().__init__(gate)
         self._endpoint = endpoint
         self._peer = peer
         self._channel = channel
@@ -151,6 +195,8 @@ class _Outgoing(_GrpcCarrier):
             stream.broken("its address is not known")
             return
         self.transmit(v1.Frame(open=opened), None)
+        if opened.urgent:
+            self._endpoint.gate.hold(stream)
         call = self._channel.stream_stream(METHOD)()  # type: ignore[call-arg]
         name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}"
         self._endpoint.background(self._write(call), f"{name}, writer")
@@ -234,6 +280,7 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         self._host = _host_of(listen, insecure)
         self._listen = listen
+        self.gate = _Gate(runtime)
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
         self._channels: dict[tuple[str, Priority], grpc.aio.Channel] = {}
@@ -264,7 +311,6 @@ class GrpcEndpoint(EndpointCore):
 
     async def answer(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serves one incoming call: its first message is Open, the rest is its stream's."""
-        carrier = _GrpcCarrier()
         try:
             opened = await self._first(context)
         except GradstreamError as error:
@@ -273,7 +319,10 @@ class GrpcEndpoint(EndpointCore):
             return
         if opened is None:
             return
+        carrier = _GrpcCarrier(None if opened.urgent else self.gate)
         stream = carrier.stream = self._incoming(opened, carrier)
+        if opened.urgent:
+            self.gate.hold(stream)
         name = f"{self.identity.name}: {opened.method} from {opened.sender}, reader"
         reader = self.runtime.spawn(_read(carrier, context), name=name)
         try:
@@ -305,12 +354,12 @@ class GrpcEndpoint(EndpointCore):
 
     def _dial(self, peer: str, address: str | None, priority: Priority) -> _Outgoing:
         if address is None:
-            return _Outgoing(self, peer, None)
+            return _Outgoing(self, peer, None, None)
         channel = self._channels.get((peer, priority))
         if channel is None:
             channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
             self._channels[peer, priority] = channel
-        return _Outgoing(self, peer, channel)
+        return _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
 
     def _hang_up(self, peer: str) -> None:
         for priority in Priority:

@@ -67,7 +67,7 @@ class Frame(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., body: _Optional[_Union[Body, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol", "job", "fingerprint", "sender", "incarnation", "epoch", "method", "window", "body")
+    __slots__ = ("protocol", "job", "fingerprint", "sender", "incarnation", "epoch", "method", "window", "body", "urgent")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class Open(_message.Message):
     METHOD_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
+    URGENT_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     job: str
     fingerprint: int
@@ -86,7 +87,8 @@ class Open(_message.Message):
     method: str
     window: int
     body: bytes
-    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., fingerprint: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., method: _Optional[str] = ..., window: _Optional[int] = ..., body: _Optional[bytes] = ...) -> None: ...
+    urgent: bool
+    def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., fingerprint: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., method: _Optional[str] = ..., window: _Optional[int] = ..., body: _Optional[bytes] = ..., urgent: bool = ...) -> None: ...
 
 class Accept(_message.Message):
     __slots__ = ("window",)
