@@ -63,13 +63,14 @@ def test_rows_are_in_the_order_of_time() -> None:
 def test_rate_is_samples_over_the_train_time_that_the_coordinator_measured() -> None:
     finished = {"event": "finished", "node": "coordinator", "time_s": 9.0, "samples": 20, "train_s": 4.0}
     summary = summary_of([step(0, 0, 1.0), step(1, 0, 1.5), finished])
-    assert summary["samples_per_s"] == 5.0
+    assert summary["train_s"] == 3.75  # the first step began at 1.0 - 0.5 - 0.25
+    assert summary["samples_per_s"] == 20 / 3.75
     assert summary["samples_accounted"] == 20
 
 
 def test_a_run_cut_short_is_timed_by_its_steps() -> None:
     summary = summary_of([step(0, 0, 1.0), step(0, 1, 2.5)])
-    assert summary["train_s"] == 2.0  # from 1.0 - 0.5 to 2.5
+    assert summary["train_s"] == 2.25  # from 1.0 - 0.5 - 0.25 to 2.5
     assert summary["samples_accounted"] is None
 
 
@@ -147,7 +148,7 @@ def test_real_events_are_understood() -> None:
         ev.FinishedEvent(samples=4, train_s=2.0),
     ]
     summary = summary_of([json.loads(ev.encode(r, node="worker-0", time_s=1.0)) for r in records])
-    assert summary["samples_per_s"] == 2.0
+    assert summary["samples_per_s"] == pytest.approx(4 / 1.1)  # the first step began at 0.9
     assert summary["loss"] is None
     assert summary["updates"] == 1
     assert summary["peak_memory_bytes"] == {"worker-0": 7}

@@ -124,7 +124,7 @@ def test_late_round_is_dropped_once_and_told() -> None:
 def test_fetch_waits_for_initial_parameters_and_for_own_push() -> None:
     state = ShardState([0], Immediate())
     assert state.fetch(0, FetchTerms("worker-1", 1), "early") == []
-    assert state.awaited([0]) == ["worker-0 (initial parameters)"]
+    assert state.awaited([0]) == ["the worker of the lowest rank (initial parameters)"]
     state.push(0, Parked(contribution(0, 1), "init", assign=True))
     assert state.applied(0)[-1] == Release("early", 0)
     assert state.fetch(0, FetchTerms("worker-1", 1, after_sequence=1), "own") == []

@@ -155,7 +155,7 @@ def test_who_must_wait_is_told_for_whom() -> None:
         while "waiting" not in kinds:
             frame = await call.read()
             kinds.append(frame.WhichOneof("kind"))
-        assert list(frame.waiting.on) == ["worker-0 (initial parameters)"]
+        assert list(frame.waiting.on) == ["the worker of the lowest rank (initial parameters)"]
         await push(stub, 1, 10.0, command=v1.Push.ASSIGN)
         while frame.WhichOneof("kind") != "end":
             frame = await call.read()

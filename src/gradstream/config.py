@@ -48,7 +48,7 @@ class Deadlines:
     join_s: float = 60.0
     silence_s: float = 30.0
     lease_s: float = 10.0
-    retry_s: float = 30.0
+    retry_s: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)

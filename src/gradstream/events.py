@@ -180,7 +180,7 @@ class FinishedEvent(Event):
 
     name: ClassVar[str] = "finished"
     samples: int
-    train_s: float  # from the first gradient to the last receipt
+    train_s: float  # from the begin of training, initial parameters included, to the last receipt
 
 
 def encode(event: Event, *, node: str, time_s: float) -> bytes:

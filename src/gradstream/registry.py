@@ -10,8 +10,9 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -106,13 +107,16 @@ def _find(kind: str, known: Mapping[str, str], spec: Any, options: Mapping[str, 
     return _changed(kind, spec, options)
 
 
-def _class(kind: str, known: Mapping[str, str], spec: str) -> type:
+def _class(kind: str, known: Mapping[str, str], spec: str) -> Callable[..., Any]:
+    """The class of a name; for names of ours it may be a function that makes one."""
     place, colon, name = spec.rpartition(":")
     if not colon:
         key = spec.lower()
         if key not in known:
             raise UnknownNameError(kind, spec, known)
         place, _, name = known[key].rpartition(":")
+        made: Callable[..., Any] = getattr(importlib.import_module(place), name)
+        return made
     module = load_module(Path(place)) if place.endswith(".py") else _import(kind, spec, place)
     cls = getattr(module, name, None)
     if not isinstance(cls, type):
@@ -130,7 +134,7 @@ def _import(kind: str, spec: str, module: str) -> ModuleType:
         ) from error
 
 
-def _make(kind: str, name: str, cls: type, options: Mapping[str, Any]) -> Any:
+def _make(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     _check_options(kind, name, cls, options)
     try:
         return cls(**options)
@@ -145,8 +149,8 @@ def _changed(kind: str, value: Any, options: Mapping[str, Any]) -> Any:
     return dataclasses.replace(value, **options)
 
 
-def _check_options(kind: str, name: str, cls: type, options: Mapping[str, Any]) -> None:
-    fields = [entry.name for entry in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+def _check_options(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    fields = list(inspect.signature(cls).parameters)
     for option in options:
         if option not in fields:
             raise UnknownNameError(f"option of {kind} {name!r}", option, fields)

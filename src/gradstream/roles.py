@@ -78,7 +78,7 @@ class Cast:
     join_s: float = 60.0
     silence_s: float = 30.0
     lease_s: float = 10.0
-    retry_s: float = 30.0
+    retry_s: float = 120.0
 
     @property
     def node_names(self) -> list[str]:

@@ -90,7 +90,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     steps = _of(events, "step")
     finished = _first(events, "finished")
     samples = sum(step["samples"] for step in steps)
-    train_s = finished.get("train_s") or _span_s(steps)
+    train_s = finished["train_s"] - _begin_s(steps) if finished else _span_s(steps)
     return {
         "steps": len(steps),
         "samples": samples,
@@ -104,12 +104,14 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     }
 
 
+def _begin_s(steps: Sequence[EventDict]) -> float:
+    """When the first step began."""
+    return max(0.0, min((step["time_s"] - step["compute_s"] - step["wait_s"] for step in steps), default=0.0))
+
+
 def _span_s(steps: Sequence[EventDict]) -> float | None:
     """Seconds from the begin of the first step to the end of the last, for a run cut short."""
-    if not steps:
-        return None
-    begin = min(step["time_s"] - step["compute_s"] for step in steps)
-    return float(max(step["time_s"] for step in steps) - begin)
+    return float(max(step["time_s"] for step in steps) - _begin_s(steps)) if steps else None
 
 
 def _last_epoch_loss(steps: Sequence[EventDict]) -> float | None:

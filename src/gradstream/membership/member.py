@@ -119,6 +119,10 @@ class Member:
         await self._until(lambda: self.notice.phase == v1.Notice.FINISHED)
         return self.notice
 
+    async def heard(self, reached: Callable[[], bool]) -> None:
+        """Waits until something holds that a notice decides. Raises as `over` does."""
+        await self._until(reached)
+
     async def leave(self) -> None:
         """Says what is left to say and goodbye, and waits until it was heard, for a lease at most.
 

@@ -167,6 +167,7 @@ class Membership:
         node = self._nodes.pop(who, None)
         if node is None:
             return []
+        had_finished = who in self._finished
         self._finished.discard(who)
         left = LeftEvent(who=who, lost=not self.over, reason="" if self.over else reason, epoch=self.epoch)
         if self.over:
@@ -179,6 +180,10 @@ class Membership:
         if hopeless:
             return out + self._abort(who, "PeerLostError", f"{reason}; {hopeless}")
         self.ledger.lost(node.rank)
+        if node.role == "worker" and not had_finished and self.workers:
+            # The worker of the lowest rank keeps the final parameters. Whoever that is now may have
+            # finished when it was not: it says so again once it has done this.
+            self._finished.discard(self.workers[0].name)
         out.append(Notify())
         return out + self._conclude()
 

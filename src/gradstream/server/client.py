@@ -223,7 +223,7 @@ class ServerClient:
         )
 
     async def assign(self, vector: Vector) -> None:
-        """Sets all parameters, at version 0 if there were none. Returns when every shard has them."""
+        """Hands out initial parameters: version 0 of every chunk that has none yet. Others keep theirs."""
         zero = [0] * self.chunks.num_chunks
         update = Update(vector, samples=0, learning_rate=0.0, basis=zero, assign=True)
         await self.push_soon(update)

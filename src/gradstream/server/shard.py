@@ -41,7 +41,7 @@ class Parked:
 
     contribution: Contribution
     token: Token
-    assign: bool = False  # sets the elements: initial parameters or a restore
+    assign: bool = False  # initial parameters: sets the elements of a chunk that has none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class ShardState:
         state = self.chunks[chunk]
         assert state.busy
         before, update = state.version, state.updating
-        state.version = max(before, 0) if update[0].assign else before + 1
+        state.version = before + 1
         state.busy, state.updating = False, ()
         out: list[Instruction] = []
         for parked in update:
@@ -166,7 +166,7 @@ class ShardState:
         for chunk in chunks:
             state = self.chunks[chunk]
             if state.version < 0:
-                names["worker-0 (initial parameters)"] = None
+                names["the worker of the lowest rank (initial parameters)"] = None
             parked = [held.contribution for held in state.parked]
             names.update(dict.fromkeys(self._rule.awaited(state.version, parked)))
         return sorted(names)
@@ -182,7 +182,8 @@ class ShardState:
         coming = new.contribution
         if coming.sequence in self._window_of(state, coming):
             return [Acknowledge(new.token, chunk, coming.sequence, "duplicate", state.version, 0)]
-        if not new.assign and self._rule.drops(state.version, coming):
+        late = state.version >= 0 if new.assign else self._rule.drops(state.version, coming)
+        if late:
             self._window_of(state, coming).add(coming.sequence)
             return [Acknowledge(new.token, chunk, coming.sequence, "dropped", state.version, 0)]
         for index, held in enumerate(state.parked):

@@ -124,18 +124,49 @@ class WorkerNode:
         )
         replica = self._replica(client)
         vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
+        heir = runtime.spawn(self._take_over(replica), name=f"{runtime.node}-heir")
         try:
-            if config.rank == 0:
+            if self._is_lowest():
                 await self._init(replica.parameters)
                 await client.assign(replica.parameters)
             await config.strategy.train(replica)
             await client.settle()
-            if self._is_lowest():
-                await self._save(replica)
+            await self._conclude(replica)
         finally:
             vitals.cancel()
-        self._report(client)
-        self._member.finished()
+            heir.cancel()
+
+    async def _take_over(self, replica: Replica) -> None:
+        """Hands out initial parameters where the worker of the lowest rank died before it could."""
+        if self._is_lowest():
+            return
+        await self._member.heard(self._is_lowest)
+        if replica.version >= 0:
+            return
+        try:
+            layout = self._config.model.layout
+            vector = self._runtime.memory.allocate(layout.elems, layout.dtype, "initial")
+            await self._init(vector)
+            await replica.server.assign(vector)
+        except Exception as error:
+            await self._member.failed(error, _traceback_of(error))
+
+    async def _conclude(self, replica: Replica) -> None:
+        """Says that this worker has finished; that of the lowest rank keeps the parameters first.
+
+        Ranks move up when a worker dies, even now.
+        """
+        if not self._is_lowest():
+            self._report(replica.server)
+            self._member.finished()
+            await self._member.heard(lambda: self._is_lowest() or self._is_over())
+        if not self._is_over():
+            await self._save(replica)
+            self._report(replica.server)
+            self._member.finished()
+
+    def _is_over(self) -> bool:
+        return self._member.notice.phase == v1.Notice.FINISHED
 
     def _replica(self, client: ServerClient) -> Replica:
         config = self._config
@@ -168,7 +199,7 @@ class WorkerNode:
             except GradstreamError:
                 raise
             except Exception as error:
-                message = f"worker-0: the model's init raised {type(error).__name__}: {error}"
+                message = f"{self._runtime.node}: the model's init raised {type(error).__name__}: {error}"
                 raise UserCodeError(message, traceback.format_exc()) from error
             trim()
 

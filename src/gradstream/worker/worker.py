@@ -89,7 +89,7 @@ class Replica:
         self.rank = rank
         self.num_workers = num_workers
         self.step = 0
-        self.version = 0
+        self.version = -1  # nothing adopted yet
         self.server = server
         self._runtime = runtime
         self._model = model
