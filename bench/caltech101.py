@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 2
 
@@ -35,27 +37,34 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256, help="samples of a minibatch of one worker")
     parser.add_argument("--only", nargs="*", help="rows to measure")
     parser.add_argument("--lr", type=float, help="rate of SGD")
-    parser.add_argument("--adagrad-lr", type=float, help="rate of Adagrad")
+    parser.add_argument("--downpour-lr", type=float, default=0.1, help="rate of Downpour's plain SGD")
     parser.add_argument("--plain", metavar="THREADS", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain is not None:
         print(json.dumps(plain_loop(given, given.plain)))
         return
+    period_10 = {"push_every": 10, "fetch_every": 10}
     rows = {
         "plain": lambda: peers(given, [os.cpu_count() or 1]),
         "side-by-side": lambda: peers(given, [1] * WORKERS),
         "synchronous-half": lambda: ours(given, "synchronous", {}, batch=given.batch // WORKERS),
         "synchronous": lambda: ours(given, "synchronous", {}),
-        "downpour-1": lambda: ours(given, "downpour", {}),
-        "downpour-10": lambda: ours(given, "downpour", {"push_every": 10, "fetch_every": 10}),
+        "downpour-1": lambda: ours(given, "downpour", {"overlap": False}),
+        "downpour-1-overlap": lambda: ours(given, "downpour", {}),
+        "downpour-10": lambda: ours(given, "downpour", {**period_10, "overlap": False}),
+        "downpour-10-overlap": lambda: ours(given, "downpour", period_10),
     }
     results: dict[str, Any] = {}
     for name, measure in rows.items():
         if given.only and name not in given.only:
             continue
-        results[name] = measure()
+        results[name] = {**measure(), "date": now(), "commit": git_commit(ROOT)}
         print(name, json.dumps(results[name]), flush=True)
     keep(given, results)
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def job(model: str) -> Any:
@@ -66,8 +75,6 @@ def job(model: str) -> Any:
 
 def peers(given: argparse.Namespace, threads: list[int]) -> dict[str, Any]:
     """Plain loops, one process for each number of threads, at the same time."""
-    from gradstream.cluster import node_environment
-
     processes = []
     for count in threads:
         environment = {**os.environ, **node_environment(1), "OMP_NUM_THREADS": str(count)}
@@ -142,7 +149,7 @@ def ours(
     from gradstream.train import train
 
     described = job(given.model)
-    optimizer: Any = gs.Adagrad(lr=given.adagrad_lr or 0.001)
+    optimizer: Any = gs.SGD(lr=given.downpour_lr, weight_decay=1e-4)
     if strategy == "synchronous":
         rate = given.lr or described_lr(described)
         optimizer = gs.SGD(lr=rate, momentum=0.9, weight_decay=1e-4)
@@ -163,6 +170,8 @@ def ours(
             "samples_per_s": summary["samples_per_s"],
             "train_s": summary["train_s"],
             "accuracy": run.evaluate().accuracy,
+            "optimizer": str(optimizer),
+            "options": options,
             "steps": summary["steps"],
             "pushed_gb": summary["pushed_bytes"] / 1e9,
             "fetched_gb": summary["fetched_bytes"] / 1e9,
@@ -180,8 +189,6 @@ def ours(
 
 def keep(given: argparse.Namespace, results: dict[str, Any]) -> None:
     """Prints the table and writes it down."""
-    from gradstream.cluster.machine import describe_machine, git_commit
-
     base = results.get("plain", {}).get("samples_per_s")
     print(f"{'':18s} samples/s  ratio  train s  accuracy  peak MB by process")
     for name, row in results.items():
@@ -191,17 +198,19 @@ def keep(given: argparse.Namespace, results: dict[str, Any]) -> None:
             f"{name:18s} {row['samples_per_s']:9.0f}  {ratio:>5s}  {row['train_s']:7.1f}  "
             f"{row['accuracy']:8.3f}  {peak}"
         )
+    folder = ROOT / "bench" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"caltech101-{given.model}.json"
+    if given.only and path.exists():  # rows measured before stay, with their own date and commit
+        results = {**json.loads(path.read_text())["rows"], **results}
     record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
-        "machine": describe_machine({}),
+        "machine": describe_machine(node_environment(WORKERS)),
         "arguments": vars(given),
         "rows": results,
     }
-    folder = ROOT / "bench" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"caltech101-{given.model}.json"
-    (folder / name).write_text(json.dumps(record, indent=2, default=str) + "\n")
+    path.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":
