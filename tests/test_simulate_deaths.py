@@ -63,6 +63,47 @@ def failed(events: list[Any]) -> Any:
 STRATEGIES = (gs.Downpour(overlap=False), gs.Downpour(push_every=2, fetch_every=2), gs.Downpour())
 
 
+def duties(seconds: float | None, **costs: Cost) -> list[Any]:
+    """Events of a run on slow cards; worker 0, which hands out and keeps the parameters, may die."""
+    events: list[Any] = []
+    run = simulate(
+        Tokens(num_chunks=3),
+        numbered(NUM_SAMPLES),
+        optimizer=gs.SGD(lr=1.0),
+        strategy=gs.Downpour(),
+        workers=3,
+        servers=2,
+        batch_size=2,
+        epochs=EPOCHS,
+        chunk_elems=64,
+        deadlines=QUICK,
+        world=dataclasses.replace(WORLD, costs={**WORLD.costs, **costs}),
+        script=None if seconds is None else kill_at("worker-0", seconds),
+        on_event=events.append,
+    )
+    check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+    assert seconds is None or lost(events) == ["worker-0"]
+    return events
+
+
+def test_the_next_worker_hands_out_the_parameters_where_the_first_dies_before_it_could() -> None:
+    slow = Cost(base_s=1.0)  # worker 0 makes them for a second
+    for tenths in range(1, 10):
+        events = duties(0.1 * tenths, init=slow)
+        heirs = {e["node"] for e in events if e["event"] == "memory" and "initial" in e["vectors_bytes"]}
+        assert heirs == {"worker-1"}
+
+
+def test_the_next_worker_keeps_the_parameters_where_the_first_dies_before_it_could() -> None:
+    slow = Cost(base_s=1.0)  # whoever writes them takes a second
+    (finished,) = [event for event in duties(None, checkpoint=slow) if event["event"] == "finished"]
+    began_s = finished["time_s"] - 1.0
+    for tenths in range(1, 10):
+        events = duties(began_s + 0.1 * tenths, checkpoint=slow)
+        (late,) = [event for event in events if event["event"] == "finished"]
+        assert late["time_s"] > finished["time_s"]  # written again, by another
+
+
 @pytest.mark.parametrize("lowest", [False, True], ids=["worker-1", "worker-0"])
 def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
     rng = random.Random(1)
