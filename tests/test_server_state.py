@@ -98,7 +98,7 @@ def test_round_waits_for_everybody_and_sums_by_rank() -> None:
     (apply,) = state.push(0, Parked(contribution(1, 5, samples=2), 1))
     assert isinstance(apply, Apply)
     assert [held.contribution.rank for held in apply.update] == [0, 1, 2]
-    assert Rounds(3, "mean").weights([held.contribution for held in apply.update]) == [1 / 6, 2 / 6, 3 / 6]
+    assert Rounds(3, "mean").weights(0, [held.contribution for held in apply.update]) == [1 / 6, 2 / 6, 3 / 6]
     assert state.applied(0)[-1] == Release("fetch", 0)
 
 

@@ -28,7 +28,7 @@ def with_shard(script: Script) -> None:
     async def main() -> None:
         runtime = RealRuntime("shard-0")
         endpoint = GrpcEndpoint(Identity("job", "shard-0", 1, epoch=3), runtime)
-        config = ShardConfig(0, 1, Immediate(), SGD(lr=1.0), waiting_every_s=0.05)
+        config = ShardConfig(0, 1, Immediate(), SGD(lr=1.0), silence_s=0.2)
         service = ShardService(runtime, endpoint, config)
         service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))
         await endpoint.start()

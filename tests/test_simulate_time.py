@@ -10,6 +10,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.run import Run
+from gradstream.runtime import VirtualCluster, Work
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, Trace, World
 from gradstream.simulate import simulate
 from gradstream.strategies import Strategy
@@ -157,6 +158,23 @@ def test_backprop_and_exchange_overlap_as_on_paper(layers: str, gradient_s: floa
     small_s = SMALL_S * total
     assert steps(overlap=True) == pytest.approx([recursion(ready, exchange)] * 5, abs=small_s)
     assert steps(overlap=False) == pytest.approx([gradient_s + 2 * sum(exchange)] * 5, abs=small_s)
+
+
+def test_buckets_become_ready_at_the_offsets_of_the_world() -> None:
+    cluster = VirtualCluster(0, World(costs={"gradient": Cost(base_s=1.0)}, offsets=(0.5, 0.5, 0.9)))
+    runtime = cluster.runtime("worker-0")
+    told: list[tuple[int, float]] = []
+
+    async def main() -> None:
+        await runtime.compute(
+            lambda report: [report(elems) for elems in (10, 30, 40)],  # one tensor came out of order
+            work=Work("gradient"),
+            milestones=(10, 20, 30, 40),
+            on_progress=lambda elems: told.append((elems, round(runtime.now() / 1e9, 6))),
+        )
+
+    cluster.run(main())
+    assert told == [(10, 0.5), (30, 0.9), (40, 1.0)]
 
 
 def test_downpour_hides_the_exchange_behind_computing() -> None:

@@ -136,7 +136,7 @@ class Cast:
             num_shards=self.servers,
             rule=self.strategy.rule(self.workers, self.reduction),
             optimizer=self.optimizer,
-            waiting_every_s=self.silence_s / 4,
+            silence_s=self.silence_s,
         )
         return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
 

@@ -83,7 +83,7 @@ def describe_machine(environment: Mapping[str, str]) -> dict[str, Any]:
         "versions": versions(),
         "argv": sys.argv,
         "machine": {
-            "system": platform.platform(),
+            "system": f"{platform.system()} {platform.machine()}",
             "processor": _processor(),
             "cores": num_cores(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

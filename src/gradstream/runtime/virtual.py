@@ -9,6 +9,7 @@ nothing is left that could ever happen, the run ends with a `DeadlockError` that
 from __future__ import annotations
 
 import asyncio
+import bisect
 import heapq
 import random
 import selectors
@@ -244,7 +245,7 @@ class VirtualRuntime(Tasks):
                     result = fn(reported.append)
                 seconds = self._price(work)
                 if on_progress is not None:
-                    self._schedule_progress(reported, seconds, release_then(loans, on_progress))
+                    self._schedule_progress(reported, milestones, seconds, release_then(loans, on_progress))
                 await finish_despite_cancel(self._after(seconds))
                 return result
 
@@ -264,11 +265,14 @@ class VirtualRuntime(Tasks):
         )
         return done
 
-    def _schedule_progress(self, reported: Sequence[int], seconds: float, on_progress: Report) -> None:
+    def _schedule_progress(
+        self, reported: Sequence[int], milestones: Sequence[int], seconds: float, on_progress: Report
+    ) -> None:
         clock, world = self.cluster.clock, self.cluster.world
         total = reported[-1] if reported else 0
         for elems in reported[:-1]:
-            when_ns = clock.now_ns + round(seconds * world.offset(elems / total) * 1e9)
+            bucket = bisect.bisect_left(milestones, elems)
+            when_ns = clock.now_ns + round(seconds * world.offset(bucket, elems / total) * 1e9)
             clock.call_at(when_ns, lambda elems=elems: on_progress(elems))  # type: ignore[misc]
         if reported:  # at the very end, and never after the result
             when_ns = clock.now_ns + round(seconds * 1e9) - (1 if seconds > 0 else 0)

@@ -173,9 +173,11 @@ class World:
     Args:
         costs: seconds by kind of work; a kind that is missing costs nothing.
         speeds: by node name, 1.0 where missing; 0.5 takes twice as long.
-        backprop: (fraction of the gradient's duration at which the first element is ready).
-            The gradient's elements become ready linearly from there to the end, at the offset
-            of each bucket; 1/3 is a forward pass half as long as the backward pass.
+        backprop: fraction of the gradient's duration at which the backward pass begins; 1/3 is
+            a forward pass half as long. Its elements become ready linearly from there to the end.
+        offsets: fractions of the gradient's duration at which each bucket is ready, in backward
+            order, one per tensor of the model's layout: as measured, where linear is not good
+            enough (a convolution takes more time per element than a dense layer).
         network: see `Network`.
         phantom: run no arithmetic and hold no vectors: cost and bytes only.
     """
@@ -183,6 +185,7 @@ class World:
     costs: Mapping[str, Cost] = field(default_factory=_no_costs)
     speeds: Mapping[str, float] = field(default_factory=dict)
     backprop: float = 1 / 3
+    offsets: Sequence[float] = ()
     network: Network = Network()
     phantom: bool = False
 
@@ -190,12 +193,16 @@ class World:
         for node, speed in self.speeds.items():
             if not speed > 0:
                 raise ConfigError(f"World.speeds[{node!r}] = {speed}: expected a positive number")
+        if list(self.offsets) != sorted(self.offsets) or not all(0 <= f <= 1 for f in self.offsets):
+            raise ConfigError(f"World.offsets = {self.offsets}: expected growing fractions from 0 to 1")
 
     def seconds(self, node: str, work: Work, rng: random.Random, count: int) -> float:
         """Duration of one computation on a node."""
         cost = self.costs.get(work.kind)
         return cost.seconds(work, rng, count) / self.speeds.get(node, 1.0) if cost else 0.0
 
-    def offset(self, fraction: float) -> float:
-        """When, as a fraction of the duration, this fraction of the gradient is ready."""
+    def offset(self, bucket: int, fraction: float) -> float:
+        """When, as a fraction of the duration, a bucket is ready, and with it this fraction of all."""
+        if self.offsets:
+            return self.offsets[min(bucket, len(self.offsets) - 1)]
         return self.backprop + (1 - self.backprop) * fraction

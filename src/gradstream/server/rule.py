@@ -69,8 +69,13 @@ class Rule(Protocol):
         """Those contributions that form the next update now, in the order of summation; or none."""
         ...
 
-    def weights(self, update: Sequence[Contribution]) -> Sequence[float]:
-        """The factor of each contribution in the sum Σ weight·elements that the optimizer is given."""
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        """The factor of each contribution in the sum Σ weight·elements that the optimizer is given.
+
+        Args:
+            version: of the chunk before this update; minus a contribution's basis, its staleness.
+            update: as `due` chose it.
+        """
         ...
 
     def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
@@ -90,7 +95,7 @@ class Immediate:
         """The oldest."""
         return parked[:1]
 
-    def weights(self, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
         """1."""
         return (1.0,)
 

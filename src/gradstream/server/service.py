@@ -53,14 +53,20 @@ class ShardConfig:
         num_shards: of how many.
         rule: the strategy's server half.
         optimizer: update rule.
-        waiting_every_s: how often a peer that must wait is told so; well below its deadline.
+        silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
+            is told so four times in as long.
     """
 
     rank: int
     num_shards: int
     rule: Rule
     optimizer: Optimizer
-    waiting_every_s: float = 5.0
+    silence_s: float = 30.0
+
+    @property
+    def waiting_every_s(self) -> float:
+        """How often a peer that must wait is told so."""
+        return self.silence_s / 4
 
 
 @dataclass(slots=True, eq=False)
@@ -245,7 +251,7 @@ class ShardService:
                     await self._woken(stream, outbox.wake, outbox.waiting)
                     continue
                 chunk = outbox.ready.popleft()
-                await stream.credit()
+                await stream.credit(self._config.silence_s)
                 async with self._turn(chunk):
                     pass  # nothing is awaited from here until the elements are the carrier's
                 span = self.store.span(vector, chunk)
@@ -341,7 +347,7 @@ class ShardService:
         weights = [
             weight
             for weight, contribution in zip(
-                self._config.rule.weights(contributions), contributions, strict=True
+                self._config.rule.weights(due.step - 1, contributions), contributions, strict=True
             )
             if not contribution.absent
         ]

@@ -53,7 +53,7 @@ class Rounds:
             return ()
         return [present[rank] for rank in range(self.num_workers)]
 
-    def weights(self, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
         """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
         total = sum(one.samples for one in update)
         return [(one.samples if self.reduction == "mean" else 1) / total for one in update]

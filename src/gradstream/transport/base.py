@@ -93,8 +93,8 @@ class Stream(Protocol):
         """
         ...
 
-    async def credit(self) -> None:
-        """Returns once a chunk can be sent without waiting.
+    async def credit(self, silence_s: float | None = None) -> None:
+        """Returns once a chunk can be sent without waiting, while the peer is not silent for `silence_s`.
 
         A `send` that follows with no await in between takes its payload over at once: what must
         be read atomically (a chunk that is updated all the time) is read between the two.
