@@ -152,7 +152,8 @@ class ServerClient:
         """
         await self.settle()
         self._sequence += 1
-        sequence, before = self._sequence, self._last_fetch
+        # Initial parameters cannot wait for a fetch, which may be waiting for them.
+        sequence, before = self._sequence, None if update.assign else self._last_fetch
         name = f"{self._runtime.node}-push-{sequence}"
         self._pushing = awaited_later(self._runtime.spawn(self._push(update, sequence, before), name=name))
 
