@@ -22,7 +22,9 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
-	$(BIN)/python bench/grpc_bulk.py
+	$(BIN)/python bench/grpc_bulk.py --sweep
+	$(BIN)/python bench/server_bulk.py
+	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -15,11 +15,13 @@ def vector(elems: int = 10, name: str = "parameters") -> Vector:
 
 def test_any_number_of_readers_and_no_writer() -> None:
     shared = vector()
-    with shared[0:6].borrowed(write=False, to="one"), shared[4:10].borrowed(write=False, to="two"):
-        with pytest.raises(
-            LentMemoryError, match=r"fetch wants to write parameters\[5:10\].*read at \[[04]:"
-        ):
-            shared.borrow(5, 10, write=True, to="fetch")
+    conflict = r"fetch wants to write parameters\[5:10\].*read at \[[04]:"
+    with (
+        shared[0:6].borrowed(write=False, to="one"),
+        shared[4:10].borrowed(write=False, to="two"),
+        pytest.raises(LentMemoryError, match=conflict),
+    ):
+        shared.borrow(5, 10, write=True, to="fetch")
     shared.give_back(shared.borrow(0, 10, write=True, to="fetch"))
     assert not shared.lent
 

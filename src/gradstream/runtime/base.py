@@ -89,7 +89,7 @@ class Runtime(Protocol):
         ...
 
     async def gather(self, *works: Awaitable[T]) -> list[T]:
-        """Results in the order given. At the first failure the rest is cancelled and awaited; it is raised."""
+        """Results in the order given. At the first failure the rest is cancelled and awaited."""
         ...
 
     async def within(self, seconds: float, work: Awaitable[T]) -> T:
@@ -107,7 +107,7 @@ class Runtime(Protocol):
         on_progress: Report | None = None,
         phantom: T | None = None,
     ) -> T:
-        """Runs `fn(report)` off the loop (brief work: on it), with `reads` and `writes` lent to it until it completes.
+        """Runs `fn(report)` off the loop (brief work: on it); `reads` and `writes` are lent to it until then.
 
         Computations of one node run one after the other, in the order asked for.
         Cancelling the awaiting task takes effect when `fn` has returned: memory is never
