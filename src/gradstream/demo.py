@@ -37,10 +37,9 @@ def job() -> gs.Job:
         model=gs.from_torch(build, loss),
         data=gs.fashion_mnist(),
         strategy="downpour",
-        optimizer=gs.Adagrad(lr=0.01),
         workers=2,
         servers=1,
         batch_size=32,
-        epochs=10,
+        epochs=16,
         name="demo",
     )

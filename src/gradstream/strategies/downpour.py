@@ -62,8 +62,12 @@ class Downpour(Strategy):
                 raise ConfigError(f"Downpour({name}={value}): expected a number of steps of at least 1")
 
     def optimizer(self) -> Optimizer:
-        """Adagrad, which the paper found to make asynchrony robust."""
-        return Adagrad(lr=0.01)
+        """Adagrad, which the paper found to make asynchrony robust.
+
+        Its sums start above zero: the first updates, which several workers compute on the same
+        parameters, would otherwise each be a full step of the rate in every coordinate.
+        """
+        return Adagrad(lr=0.01, initial_accumulator=0.01)
 
     async def train(self, worker: Worker) -> None:
         """The client, Algorithm 1.1."""
