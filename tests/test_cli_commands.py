@@ -122,7 +122,7 @@ def test_epochs_and_steps_together_are_left_to_the_job_to_refuse(recorder: Recor
 
 def test_learning_rate_of_the_strategys_own_optimizer(recorder: Recorder) -> None:
     call("train", "job.py", "--lr", "0.5", "--strategy", "downpour")
-    assert recorder.job.optimizer == Adagrad(lr=0.5)
+    assert recorder.job.optimizer == Adagrad(lr=0.5, initial_accumulator=0.01)
 
 
 def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
