@@ -36,16 +36,15 @@ def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def job() -> gs.Job:
-    """About 85 % of the test images right after 5 passes over the data."""
+    """Well over 80 % of the test images right after 8 passes over the data."""
     return gs.Job(
         model=gs.from_torch(build, loss),
         data=gs.fashion_mnist(),
         strategy="downpour",
-        optimizer=gs.Adagrad(lr=0.01, initial_accumulator=1e-3),
         workers=2,
         servers=1,
         batch_size=32,
-        epochs=5,
+        epochs=8,
     )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from gradstream.errors import GradstreamError, UserCodeError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
 
     from gradstream.run import Evaluation, Run
@@ -78,11 +80,20 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("staleness", _of(s["staleness_mean"], f"mean {{:.2f}}, largest {s['staleness_max']}")),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
         ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
-        ("peak memory", ", ".join(f"{n} {_bytes(size)}" for n, size in s["peak_memory_bytes"].items())),
+        ("peak memory", ", ".join(f"{r} ≤ {_bytes(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),
         ("loop lateness", ", ".join(f"{r} ≤ {ms:.1f} ms" for r, ms in s["loop_late_max_ms"].items())),
         ("workers lost", ", ".join(s["workers_lost"])),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _peaks(by_node: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The largest of each role: a run may have many nodes."""
+    peaks: dict[str, int] = {}
+    for node, size_bytes in by_node.items():
+        role = node.partition("-")[0]
+        peaks[role] = max(size_bytes, peaks.get(role, 0))
+    return list(peaks.items())
 
 
 def _of(value: Any, template: str) -> str:
