@@ -1,0 +1,197 @@
+"""What the conformance checks are made of: the pair under test, frames, and expectations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradstream.errors import (
+    GradstreamError,
+)
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Endpoint, Received, Stream
+from gradstream.wire import v1
+
+__all__ = [
+    "LIMIT_S",
+    "SILENCE_S",
+    "Check",
+    "ConformanceError",
+    "Held",
+    "MakePair",
+    "Pair",
+    "body_frame",
+    "chunk_frame",
+    "echo",
+    "expect",
+    "fill",
+    "numbered",
+    "ping",
+    "raises",
+    "reply_once",
+    "settle",
+    "sink_all",
+    "take_chunk",
+    "until_closed",
+]
+
+LIMIT_S = 60.0
+SILENCE_S = 20.0
+
+
+class ConformanceError(AssertionError):
+    """The carrier breaks a promise of `transport.base`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two started endpoints of one job that know each other, named "near" and "far".
+
+    Args:
+        near: calls.
+        far: is called.
+        runtime: of near.
+        far_runtime: of far.
+        kill_far: ends far as the death of its process would.
+        dial: opens a stream from near with an Open made by hand.
+        window: chunks that far holds per stream.
+        ping_s: the median round trip that a control call may take behind a bulk transfer.
+        tick_s: enough time for a few frames to arrive.
+        bulk_bytes: size of the bulk transfer.
+    """
+
+    near: Endpoint
+    far: Endpoint
+    runtime: Runtime
+    far_runtime: Runtime
+    kill_far: Callable[[], Awaitable[None]]
+    dial: Callable[[str, v1.Open], Stream]
+    window: int = 16
+    ping_s: float = 5e-3
+    tick_s: float = 0.05
+    bulk_bytes: int = 300_000_000
+
+
+MakePair = Callable[[], AbstractAsyncContextManager[Pair]]
+Check = Callable[[Pair], Coroutine[Any, Any, None]]
+
+
+def expect(fact: bool, message: str) -> None:
+    """Raises ConformanceError with `message` unless it is a fact."""
+    if not fact:
+        raise ConformanceError(message)
+
+
+def chunk_frame(index: int, elems: int = 1, **fields: Any) -> v1.Frame:
+    """A chunk's header."""
+    fields.setdefault("dtype", v1.FLOAT32)
+    return v1.Frame(chunk=v1.Chunk(index=index, elems=elems, **fields))
+
+
+def body_frame(data: bytes = b"") -> v1.Frame:
+    """A body."""
+    return v1.Frame(body=v1.Body(data=data))
+
+
+def numbered(index: int, elems: int = 1) -> torch.Tensor:
+    """A payload that tells which chunk it is."""
+    return torch.full((elems,), float(index))
+
+
+async def raises(kind: type[GradstreamError], work: Awaitable[object], where: str) -> GradstreamError:
+    """Awaits what must fail with this kind of error, and returns the error."""
+    try:
+        await work
+    except GradstreamError as error:
+        expect(isinstance(error, kind), f"{where}: expected {kind.__name__}, got {error!r}")
+        return error
+    raise ConformanceError(f"{where}: expected {kind.__name__}, nothing was raised")
+
+
+async def take_chunk(stream: Stream) -> Received:
+    """The next frame, which must come."""
+    received = await stream.recv(SILENCE_S)
+    if received is None:
+        raise ConformanceError(f"{stream.peer} ended where a frame was due")
+    return received
+
+
+async def echo(stream: Stream) -> None:
+    """Sends everything back."""
+    while (received := await stream.recv(SILENCE_S)) is not None:
+        await stream.send(received.frame, received.payload)
+
+
+async def reply_once(stream: Stream) -> None:
+    """Answers a call with its own request."""
+    await stream.send(body_frame(stream.opened.body))
+
+
+async def sink_all(stream: Stream) -> None:
+    """Counts chunks and answers with their number."""
+    count = 0
+    while await stream.recv(SILENCE_S) is not None:
+        count += 1
+    await stream.send(body_frame(str(count).encode()))
+
+
+async def ping(pair: Pair, count: int) -> None:
+    """Round trips, and so time for other frames to arrive."""
+    pair.far.serve("ping", reply_once, model=False)
+    for _ in range(count):
+        await pair.near.call("far", "ping", v1.Tensor(), v1.Tensor, silence_s=SILENCE_S)
+
+
+async def settle(pair: Pair, sent: list[int], expected: int) -> None:
+    """Gives a sender every chance to send more than it may; it must have sent `expected`."""
+    for _ in range(200):
+        await ping(pair, 1)
+        if len(sent) >= expected:
+            break
+    await ping(pair, 10)
+    await pair.runtime.sleep(pair.tick_s)
+    expect(len(sent) == expected, f"{len(sent)} chunks were sent under a window of {expected}")
+
+
+class Held:
+    """A handler that does nothing until it is released, and keeps its stream for the check."""
+
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.released = asyncio.Event()
+        self.stream: Stream | None = None
+
+    async def __call__(self, stream: Stream) -> None:
+        """Serves: holds the stream until released."""
+        self.stream = stream
+        self.opened.set()
+        await self.released.wait()
+
+    async def arrived(self) -> Stream:
+        """The stream, once there is one."""
+        await self.opened.wait()
+        assert self.stream is not None
+        return self.stream
+
+
+async def until_closed(runtime: Runtime, stream: Stream, tick_s: float) -> GradstreamError:
+    """Waits until a stream is known to be over."""
+    for _ in range(200):
+        try:
+            await stream.waiting([])
+        except GradstreamError as error:
+            return error
+        await runtime.sleep(tick_s)
+    raise ConformanceError(f"the stream from {stream.peer} was not told that it is over")
+
+
+async def fill(stream: Stream, count: int, sent: list[int]) -> None:
+    """Sends chunks, noting each that was taken over."""
+    for index in range(count):
+        await stream.send(chunk_frame(index, 64), numbered(index, 64))
+        sent.append(index)
