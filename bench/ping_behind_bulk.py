@@ -1,0 +1,109 @@
+"""Question: how long does a control call wait behind a large transfer?
+
+One process pushes 300 MB to a shard in another, then fetches them back, and all the while asks the
+shard for its status every 20 ms. Goal: a median of at most 5 ms.
+
+    python bench/ping_behind_bulk.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import server_bulk
+import torch
+
+from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.runtime.real import RealRuntime
+from gradstream.server import ChunkMap, ServerClient
+from gradstream.transport.base import Identity
+from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.wire import v1
+
+ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
+
+
+async def measure(address: str) -> dict[str, dict[str, float]]:
+    runtime = RealRuntime("worker-0")
+    identity = Identity("bench", "worker-0", 2, fingerprint=server_bulk.FINGERPRINT)
+    endpoint = GrpcEndpoint(identity, runtime)
+    await endpoint.start()
+    endpoint.know("shard-0", address)
+    spare, update = (runtime.memory.allocate(ELEMS, torch.float32, name) for name in ("spare", "update"))
+    update.tensor.uniform_()
+    chunks = ChunkMap(ELEMS, CHUNK_ELEMS, 1)
+    client = ServerClient(runtime, endpoint, ["shard-0"], chunks, spare, silence_s=60, retry_s=60)
+    await client.assign(update)
+
+    async def ping_until(stop: asyncio.Event) -> list[float]:
+        times = []
+        while not stop.is_set():
+            begun = time.perf_counter()
+            status = v1.Command(kind=v1.Command.STATUS)
+            await endpoint.call("shard-0", "command", status, v1.CommandResult)
+            times.append(time.perf_counter() - begun)
+            await asyncio.sleep(EVERY_S)
+        return times
+
+    async def behind(transfer: Callable[[], Awaitable[None]]) -> dict[str, float]:
+        pings: list[float] = []
+        for _ in range(REPEATS):
+            stop = asyncio.Event()
+            pinging = asyncio.ensure_future(ping_until(stop))
+            await transfer()
+            stop.set()
+            pings += await pinging
+        pings.sort()
+        return {
+            "num_pings": len(pings),
+            "median_ms": 1e3 * statistics.median(pings),
+            "p90_ms": 1e3 * pings[int(0.9 * len(pings))],
+            "max_ms": 1e3 * pings[-1],
+        }
+
+    rows = {
+        "push": await behind(lambda: server_bulk.push(client, update)),
+        "fetch": await behind(lambda: server_bulk.fetch(client)),
+    }
+    await endpoint.close()
+    return rows
+
+
+def main() -> None:
+    sys.setswitchinterval(2e-4)
+    torch.set_num_threads(1)
+    here = Path(__file__).resolve().parent
+    server = subprocess.Popen(
+        [sys.executable, str(here / "server_bulk.py"), "--elems", str(ELEMS), "--serve"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **node_environment(2)},
+    )
+    assert server.stdout is not None and server.stdin is not None
+    rows = asyncio.run(measure(json.loads(server.stdout.readline())[0]))
+    server.stdin.close()
+    server.wait(timeout=60)
+    for name, row in rows.items():
+        print(f"behind a 300 MB {name}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()))
+    record = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(here.parent),
+        "machine": describe_machine(node_environment(2)),
+        "rows": rows,
+    }
+    (here / "results").mkdir(exist_ok=True)
+    (here / "results" / "ping-behind-bulk.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
