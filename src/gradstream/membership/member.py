@@ -61,7 +61,6 @@ class Member:
     ) -> None:
         self.node = node
         self.notice = v1.Notice()
-        self.on_notice: list[Callable[[v1.Notice], None]] = []
         self._runtime = runtime
         self._endpoint = endpoint
         self._software = software
@@ -251,8 +250,6 @@ class Member:
         if notice.phase == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.reason)
         if changed:
-            for callback in self.on_notice:
-                callback(notice)
             self._wake()
         if self._error is not None:
             raise self._error

@@ -50,10 +50,6 @@ class ChunkMap:
         start = chunk * self.chunk_elems
         return start, min(start + self.chunk_elems, self.elems)
 
-    def shard_of(self, chunk: int) -> int:
-        """The shard that holds a chunk."""
-        return chunk % self.num_shards
-
     def chunks_of(self, shard: int) -> range:
         """The chunks of a shard, in the order of the vector. Empty if there are too few."""
         return range(shard, self.num_chunks, self.num_shards)

@@ -124,22 +124,22 @@ class WorkerNode:
         )
         replica = self._replica(client)
         vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
-        heir = runtime.spawn(self._take_over(replica), name=f"{runtime.node}-heir")
+        tasks = [vitals]
         try:
             if self._is_lowest():
                 await self._init(replica.parameters)
                 await client.assign(replica.parameters)
+            else:
+                tasks.append(runtime.spawn(self._take_over(replica), name=f"{runtime.node}-heir"))
             await config.strategy.train(replica)
             await client.settle()
             await self._conclude(replica)
         finally:
-            vitals.cancel()
-            heir.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _take_over(self, replica: Replica) -> None:
         """Hands out initial parameters where the worker of the lowest rank died before it could."""
-        if self._is_lowest():
-            return
         await self._member.heard(self._is_lowest)
         if replica.version >= 0:
             return
