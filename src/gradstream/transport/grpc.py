@@ -69,7 +69,7 @@ _FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
 class _Gate:
-    """Lets control calls pass: while one is under way, a bulk message waits, for `HOLD_S` at most.
+    """Lets control calls pass: while one is under way, bulk is neither sent nor read, for `HOLD_S` at most.
 
     On one event loop, each of the ten or so steps of a call would otherwise wait for a chunk. A
     control stream that stays open holds for `HOLD_S` too, from its opening.
@@ -168,6 +168,8 @@ class _GrpcCarrier:
         """Feeds the stream with messages until there are no more."""
         assert self.stream is not None
         while (message := await read()) is not _EOF:
+            if self._gate is not None:
+                await self._gate.passed()
             try:
                 frame, view = decode(message)
                 payload = payload_tensor(frame.chunk, view) if frame.HasField("chunk") else None
