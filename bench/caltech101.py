@@ -37,22 +37,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256, help="samples of a minibatch of one worker")
     parser.add_argument("--only", nargs="*", help="rows to measure")
     parser.add_argument("--lr", type=float, help="rate of SGD")
-    parser.add_argument("--downpour-lr", type=float, default=0.1, help="rate of Downpour's plain SGD")
+    parser.add_argument("--downpour-lr", type=float, default=0.02, help="rate of Downpour's local steps")
+    parser.add_argument("--downpour-momentum", type=float, default=0.9, help="momentum of these")
     parser.add_argument("--plain", metavar="THREADS", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain is not None:
         print(json.dumps(plain_loop(given, given.plain)))
         return
     # Local steps at full rate, and the server takes the mean of what the workers bring, not the sum.
-    period_10 = {"push_every": 10, "fetch_every": 10, "overlap": False, "local_lr": given.downpour_lr}
+    period_1 = {
+        "overlap": False,
+        "local_lr": given.downpour_lr,
+        "local_momentum": given.downpour_momentum,
+    }
+    period_10 = {**period_1, "push_every": 10, "fetch_every": 10}
+    mean_lr = given.downpour_lr / WORKERS
     rows = {
         "plain": lambda: peers(given, [os.cpu_count() or 1]),
         "side-by-side": lambda: peers(given, [1] * WORKERS),
         "synchronous-half": lambda: ours(given, "synchronous", {}, batch=given.batch // WORKERS),
         "synchronous": lambda: ours(given, "synchronous", {}),
-        "downpour-1": lambda: ours(given, "downpour", {"overlap": False}),
-        "downpour-1-overlap": lambda: ours(given, "downpour", {}),
-        "downpour-10": lambda: ours(given, "downpour", period_10, lr=given.downpour_lr / WORKERS),
+        "downpour-1": lambda: ours(given, "downpour", period_1, lr=mean_lr),
+        "downpour-1-overlap": lambda: ours(given, "downpour", {**period_1, "overlap": True}, lr=mean_lr),
+        "downpour-10": lambda: ours(given, "downpour", period_10, lr=mean_lr),
     }
     results: dict[str, Any] = {}
     for name, measure in rows.items():
@@ -153,7 +160,7 @@ def ours(
     from gradstream.train import train
 
     described = job(given.model)
-    optimizer: Any = gs.SGD(lr=lr or given.downpour_lr, weight_decay=1e-4)
+    optimizer: Any = gs.SGD(lr=lr or 0.01, weight_decay=1e-4)
     if strategy == "synchronous":
         rate = given.lr or described_lr(described)
         optimizer = gs.SGD(lr=rate, momentum=0.9, weight_decay=1e-4)

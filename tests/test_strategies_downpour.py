@@ -54,15 +54,18 @@ def delayed_sgd(
     push_every: int,
     fetch_every: int,
     overlap: bool,
+    momentum: float = 0.0,
 ) -> torch.Tensor:
     """The reference: Algorithm 1.1 by one node, with a server that is a vector beside it."""
     server = torch.zeros(model.layout.elems, dtype=model.layout.dtype)
     asked, local, accumulated = server.clone(), server.clone(), None
+    velocity = torch.zeros_like(server)
     for step, ids in enumerate(batches):
         if step % fetch_every == 0:
             local = asked.clone() if overlap else server.clone()
             asked = server.clone()
         gradient = gradient_of(model, local, data, ids)
+        gradient = velocity = velocity * momentum + gradient
         accumulated = gradient.clone() if accumulated is None else accumulated + gradient
         local.sub_(gradient, alpha=LR)
         if (step + 1) % push_every == 0 or step + 1 == len(batches):
@@ -97,15 +100,18 @@ def test_without_overlap_it_is_local_sgd_on_whole_numbers(every: int) -> None:
 PERIODS = [(1, 1), (2, 2), (4, 4), (1, 3), (3, 1), (2, 3)]
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("periods", PERIODS, ids=str)
-def test_one_worker_is_sgd_with_this_delay(periods: tuple[int, int], world: str, overlap: bool) -> None:
+def test_one_worker_is_sgd_with_this_delay(
+    periods: tuple[int, int], world: str, overlap: bool, momentum: float
+) -> None:
     model, data = least_squares(64, FEATURES, whole=False)
-    strategy = gs.Downpour(*periods, overlap=overlap)
+    strategy = gs.Downpour(*periods, overlap=overlap, local_momentum=momentum)
     expected = delayed_sgd(
         model, data, own_batches(data, 4, 11, seed=3),
-        push_every=periods[0], fetch_every=periods[1], overlap=overlap,
+        push_every=periods[0], fetch_every=periods[1], overlap=overlap, momentum=momentum,
     )  # fmt: skip
     for servers in (1, 2):
         got = simulated(model, data, strategy, world=WORLDS[world], servers=servers)

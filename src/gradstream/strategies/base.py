@@ -95,12 +95,20 @@ class Worker(Protocol):
         """Waits for a fetch; from then on its vector holds the worker's parameters."""
         ...
 
+    async def refresh(self) -> None:
+        """Fetches and adopts at once, between two gradients: needs no spare vector."""
+        ...
+
     async def apply(self, gradient: Gradient, lr: float | None = None) -> None:
         """Local step: parameters ← parameters - lr·gradient; the optimizer's lr if None."""
         ...
 
     async def accumulate(self, gradient: Gradient) -> None:
         """Adds to what `take_accumulated` returns. The first one is taken over, not copied."""
+        ...
+
+    async def descend(self, gradient: Gradient, lr: float | None = None, *, momentum: float = 0.0) -> None:
+        """`accumulate` and `apply` in one pass over memory, of v ← momentum·v + gradient."""
         ...
 
     def take_accumulated(self) -> Update:

@@ -2,8 +2,8 @@
 
     client, at step t:                                   server, on each push:
       every n_fetch steps:  w ← fetch()                    w ← w - γ·acc / √(Σ acc²)    (Adagrad)
-      g ← ∇ℓ(w; batch);  acc ← acc + g
-      w ← w - α·g
+      v ← μ·v + ∇ℓ(w; batch)
+      acc ← acc + v;  w ← w - α·v
       every n_push steps:   push(acc);  acc ← 0
 
 No replica waits for another. `overlap=False` is the literal algorithm with the fetch after the
@@ -17,7 +17,9 @@ chunk by chunk: two chunks may show different numbers of updates at one instant,
 
 Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 and §4.1.
 Different here: a push is due after step n_push - 1, not before step 0, so that a fetch finds the
-worker's own progress; Adagrad divides by √(Σ acc²) + ε, as the paper's rate is 0/0 at first.
+worker's own progress; Adagrad divides by √(Σ acc²) + ε, as the paper's rate is 0/0 at first. The paper
+has no momentum, μ = 0. With a long period and γ = α/W for W workers, which makes the server take the
+mean of their progress, it is what brings accuracy back to that of one machine (see docs/choose.md).
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
-from gradstream.server.client import Arrival
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Strategy, Worker
 
@@ -45,12 +46,14 @@ class Downpour(Strategy):
         fetch_every: n_fetch, in steps.
         overlap: exchange while computing, at the price of one more period of delay.
         local_lr: α of the local steps between two fetches; the optimizer's rate if None.
+        local_momentum: μ of the local steps, in [0, 1). Each worker keeps its v over all fetches.
     """
 
     push_every: int = 1
     fetch_every: int = 1
     overlap: bool = True
     local_lr: float | None = None
+    local_momentum: float = 0.0
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
@@ -60,6 +63,8 @@ class Downpour(Strategy):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"Downpour({name}={value}): expected a number of steps of at least 1")
+        if not 0.0 <= self.local_momentum < 1.0:
+            raise ConfigError(f"Downpour(local_momentum={self.local_momentum}): expected 0 or more, below 1")
 
     def optimizer(self) -> Optimizer:
         """Adagrad, which the paper found to make asynchrony robust.
@@ -71,14 +76,16 @@ class Downpour(Strategy):
 
     async def train(self, worker: Worker) -> None:
         """The client, Algorithm 1.1."""
-        asked: Arrival | None = worker.server.fetch_soon()
+        asked = worker.server.fetch_soon() if self.overlap else None
         async for batch in worker.batches():
             if worker.step % self.fetch_every == 0:
-                await worker.adopt(worker.server.fetch_soon() if asked is None else asked)
-                asked = worker.server.fetch_soon() if self.overlap else None
+                if asked is None:
+                    await worker.refresh()
+                else:
+                    await worker.adopt(asked)
+                    asked = worker.server.fetch_soon()
             gradient = await worker.gradient(batch)
-            await worker.accumulate(gradient)
-            await worker.apply(gradient, self.local_lr)  # until the next fetch
+            await worker.descend(gradient, self.local_lr, momentum=self.local_momentum)
             if (worker.step + 1) % self.push_every == 0:
                 await worker.server.push_soon(worker.take_accumulated())
 
