@@ -1,5 +1,8 @@
-"""The command line. Nothing heavy is imported before a command runs: --help answers at once."""
+"""The command line. Nothing heavy is imported before a command runs: --help answers at once.
 
-from gradstream.cli.commands import main
+Each command is a file of its own in `commands/`, found by its name.
+"""
+
+from gradstream.cli.group import main
 
 __all__ = ["main"]

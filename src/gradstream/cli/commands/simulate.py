@@ -1,0 +1,63 @@
+"""`gradstream simulate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gradstream.cli.options import job_options, override
+from gradstream.cli.running import run_and_show
+
+if TYPE_CHECKING:
+    from gradstream.runtime.world import World
+
+__all__ = ["simulate"]
+
+
+@click.command()
+@job_options
+@click.option("--phantom", is_flag=True, help="No arithmetic: cost and bytes only, for large models.")
+@click.option("--latency", type=float, metavar="SECONDS", help="From any node to any other.")
+@click.option("--bandwidth", type=float, metavar="BYTES/S", help="Of each direction of a network card.")
+@click.option("--gradient-s", type=float, metavar="SECONDS", help="Mean time of one minibatch's gradient.")
+@click.option("--spread", type=float, metavar="SIGMA", help="Log-normal spread of computing times.")
+def simulate(job: str, as_json: bool, **given: Any) -> None:
+    """Runs the same nodes in one process, on virtual time.
+
+    One seed is one history. Times in the figures are virtual seconds.
+    """
+    from gradstream.jobfile import load_job
+    from gradstream.simulate import simulate as run_job
+
+    names = ("phantom", "latency", "bandwidth", "gradient_s", "spread")
+    world = make_world(**{name: given.pop(name) for name in names})
+    chosen = override(load_job(job), **given)
+    run_and_show(lambda on_event: run_job(chosen, world=world, on_event=on_event), as_json)
+
+
+def make_world(
+    *,
+    phantom: bool = False,
+    latency: float | None = None,
+    bandwidth: float | None = None,
+    gradient_s: float | None = None,
+    spread: float | None = None,
+) -> World:
+    """The default `World` with what was given on the command line; None is not given."""
+    import dataclasses
+
+    from gradstream.runtime.world import Cost, LogNormal, World
+
+    world = World(phantom=phantom)
+    network, costs = world.network, dict(world.costs)
+    if latency is not None:
+        link = dataclasses.replace(network.link, latency_s=latency)
+        network = dataclasses.replace(network, link=link)
+    if bandwidth is not None:
+        network = dataclasses.replace(network, bandwidth_bytes_s=bandwidth)
+    if gradient_s is not None:
+        costs["gradient"] = Cost(base_s=gradient_s)
+    if spread is not None:
+        costs = {kind: dataclasses.replace(cost, spread=LogNormal(spread)) for kind, cost in costs.items()}
+    return dataclasses.replace(world, network=network, costs=costs)

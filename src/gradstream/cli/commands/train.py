@@ -1,0 +1,26 @@
+"""`gradstream train`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gradstream.cli.options import job_options, override
+from gradstream.cli.running import run_and_show
+
+__all__ = ["train"]
+
+
+@click.command()
+@job_options
+def train(job: str, as_json: bool, **given: Any) -> None:
+    """Trains with worker and server processes on this machine.
+
+    Progress goes to stderr, figures to stdout.
+    """
+    from gradstream.jobfile import load_job
+    from gradstream.train import train as run_job
+
+    chosen = override(load_job(job), **given)
+    run_and_show(lambda on_event: run_job(chosen, on_event=on_event), as_json)

@@ -1,0 +1,57 @@
+"""The command `gradstream`: finds the commands, and turns our exceptions into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+import click
+
+from gradstream.cli import commands
+from gradstream.errors import GradstreamError, exit_code
+
+__all__ = ["Commands", "main"]
+
+
+class Commands(click.Group):
+    """A group whose commands are the modules of `gradstream.cli.commands`.
+
+    A module holds a command of its own name: `commands/train.py` has `train`. A file that is
+    added there is a command; a dash in a command's name is an underscore in the file's.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return sorted(found.name.replace("_", "-") for found in pkgutil.iter_modules(commands.__path__))
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name, imported now; None if there is none."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"{commands.__name__}.{name}"), name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command: exit codes are 2 usage, 1 any other, 130 Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except GradstreamError as error:
+            from gradstream.cli.report import error_text
+
+            click.echo(error_text(error), err=True)
+            ctx.exit(exit_code(error))
+        except KeyboardInterrupt as error:
+            click.echo("interrupted", err=True)
+            ctx.exit(exit_code(error))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="gradstream")
+def main() -> None:
+    """Trains one model on many machines that may be slow, far apart, and dying.
+
+    A JOB is a file that defines job() or calls gradstream.train(...), or file.py:function, or
+    module:function.
+    """
