@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="rate of SGD")
     parser.add_argument("--downpour-lr", type=float, default=0.02, help="rate of Downpour's local steps")
     parser.add_argument("--downpour-momentum", type=float, default=0.9, help="momentum of these")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and order of samples")
     parser.add_argument("--plain", metavar="THREADS", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plain is not None:
@@ -104,13 +105,13 @@ def plain_loop(given: argparse.Namespace, threads: int) -> dict[str, Any]:
 
     described = job(given.model)
     data = described.data
-    torch.manual_seed(described.seed)
+    torch.manual_seed(given.seed)
     networks = {"large": caltech101.large_network, "small": caltech101.small_network}
     module = networks.get(given.model, caltech101.conv_network)()
     optimizer = torch.optim.SGD(
         module.parameters(), lr=given.lr or described_lr(described), momentum=0.9, weight_decay=1e-4
     )
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(given.seed)
     seconds, samples = 0.0, 0
     module.train()
     for _ in range(given.epochs):
@@ -174,6 +175,7 @@ def ours(
             servers=1,
             batch_size=batch or given.batch,
             epochs=given.epochs,
+            seed=given.seed,
             run_dir=Path(folder) / "run",
         )
         summary = run.summary
@@ -211,7 +213,8 @@ def keep(given: argparse.Namespace, results: dict[str, Any]) -> None:
         )
     folder = ROOT / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"caltech101-{given.model}.json"
+    seeded = f"-seed{given.seed}" if given.seed else ""
+    path = folder / f"caltech101-{given.model}{seeded}.json"
     if given.only and path.exists():  # rows measured before stay, with their own date and commit
         results = {**json.loads(path.read_text())["rows"], **results}
     record = {

@@ -61,35 +61,35 @@ class ComputedGradient:
 class LocalStep:
     """v ← momentum·v + g;  acc ← acc + v;  w ← w - lr·v, in blocks that stay in the processor's cache.
 
-    Without momentum v is g. One operation after the other over whole vectors would move each of them
+    Without a velocity v is g. One operation after the other over whole vectors would move each of them
     through memory again: at 74.77 M elements a step is bound by that.
 
     Args:
         lr: α.
         momentum: of v, 0 to 1.
-        fresh: acc ← v: what acc held belongs to the period before.
+        second: the step before was the first of its period: acc ← v, as that left it, before all else.
     """
 
     lr: float
-    momentum: float
-    fresh: bool
+    momentum: float = 0.0
+    second: bool = False
 
     def __call__(
         self,
         gradient: torch.Tensor,
         parameters: torch.Tensor,
-        accumulated: torch.Tensor,
-        velocity: torch.Tensor | None = None,
+        accumulated: torch.Tensor | None,
+        velocity: torch.Tensor | None,
     ) -> None:
         """All of one shape, (elems,); changes all but the gradient."""
         for start in range(0, len(gradient), BLOCK_ELEMS):
             block = slice(start, start + BLOCK_ELEMS)  # vector registers see the same elements as uncut
             direction = gradient[block]
             if velocity is not None:
+                if accumulated is not None and self.second:
+                    accumulated[block].copy_(velocity[block])
                 direction = velocity[block].mul_(self.momentum).add_(direction)
-            if self.fresh:
-                accumulated[block].copy_(direction)
-            else:
+            if accumulated is not None:
                 accumulated[block].add_(direction)
             parameters[block].add_(direction, alpha=-self.lr)
 
@@ -301,11 +301,11 @@ class Replica:
     async def accumulate(self, gradient: base.Gradient) -> None:
         """See `strategies.base.Worker`."""
         if self._taken.num_gradients == 0:
-            accumulated = await self._open_period()
-            self._gradient, self._accumulated = accumulated, gradient.vector
-            self._taken.vector = gradient.vector
+            await self._open_period(gradient.vector)
+            self._gradient, self._accumulated = self._sum(), gradient.vector
         else:
-            target, source = self._period(), gradient.vector
+            target, source = self._taken.vector, gradient.vector
+            assert target is not None and target is not source
             await self._runtime.compute(
                 lambda _: target.tensor.add_(source.tensor),
                 work=Work("copy", elems=len(target)),
@@ -318,38 +318,49 @@ class Replica:
         self, gradient: base.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
         """See `strategies.base.Worker`."""
-        if momentum == 0.0 and self._taken.num_gradients == 0:
+        num_before = self._taken.num_gradients
+        if momentum == 0.0 and num_before == 0:
             await self.accumulate(gradient)  # which copies nothing
             await self.apply(gradient, lr)
             return
-        fresh = self._taken.num_gradients == 0
-        if fresh:
-            self._taken.vector = await self._open_period()
-        accumulated, velocity = self._period(), self._velocity
-        if momentum and velocity is None:
-            velocity = self._velocity = self._allocate("velocity")
-            velocity.tensor.zero_()
-        step = LocalStep(self._lr if lr is None else lr, momentum, fresh)
-        vectors = [self.parameters, accumulated, *([velocity] if velocity is not None and momentum else [])]
+        velocity = self._velocity_of(momentum)
+        if num_before == 0:
+            await self._open_period(velocity)  # the sum over one step is the velocity itself
+            total = None
+        else:
+            total = self._taken.vector = self._sum()
+        step = LocalStep(self._lr if lr is None else lr, momentum, second=num_before == 1)
+        parameters = self.parameters
         await self._runtime.compute(
-            lambda _: step(gradient.vector.tensor, *(vector.tensor for vector in vectors)),
-            work=Work("copy", elems=len(self.parameters)),
+            lambda _: step(
+                gradient.vector.tensor,
+                parameters.tensor,
+                None if total is None else total.tensor,
+                None if velocity is None else velocity.tensor,
+            ),
+            work=Work("copy", elems=len(parameters)),
             reads=[gradient.vector.all],
-            writes=[vector.all for vector in vectors],
+            writes=[vector.all for vector in (parameters, total, velocity) if vector is not None],
         )
         self._count(gradient)
 
-    async def _open_period(self) -> Vector:
-        """The vector that the next update is summed up in, once the last push has let go of it."""
+    async def _open_period(self, vector: Vector | None) -> None:
+        """Begins the next update, with what `vector` will hold, once the last push has let go of its own."""
         await self.server.settle()
+        self._taken = Update(vector, 0, self._lr, self._basis, num_gradients=0)
+
+    def _sum(self) -> Vector:
         if self._accumulated is None:
             self._accumulated = self._allocate("accumulated")
-        self._taken = Update(None, 0, self._lr, self._basis, num_gradients=0)
         return self._accumulated
 
-    def _period(self) -> Vector:
-        assert self._taken.vector is not None
-        return self._taken.vector
+    def _velocity_of(self, momentum: float) -> Vector | None:
+        if momentum == 0.0:
+            return None
+        if self._velocity is None:
+            self._velocity = self._allocate("velocity")
+            self._velocity.tensor.zero_()
+        return self._velocity
 
     def _count(self, gradient: base.Gradient) -> None:
         assert isinstance(gradient, ComputedGradient)
