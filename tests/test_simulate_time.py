@@ -132,7 +132,7 @@ LAYERS = {  # in chunks, the layer that backprop finishes first at the front
     "large first": [8, 4, 2, 1, 1],
     "even": [3, 3, 3, 3],
 }
-SMALL_S = 3e-5  # per frame: a header of 64 bytes, and what is sent around it
+SMALL_S = 4e-5  # per frame: a header of 64 bytes, and what is sent around it, events among it
 
 
 @pytest.mark.parametrize("gradient_s", [0.005, 0.02, 0.1])

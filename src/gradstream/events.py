@@ -24,9 +24,11 @@ __all__ = [
     "LateEvent",
     "LedgerEvent",
     "LeftEvent",
+    "LinkEvent",
     "MemoryEvent",
     "StartedEvent",
     "StepEvent",
+    "TransferEvent",
     "encode",
 ]
 
@@ -76,7 +78,13 @@ class LeftEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent(Event):
-    """One local minibatch is done (worker)."""
+    """One local minibatch is done (worker).
+
+    It began `compute_s + wait_s` before `time_s`. `waited_for` says whose answer came last while
+    nothing was computed: another worker whose contribution was missing, a shard (its updates and the
+    way there and back), or this worker itself (sums and local steps). Its values add up to `wait_s`
+    at most; the rest is nobody's.
+    """
 
     name: ClassVar[str] = "step"
     rank: int
@@ -86,6 +94,8 @@ class StepEvent(Event):
     loss: float | None
     compute_s: float  # inside the gradient
     wait_s: float  # waiting for the exchange since the step before
+    compute_at_s: float = 0.0  # from the begin of the step to that of its gradient
+    waited_for: Mapping[str, float] = field(default_factory=dict)  # node -> seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +110,35 @@ class ExchangeEvent(Event):
     fetches: int
     retries: int
     staleness: Mapping[str, int] = field(default_factory=dict)  # histogram: staleness -> chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEvent(Event):
+    """What has passed between a worker and a shard since the link event of these two before (worker).
+
+    `pushed_bytes` go up, from the worker to the shard; `fetched_bytes` come down.
+    """
+
+    name: ClassVar[str] = "link"
+    rank: int
+    shard: str
+    pushed_bytes: int
+    fetched_bytes: int
+    staleness: Mapping[str, int] = field(default_factory=dict)  # histogram: staleness -> chunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEvent(Event):
+    """A push or a fetch is done with all shards (worker); it began `seconds` before `time_s`.
+
+    A worker reports a bounded number of them in a second; `exchange` counts them all.
+    """
+
+    name: ClassVar[str] = "transfer"
+    rank: int
+    kind: str  # "push" or "fetch"
+    seconds: float
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +192,15 @@ class MemoryEvent(Event):
     """Peak memory of a process, and vectors it has allocated by name.
 
     `peak_bytes` is all that was resident, file pages (libraries, a memory-mapped data set)
-    included; `peak_own_bytes` is without those, sampled whenever vitals are taken.
+    included; `peak_own_bytes` is without those, sampled whenever vitals are taken, and `own_bytes`
+    the latest sample.
     """
 
     name: ClassVar[str] = "memory"
     role: str
     peak_bytes: int
     peak_own_bytes: int
+    own_bytes: int = 0
     vectors_bytes: Mapping[str, int] = field(default_factory=dict)
 
 

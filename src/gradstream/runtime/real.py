@@ -94,7 +94,8 @@ class RealRuntime(Tasks):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()
         vectors = dict(self.memory.allocated_bytes)
-        self._peak_own_bytes = max(self._peak_own_bytes, own_bytes())
+        now_bytes = own_bytes()
+        self._peak_own_bytes = max(self._peak_own_bytes, now_bytes)
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         return [
             CpuEvent(
@@ -104,6 +105,7 @@ class RealRuntime(Tasks):
                 role=role,
                 peak_bytes=usage.ru_maxrss * unit_bytes,
                 peak_own_bytes=self._peak_own_bytes,
+                own_bytes=now_bytes,
                 vectors_bytes=vectors,
             ),
             LateEvent(role=role, p99_ms=1e3 * p99_s, max_ms=1e3 * max_s),

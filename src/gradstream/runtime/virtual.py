@@ -211,7 +211,13 @@ class VirtualRuntime(Tasks):
         total = sum(vectors.values())
         return [
             CpuEvent(role=role, user_s=sum(used.values()), system_s=0.0, compute_s=used),
-            MemoryEvent(role=role, peak_bytes=total, peak_own_bytes=total, vectors_bytes=vectors),
+            MemoryEvent(
+                role=role,
+                peak_bytes=total,
+                peak_own_bytes=total,
+                own_bytes=total,
+                vectors_bytes=vectors,
+            ),
         ]
 
     def kill(self) -> None:

@@ -15,18 +15,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Progress, Runtime, awaited_later
 from gradstream.server.chunks import ChunkMap
+from gradstream.server.waits import Claims, Kind
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.frames import ABSENT
 
-__all__ = ["Arrival", "ServerClient", "Traffic", "Update", "names_of"]
+__all__ = ["Arrival", "LinkTraffic", "ServerClient", "Traffic", "Transfer", "Update", "names_of"]
 
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 
@@ -94,15 +95,46 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What a client has moved so far."""
+class LinkTraffic:
+    """What has passed between a client and one shard so far. `staleness` counts chunks."""
 
     pushed_bytes: int = 0
     fetched_bytes: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a client has moved so far, by shard. Bytes count again where an exchange was retried."""
+
+    links: dict[str, LinkTraffic]
     pushes: int = 0
     fetches: int = 0
     retries: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def pushed_bytes(self) -> int:
+        """To all shards."""
+        return sum(link.pushed_bytes for link in self.links.values())
+
+    @property
+    def fetched_bytes(self) -> int:
+        """From all shards."""
+        return sum(link.fetched_bytes for link in self.links.values())
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """At all shards."""
+        return sum((link.staleness for link in self.links.values()), Counter[int]())
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A push or a fetch that is done."""
+
+    kind: Literal["push", "fetch"]
+    seconds: float
+    size_bytes: int
 
 
 class ServerClient:
@@ -116,6 +148,7 @@ class ServerClient:
         spare: where the first fetch lands.
         silence_s: how long a shard may be silent. One that waits for others is not silent.
         retry_s: how long an exchange is retried without any progress.
+        on_transfer: told of each push and fetch that is done.
     """
 
     def __init__(
@@ -128,13 +161,16 @@ class ServerClient:
         *,
         silence_s: float,
         retry_s: float,
+        on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
         self.chunks = chunks
         self.spare: Vector | None = spare
-        self.traffic = Traffic()
+        self.claims = Claims()
         self._runtime = runtime
         self._endpoint = endpoint
         self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
+        self.traffic = Traffic({name: LinkTraffic() for _, name in self._shards})
+        self._on_transfer = on_transfer
         self._silence_s = silence_s
         self._retry_s = retry_s
         self._jitter = runtime.random("retry")
@@ -233,7 +269,7 @@ class ServerClient:
     # ---- push ---------------------------------------------------------------------------
 
     async def _push(self, update: Update, sequence: int, before: Arrival | None) -> None:
-        vector = update.vector
+        vector, begun_ns = update.vector, self._runtime.now()
         # What is still being computed is lent chunk by chunk, as it is sent.
         whole = update.ready is None and vector is not None
         to = f"{self._runtime.node}: push {sequence}"
@@ -242,6 +278,7 @@ class ServerClient:
                 *(self._push_to(rank, name, update, sequence, before) for rank, name in self._shards)
             )
         self.traffic.pushes += 1
+        self._report("push", begun_ns, vector)
         if update.on_done is not None:
             update.on_done()
 
@@ -262,12 +299,13 @@ class ServerClient:
             if not left:
                 return  # answered in full just before the stream broke
             await self._ready(update, next(iter(left)))
+            opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "push", request)
             sent = Progress()
             try:
                 await self._runtime.gather(
                     self._send_chunks(stream, update, sequence, list(left), before, sent),
-                    self._take_results(stream, left, sent, progressed),
+                    self._take_results(stream, left, sent, progressed, opened_ns),
                 )
             finally:
                 stream.cancel("done")
@@ -287,6 +325,7 @@ class ServerClient:
         before: Arrival | None,
         sent: Progress,
     ) -> None:
+        link = self.traffic.links[stream.peer]
         for count, chunk in enumerate(chunks, start=1):
             await self._ready(update, chunk)
             if before is not None:
@@ -301,15 +340,20 @@ class ServerClient:
             else:
                 span = update.vector[start:stop]
                 header.dtype = to_wire(update.vector.tensor.dtype)
-                self.traffic.pushed_bytes += (stop - start) * update.vector.tensor.element_size()
+                link.pushed_bytes += (stop - start) * update.vector.tensor.element_size()
             await stream.send(v1.Frame(chunk=header), span, self._silence_s)  # its Open may be lost
             sent.advance(count)
         await stream.end()
 
     async def _take_results(
-        self, stream: Stream, left: dict[int, None], sent: Progress, progressed: Callable[[], None]
+        self,
+        stream: Stream,
+        left: dict[int, None],
+        sent: Progress,
+        progressed: Callable[[], None],
+        opened_ns: int,
     ) -> None:
-        taken = 0
+        taken, staleness = 0, self.traffic.links[stream.peer].staleness
         while left:
             await sent.reached(taken + 1)  # silence counts only while an answer is due
             received = await stream.recv(self._silence_s)
@@ -319,29 +363,34 @@ class ServerClient:
                 taken += 1
                 left.pop(result.chunk, None)
                 if result.outcome == v1.PushResult.APPLIED:
-                    self.traffic.staleness[result.staleness] += 1
+                    staleness[result.staleness] += 1
+                self._claim(result, opened_ns)
+            self.claims.note(Kind.SHARD, stream.peer, opened_ns, self._runtime.now())
             progressed()
 
     # ---- fetch --------------------------------------------------------------------------
 
     async def _fetch(self, arrival: Arrival, terms: v1.Fetch) -> None:
+        begun_ns = self._runtime.now()
         try:
             with arrival.vector.all.borrowed(write=True, to=f"{self._runtime.node}: fetch"):
                 await self._runtime.gather(
                     *(self._fetch_from(rank, name, arrival, terms) for rank, name in self._shards)
                 )
             self.traffic.fetches += 1
+            self._report("fetch", begun_ns, arrival.vector)
         finally:
             for chunk in range(self.chunks.num_chunks):
                 arrival.release(chunk)
 
     async def _fetch_from(self, rank: int, name: str, arrival: Arrival, terms: v1.Fetch) -> None:
-        left = dict.fromkeys(self.chunks.chunks_of(rank))
+        left, link = dict.fromkeys(self.chunks.chunks_of(rank)), self.traffic.links[name]
 
         async def attempt(progressed: Callable[[], None]) -> None:
             request = v1.Fetch()
             request.CopyFrom(terms)
             request.chunks.extend(left)
+            opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "fetch", request)
             try:
                 while left:
@@ -359,13 +408,28 @@ class ServerClient:
                         )
                     target.copy_(elements)
                     del left[header.index]
-                    self.traffic.fetched_bytes += elements.numel() * elements.element_size()
+                    link.fetched_bytes += elements.numel() * elements.element_size()
+                    self._claim(header, opened_ns)
+                    self.claims.note(Kind.SHARD, name, opened_ns, self._runtime.now())
                     arrival.land(header.index, header.version)
                     progressed()
             finally:
                 stream.cancel("done")
 
         await self._retrying(name, attempt)
+
+    # ---- accounts -----------------------------------------------------------------------
+
+    def _claim(self, answer: v1.Chunk | v1.PushResult, opened_ns: int) -> None:
+        """Notes for which worker an answer had to wait."""
+        if answer.HasField("waited"):
+            end_ns = opened_ns + 1000 * answer.waited.until_us
+            self.claims.note(Kind.WORKER, answer.waited.on, opened_ns, end_ns)
+
+    def _report(self, kind: Literal["push", "fetch"], begun_ns: int, vector: Vector | None) -> None:
+        if self._on_transfer is not None:
+            size_bytes = 0 if vector is None else vector.tensor.nbytes
+            self._on_transfer(Transfer(kind, (self._runtime.now() - begun_ns) / 1e9, size_bytes))
 
     # ---- retries ------------------------------------------------------------------------
 

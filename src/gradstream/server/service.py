@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
+from gradstream.server.latecomers import Latecomers
 from gradstream.server.rule import Contribution, FetchTerms, Rule
 from gradstream.server.shard import (
     Acknowledge,
@@ -74,6 +75,7 @@ class _Inbox:
     """A push stream: results that wait to be sent, and chunks that wait for a result."""
 
     stream: Stream
+    opened_ns: int
     results: list[v1.PushResult] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
     ended: bool = False
@@ -84,7 +86,9 @@ class _Inbox:
 class _Outbox:
     """A fetch stream: chunks that may be sent, and chunks that have to wait."""
 
-    ready: deque[int] = field(default_factory=deque)
+    reader: str
+    opened_ns: int
+    ready: deque[tuple[int, v1.Waited | None]] = field(default_factory=deque)
     waiting: set[int] = field(default_factory=set)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -106,6 +110,7 @@ class ShardService:
         self._elements: dict[tuple[int, int], torch.Tensor] = {}  # of parked pushes, by (token, chunk)
         self._turns: dict[int, asyncio.Lock] = {}  # by chunk
         self._tokens = itertools.count(1)
+        self._latecomers = Latecomers()
         self.counters: Counter[str] = Counter()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         endpoint.serve("push", self._push)
@@ -134,7 +139,7 @@ class ShardService:
     async def _push(self, stream: Stream) -> None:
         await self._admitted(stream)
         request = v1.Push.FromString(stream.opened.body)
-        token, inbox = next(self._tokens), _Inbox(stream)
+        token, inbox = next(self._tokens), _Inbox(stream, self._runtime.now())
         self._inboxes[token] = inbox
         try:
             await self._runtime.gather(self._take(token, inbox, request), self._answer(inbox))
@@ -175,6 +180,7 @@ class ShardService:
             if elements is not None:
                 self._elements[token, chunk.index] = elements
             inbox.pending.add(chunk.index)
+            self._latecomers.came(token, chunk.index, self._runtime.now())
             assign = request.command == v1.Push.ASSIGN
             self._carry_out(self.state.push(chunk.index, Parked(contribution, token, assign)))
         inbox.ended = True
@@ -241,7 +247,8 @@ class ShardService:
             raise self._bad(opened.sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
         vector = self.store.vector(request.vector)
         terms = FetchTerms(opened.sender, opened.incarnation, request.min_version, request.after_sequence)
-        token, outbox = next(self._tokens), _Outbox(waiting=set(chunks))
+        token = next(self._tokens)
+        outbox = _Outbox(opened.sender, self._runtime.now(), waiting=set(chunks))
         self._outboxes[token] = outbox
         try:
             for chunk in chunks:
@@ -250,14 +257,18 @@ class ShardService:
                 if not outbox.ready:
                     await self._woken(stream, outbox.wake, outbox.waiting)
                     continue
-                chunk = outbox.ready.popleft()
+                chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._config.silence_s)
                 async with self._turn(chunk):
                     pass  # nothing is awaited from here until the elements are the carrier's
                 span = self.store.span(vector, chunk)
                 version = self.state.version(chunk)
                 header = v1.Chunk(
-                    index=chunk, elems=len(span), dtype=to_wire(self.store.dtype), version=version
+                    index=chunk,
+                    elems=len(span),
+                    dtype=to_wire(self.store.dtype),
+                    version=version,
+                    waited=waited,
                 )
                 await stream.send(v1.Frame(chunk=header), span)
         finally:
@@ -285,26 +296,30 @@ class ShardService:
         for instruction in instructions:
             match instruction:
                 case Apply(chunk):
+                    self._latecomers.completed(instruction)
                     self._runtime.spawn(self._apply(instruction), name=f"apply-{chunk}")
                 case Acknowledge():
                     self._acknowledge(instruction)
                 case Release(token, chunk):
                     outbox = self._outboxes[token]  # type: ignore[index]  # tokens are our ints
                     outbox.waiting.discard(chunk)
-                    outbox.ready.append(chunk)
+                    waited = self._latecomers.waited(chunk, outbox.reader, outbox.opened_ns)
+                    outbox.ready.append((chunk, waited))
                     outbox.wake.set()
-                case Supersede(token):
+                case Supersede(token, chunk):
+                    self._forget(token, chunk)
                     inbox = self._inboxes.get(token)  # type: ignore[call-overload]
                     if inbox is not None:
                         inbox.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")
 
     def _acknowledge(self, done: Acknowledge) -> None:
         self.counters[done.outcome] += 1
-        self._elements.pop((done.token, done.chunk), None)  # type: ignore[arg-type]
+        self._forget(done.token, done.chunk)
         inbox = self._inboxes.get(done.token)  # type: ignore[call-overload]
         if inbox is None:
             return  # the sender is gone, or retries on another stream
         inbox.pending.discard(done.chunk)
+        applied, by = done.outcome == "applied", inbox.stream.opened.sender
         inbox.results.append(
             v1.PushResult(
                 chunk=done.chunk,
@@ -312,9 +327,14 @@ class ShardService:
                 outcome=done.outcome.upper(),
                 version=done.version,
                 staleness=max(0, done.staleness),
+                waited=self._latecomers.waited(done.chunk, by, inbox.opened_ns) if applied else None,
             )
         )
         inbox.wake.set()
+
+    def _forget(self, token: Hashable, chunk: int) -> None:
+        self._elements.pop((token, chunk), None)  # type: ignore[arg-type]  # tokens are our ints
+        self._latecomers.gone(token, chunk)
 
     async def _apply(self, due: Apply) -> None:
         async with self._turn(due.chunk):

@@ -75,9 +75,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Supersede:
-    """A retry has taken the place of this push: its stream is of no use any more."""
+    """A retry has taken the place of this push of a chunk: its stream is of no use any more."""
 
     token: Token
+    chunk: int
 
 
 Instruction = Apply | Acknowledge | Release | Supersede
@@ -194,7 +195,7 @@ class ShardState:
                 coming.sequence,
             ):
                 state.parked[index] = new
-                return [Supersede(held.token)]
+                return [Supersede(held.token, chunk)]
         state.parked.append(new)
         return []
 

@@ -97,20 +97,30 @@ class Accept(_message.Message):
     def __init__(self, window: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags")
+    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     index: int
     sequence: int
     elems: int
     dtype: DType
     version: int
     flags: int
-    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ...) -> None: ...
+    waited: Waited
+    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ...) -> None: ...
+
+class Waited(_message.Message):
+    __slots__ = ("on", "until_us")
+    ON_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_US_FIELD_NUMBER: _ClassVar[int]
+    on: str
+    until_us: int
+    def __init__(self, on: _Optional[str] = ..., until_us: _Optional[int] = ...) -> None: ...
 
 class Body(_message.Message):
     __slots__ = ("data",)
@@ -191,7 +201,7 @@ class Push(_message.Message):
     def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ...) -> None: ...
 
 class PushResult(_message.Message):
-    __slots__ = ("chunk", "sequence", "outcome", "version", "staleness")
+    __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLIED: _ClassVar[PushResult.Outcome]
@@ -205,12 +215,14 @@ class PushResult(_message.Message):
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     chunk: int
     sequence: int
     outcome: PushResult.Outcome
     version: int
     staleness: int
-    def __init__(self, chunk: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[PushResult.Outcome, str]] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
+    waited: Waited
+    def __init__(self, chunk: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[PushResult.Outcome, str]] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ...) -> None: ...
 
 class PushResults(_message.Message):
     __slots__ = ("results",)

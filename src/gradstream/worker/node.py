@@ -11,17 +11,18 @@ import safetensors.numpy
 from gradstream.data.base import Dataset
 from gradstream.data.plan import EpochPlan
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.events import ExchangeEvent
+from gradstream.events import TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.client import ServerClient, names_of
+from gradstream.server.client import ServerClient, Transfer, names_of
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
+from gradstream.worker.accounts import Accounts
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.worker import Replica
 
@@ -29,6 +30,8 @@ __all__ = ["FINAL_MODEL", "WorkerConfig", "WorkerNode"]
 
 FINAL_MODEL = "checkpoints/final/model.safetensors"
 VITALS_EVERY_S = 1.0
+MAX_TRANSFERS = 128
+"""Transfers reported one by one between two reports of vitals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +75,8 @@ class WorkerNode:
         self._endpoint = endpoint
         self._member = member
         self._config = config
-        self._reported_staleness: dict[int, int] = {}
-        self._reported = ExchangeEvent(
-            rank=config.rank, pushed_bytes=0, fetched_bytes=0, pushes=0, fetches=0, retries=0
-        )
+        self._accounts = Accounts(config.rank)
+        self._transfers_left = MAX_TRANSFERS
 
     async def run(self) -> None:
         """Joins, trains, and leaves.
@@ -121,6 +122,7 @@ class WorkerNode:
             runtime.memory.allocate(layout.elems, layout.dtype, "spare"),
             silence_s=config.silence_s,
             retry_s=config.retry_s,
+            on_transfer=self._transferred,
         )
         replica = self._replica(client)
         vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
@@ -232,34 +234,23 @@ class WorkerNode:
             await self._runtime.sleep(VITALS_EVERY_S)
             self._report(client)
 
+    def _transferred(self, done: Transfer) -> None:
+        if self._transfers_left > 0:
+            self._transfers_left -= 1
+            self._member.emit(
+                TransferEvent(
+                    rank=self._config.rank,
+                    kind=done.kind,
+                    seconds=done.seconds,
+                    size_bytes=done.size_bytes,
+                )
+            )
+
     def _report(self, client: ServerClient) -> None:
         """Records of traffic since the report before, and of this node's vitals."""
-        traffic, before = client.traffic, self._reported
-        total = ExchangeEvent(
-            rank=self._config.rank,
-            pushed_bytes=traffic.pushed_bytes,
-            fetched_bytes=traffic.fetched_bytes,
-            pushes=traffic.pushes,
-            fetches=traffic.fetches,
-            retries=traffic.retries,
-        )
-        staleness = {
-            str(tau): count - self._reported_staleness.get(tau, 0)
-            for tau, count in sorted(traffic.staleness.items())
-            if count != self._reported_staleness.get(tau, 0)
-        }
-        self._reported, self._reported_staleness = total, dict(traffic.staleness)
-        self._member.emit(
-            ExchangeEvent(
-                rank=total.rank,
-                pushed_bytes=total.pushed_bytes - before.pushed_bytes,
-                fetched_bytes=total.fetched_bytes - before.fetched_bytes,
-                pushes=total.pushes - before.pushes,
-                fetches=total.fetches - before.fetches,
-                retries=total.retries - before.retries,
-                staleness=staleness,
-            )
-        )
+        self._transfers_left = MAX_TRANSFERS
+        for record in self._accounts.since_last(client.traffic):
+            self._member.emit(record)
         for event in self._runtime.vitals("worker"):
             self._member.emit(event)
 

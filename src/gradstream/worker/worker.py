@@ -27,6 +27,7 @@ from gradstream.runtime.base import Progress, Report, Runtime, Work, awaited_lat
 from gradstream.server.client import Arrival, ServerClient, Update
 from gradstream.strategies import base
 from gradstream.worker.schedule import Schedule
+from gradstream.worker.stopwatch import Stopwatch
 
 __all__ = ["ComputedGradient", "LocalStep", "Replica", "SampleBatch"]
 
@@ -146,8 +147,7 @@ class Replica:
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
         self._taken = Update(None, 0, lr, self._basis, num_gradients=0)
         self._refs: list[BatchRef] = []
-        self._last_step_ns = runtime.now()
-        self._compute_ns = 0
+        self._stopwatch = Stopwatch(runtime.node, server.claims, runtime.now())
         self._loss = math.nan
 
     def _allocate(self, name: str) -> Vector:
@@ -166,7 +166,7 @@ class Replica:
         """See `strategies.base.Worker`."""
         async for ref in self._schedule.refs(self._flush):
             batch = SampleBatch(ref, self._schedule.plan.size(ref))
-            self._last_step_ns, self._compute_ns = self._runtime.now(), 0
+            self._stopwatch.begin(self._runtime.now())
             yield batch
             self._report(batch)
             self.step += 1
@@ -178,15 +178,13 @@ class Replica:
         await self.server.settle()
 
     def _report(self, batch: SampleBatch) -> None:
-        elapsed_ns = self._runtime.now() - self._last_step_ns
         event = StepEvent(
             rank=self.rank,
             step=self.step,
             epoch=batch.ref.epoch,
             samples=batch.num_samples,
             loss=self._loss,
-            compute_s=self._compute_ns / 1e9,
-            wait_s=(elapsed_ns - self._compute_ns) / 1e9,
+            **self._stopwatch.times(self._runtime.now()),
         )
         self._on_step(event)
 
@@ -236,7 +234,7 @@ class Replica:
         except BaseException as error:
             gradient.ready.fail(error)
             raise
-        self._compute_ns += self._runtime.now() - begun_ns
+        self._stopwatch.computed(begun_ns, self._runtime.now())
         return self._loss
 
     def _arithmetic(self, batch: SampleBatch, into: torch.Tensor, mean: bool, report: Report) -> float:
@@ -291,12 +289,7 @@ class Replica:
         """See `strategies.base.Worker`."""
         rate = self._lr if lr is None else lr
         target, source = self.parameters, gradient.vector
-        await self._runtime.compute(
-            lambda _: target.tensor.add_(source.tensor, alpha=-rate),
-            work=Work("copy", elems=len(target)),
-            reads=[source.all],
-            writes=[target.all],
-        )
+        await self._work(lambda: target.tensor.add_(source.tensor, alpha=-rate), [source], [target])
 
     async def accumulate(self, gradient: base.Gradient) -> None:
         """See `strategies.base.Worker`."""
@@ -306,12 +299,7 @@ class Replica:
         else:
             target, source = self._taken.vector, gradient.vector
             assert target is not None and target is not source
-            await self._runtime.compute(
-                lambda _: target.tensor.add_(source.tensor),
-                work=Work("copy", elems=len(target)),
-                reads=[source.all],
-                writes=[target.all],
-            )
+            await self._work(lambda: target.tensor.add_(source.tensor), [source], [target])
         self._count(gradient)
 
     async def descend(
@@ -331,18 +319,30 @@ class Replica:
             total = self._taken.vector = self._sum()
         step = LocalStep(self._lr if lr is None else lr, momentum, second=num_before == 1)
         parameters = self.parameters
-        await self._runtime.compute(
-            lambda _: step(
+        await self._work(
+            lambda: step(
                 gradient.vector.tensor,
                 parameters.tensor,
                 None if total is None else total.tensor,
                 None if velocity is None else velocity.tensor,
             ),
-            work=Work("copy", elems=len(parameters)),
-            reads=[gradient.vector.all],
-            writes=[vector.all for vector in (parameters, total, velocity) if vector is not None],
+            [gradient.vector],
+            [vector for vector in (parameters, total, velocity) if vector is not None],
         )
         self._count(gradient)
+
+    async def _work(
+        self, arithmetic: Callable[[], object], reads: Sequence[Vector], writes: Sequence[Vector]
+    ) -> None:
+        """Arithmetic over whole vectors that this worker's next verb waits for."""
+        begun_ns = self._runtime.now()
+        await self._runtime.compute(
+            lambda _: arithmetic(),
+            work=Work("copy", elems=len(writes[0])),
+            reads=[vector.all for vector in reads],
+            writes=[vector.all for vector in writes],
+        )
+        self._stopwatch.worked(begun_ns, self._runtime.now())
 
     async def _open_period(self, vector: Vector | None) -> None:
         """Begins the next update, with what `vector` will hold, once the last push has let go of its own."""
