@@ -10,9 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+import gradstream as gs
 from gradstream.cli import main
 from gradstream.cli.report import figures
 from gradstream.errors import ConfigError, GradientError, PeerLostError
@@ -21,19 +23,18 @@ from gradstream.run import Run
 from gradstream.runtime.world import LogNormal, World
 from gradstream.summary import summary_of
 
+MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
+DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))
 
-@dataclasses.dataclass(frozen=True)
-class FakeJob:
-    strategy: Any = "synchronous"
-    strategy_options: Any = dataclasses.field(default_factory=lambda: {"overlap": True})
-    optimizer: Any = None
-    workers: int = 2
-    servers: int = 1
-    batch_size: int = 32
-    epochs: int | None = 3
-    steps: int | None = None
-    seed: int = 0
-    run_dir: Path | None = None
+
+def a_job(**changes: Any) -> gs.Job:
+    """What the job file gives."""
+    options: dict[str, Any] = {"epochs": 3, "strategy_options": {"overlap": True}, **changes}
+    return gs.Job(MODEL, DATA, **options)
+
+
+def without_origins(job: gs.Job) -> gs.Job:
+    return dataclasses.replace(job, origins={})
 
 
 FINISHED = {"event": "finished", "node": "coordinator", "time_s": 2.0, "samples": 10, "train_s": 2.0}
@@ -48,9 +49,9 @@ class Recorder:
         self.spec = ""
         self.outcome: Run | BaseException = Run(events=[FINISHED])
 
-    def load_job(self, spec: str) -> FakeJob:
+    def load_job(self, spec: str) -> gs.Job:
         self.spec = spec
-        return FakeJob()
+        return a_job()
 
     def __call__(self, job: Any, *, on_event: Callable[[Any], None], world: World | None = None) -> Run:
         self.job, self.world = job, world
@@ -83,7 +84,7 @@ def test_a_job_is_run_as_it_is(recorder: Recorder) -> None:
     result = call("train", "job.py")
     assert result.exit_code == 0, result.output
     assert recorder.spec == "job.py"
-    assert recorder.job == FakeJob()
+    assert without_origins(recorder.job) == a_job()
     assert "2.00 s" in result.stdout
 
 
@@ -102,7 +103,7 @@ def test_options_override_fields(recorder: Recorder) -> None:
     ]
     result = call("train", "job.py", *options, "--steps", "7", "--run-dir", "here")
     assert result.exit_code == 0, result.output
-    assert recorder.job == FakeJob(
+    assert without_origins(recorder.job) == a_job(
         strategy="downpour",
         strategy_options={},
         workers=4,
@@ -118,6 +119,8 @@ def test_options_override_fields(recorder: Recorder) -> None:
 def test_epochs_and_steps_together_are_left_to_the_job_to_refuse(recorder: Recorder) -> None:
     call("train", "job.py", "--steps", "7", "--epochs", "2")
     assert (recorder.job.steps, recorder.job.epochs) == (7, 2)
+    call("train", "job.py", "--steps", "7")
+    assert (recorder.job.steps, recorder.job.epochs) == (7, None)
 
 
 def test_learning_rate_of_the_strategys_own_optimizer(recorder: Recorder) -> None:
@@ -128,7 +131,7 @@ def test_learning_rate_of_the_strategys_own_optimizer(recorder: Recorder) -> Non
 def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
     assert recorder.job.optimizer == Adam(lr=0.5)
-    job = FakeJob(optimizer=SGD(lr=0.1, momentum=0.9))
+    job = a_job(optimizer=SGD(lr=0.1, momentum=0.9))
     monkeypatch.setattr(sys.modules["gradstream.jobfile"], "load_job", lambda spec: job)
     call("train", "job.py", "--lr", "0.5")
     assert recorder.job.optimizer == SGD(lr=0.5, momentum=0.9)
@@ -141,11 +144,49 @@ def test_an_unknown_optimizer_says_the_nearest(recorder: Recorder) -> None:
 
 
 def test_fields_of_the_strategy_are_set(recorder: Recorder) -> None:
-    call("train", "job.py", "--set", "overlap=false", "--set", "push_every=10", "--set", "mode=word")
-    assert recorder.job.strategy_options == {"overlap": False, "push_every": 10, "mode": "word"}
+    options = ["--strategy", "downpour", "--set", "overlap=false", "--set", "strategy.push_every=10"]
+    call("train", "job.py", *options)
+    assert recorder.job.strategy_options == {"overlap": False, "push_every": 10}
     result = call("train", "job.py", "--set", "overlap")
     assert result.exit_code == 2
-    assert "expected field=value" in result.stderr
+    assert "expected key=value" in result.stderr
+
+
+def test_layers_of_settings(recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gradstream.toml").write_text("workers = 3\nservers = 3\nseed = 3\n")
+    monkeypatch.setenv("GRADSTREAM_SERVERS", "4")
+    monkeypatch.setenv("GRADSTREAM_SEED", "4")
+    call("train", "job.py", "--seed", "5")
+    job = recorder.job
+    assert (job.epochs, job.workers, job.servers, job.seed) == (3, 3, 4, 5)
+    assert job.origins == {
+        "workers": "gradstream.toml:1",
+        "servers": "GRADSTREAM_SERVERS",
+        "seed": "--seed",
+    }
+    Path("other.toml").write_text("workers = 2")
+    call("train", "job.py", "--config", "other.toml")
+    assert recorder.job.workers == 2
+    result = call("train", "job.py", "--config", "missing.toml")
+    assert result.exit_code == 2
+
+
+def test_config_show_prints_what_config_takes(recorder: Recorder, tmp_path: Path) -> None:
+    result = call("config", "show", "job.py", "--strategy", "downpour", "--lr", "0.5")
+    assert result.exit_code == 0, result.output
+    assert 'class = "gradstream.strategies.downpour:Downpour"  # --strategy' in result.stdout
+    assert "lr = 0.5  # --lr" in result.stdout
+    assert "initial_accumulator = 0.01  # default of Downpour" in result.stdout
+    kept = tmp_path / "config.toml"
+    kept.write_text(result.stdout)
+    again = call("config", "show", "job.py", "--config", str(kept))
+    values = [[line.partition("#")[0] for line in text.stdout.splitlines()] for text in (result, again)]
+    assert values[0] == values[1]
+    line = 1 + result.stdout.splitlines().index("lr = 0.5  # --lr")
+    assert f"lr = 0.5  # config.toml:{line}" in again.stdout
+    entries = json.loads(call("config", "show", "job.py", "--json", "--workers", "4").stdout)
+    assert {"key": "workers", "value": 4, "origin": "--workers"} in entries
 
 
 def test_json_is_alone_on_stdout(recorder: Recorder) -> None:

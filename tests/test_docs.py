@@ -72,9 +72,12 @@ def test_command_lines_parse(page: Path) -> None:
         words = shlex.split(line, comments=True)
         if words[:1] != ["gradstream"]:
             continue
-        command = main.get_command(click.Context(main), words[1])
+        command: click.Command | None = main
+        rest = words[1:]
+        while isinstance(command, click.Group):
+            command, rest = command.get_command(click.Context(command), rest[0]), rest[1:]
         assert command is not None, line
-        command.make_context(words[1], words[2:])
+        command.make_context(line, rest)
         # A job is a module, a file of the repository, or the reader's own.
         for job in (word for word in words[2:] if ".py" in word and "=" not in word):
             file = job.partition(":")[0]

@@ -185,7 +185,8 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert [event["event"] for event in run.events] == [event["event"] for event in events]
     assert run.summary["samples_accounted"] == 4000
     config = (run.path / "config.toml").read_text()
-    assert "servers = 2  # given" in config
+    assert "servers = 2  # argument" in config
+    assert "epochs = 10  # linear.py" in config
     assert "seed = 0  # default" in config
     assert run.info["node_environment"]["OMP_NUM_THREADS"]
     assert set(os.listdir("kept")) == {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ __all__ = [
     "check",
     "make_job",
     "overrides",
-    "to_toml",
+    "plain",
     "with_overrides",
 ]
 
@@ -74,6 +73,8 @@ class Job:
         deadlines: see `Deadlines`.
         spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.
+        origins: where values were given that are not the job file's, by key: "workers",
+            "strategy.push_every". Filled in by `train` and `gradstream.settings`.
     """
 
     model: Model | Callable[[], Model] = field(kw_only=False)
@@ -93,6 +94,7 @@ class Job:
     chunk_elems: int = 262_144
     deadlines: Deadlines = field(default_factory=Deadlines)
     spec: str | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 class JobOptions(TypedDict, total=False):
@@ -131,6 +133,7 @@ def make_job(
         changed: dict[str, Any] = dict(options)
         if data is not None:
             changed["data"] = data
+        changed["origins"] = {**model.origins, **dict.fromkeys(options, "argument")}
         return dataclasses.replace(model, **changed)
     if data is None:
         raise ConfigError("data is missing: expected a Dataset, as gradstream.from_arrays makes one")
@@ -227,29 +230,26 @@ def _whole(name: str, value: object, *, least: int) -> None:
 
 
 # Model and data come from the job file; strategy and optimizer travel as class and fields.
-_NOT_PLAIN = ("model", "data", "strategy", "strategy_options", "optimizer", "spec")
+_NOT_PLAIN = ("model", "data", "strategy", "strategy_options", "optimizer", "spec", "origins")
 
 
 def overrides(job: Job) -> dict[str, Any]:
     """The fields of a job that are plain values, as JSON holds them."""
-    plain: dict[str, Any] = {}
-    for entry in dataclasses.fields(job):
-        if entry.name not in _NOT_PLAIN:
-            value = getattr(job, entry.name)
-            plain[entry.name] = _plain(value)
-    return plain
+    names = [entry.name for entry in dataclasses.fields(job) if entry.name not in _NOT_PLAIN]
+    return {name: plain(getattr(job, name)) for name in names}
 
 
-def with_overrides(job: Job, plain: Mapping[str, Any]) -> Job:
+def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
     """The job with the fields that `overrides` has made of another."""
-    values = dict(plain)
+    values = dict(fields)
     values["deadlines"] = Deadlines(**values["deadlines"])
     if values["run_dir"] is not None:
         values["run_dir"] = Path(values["run_dir"])
     return dataclasses.replace(job, **values)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value of a field, as JSON holds it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, Path):
@@ -259,51 +259,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence):
         return list(value)
     return value
-
-
-def to_toml(job: Job, descriptions: Mapping[str, Mapping[str, Any]]) -> str:
-    """The effective configuration, with the origin of each value as a comment.
-
-    Args:
-        job: checked.
-        descriptions: "strategy" and "optimizer" as the registry describes them, with all fields.
-    """
-    defaults = {entry.name: _default(entry) for entry in dataclasses.fields(job)}
-    lines = [f"job = {_toml(job.spec)}"] if job.spec else []
-    lines.append(f"data = {_toml(job.data.name)}  # {job.data.num_samples} samples")
-    tables = []
-    for name, value in overrides(job).items():
-        default = _plain(defaults[name])
-        if isinstance(value, Mapping):
-            tables.append((name, {key: (entry, default.get(key)) for key, entry in value.items()}))
-        elif value is not None:
-            lines.append(f"{name} = {_toml(value)}  # {_origin(value, default)}")
-    for name, described in descriptions.items():
-        known = dict(described["defaults"])
-        fields = {key: (value, known.get(key)) for key, value in described["fields"].items()}
-        tables.append((name, {"class": (described["class"], None), **fields}))
-    for name, fields in tables:
-        lines += ["", f"[{name}]"]
-        lines += [
-            f"{key} = {_toml(value)}  # {_origin(value, default)}"
-            for key, (value, default) in fields.items()
-            if value is not None
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _origin(value: Any, default: Any) -> str:
-    return "default" if value == default else "given"
-
-
-def _default(entry: dataclasses.Field[Any]) -> Any:
-    if entry.default_factory is not dataclasses.MISSING:
-        return entry.default_factory()
-    return None if entry.default is dataclasses.MISSING else entry.default
-
-
-def _toml(value: Any) -> str:
-    """A TOML value: for strings, numbers, booleans and flat lists JSON's notation is TOML's."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_toml(entry)}" for key, entry in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)

@@ -21,7 +21,15 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.base import Strategy
 
-__all__ = ["OPTIMIZERS", "STRATEGIES", "describe", "find_optimizer", "find_strategy", "load_module"]
+__all__ = [
+    "OPTIMIZERS",
+    "STRATEGIES",
+    "class_of",
+    "describe",
+    "find_optimizer",
+    "find_strategy",
+    "load_module",
+]
 
 STRATEGIES = {
     "downpour": "gradstream.strategies.downpour:Downpour",
@@ -51,6 +59,21 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
 def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
     """An update rule, likewise. Raises the same."""
     return cast(Optimizer, _find("optimizer", OPTIMIZERS, spec, options or {}))
+
+
+def class_of(kind: str, spec: Any) -> Callable[..., Any]:
+    """What makes a strategy or an optimizer: its class, or a function for some names of ours.
+
+    Args:
+        kind: "strategy" or "optimizer".
+        spec: its name, its place, its class, or the object itself.
+
+    Raises:
+        ConfigError, UnknownNameError: as `find_strategy`.
+    """
+    if isinstance(spec, str):
+        return _class(kind, {"strategy": STRATEGIES, "optimizer": OPTIMIZERS}[kind], spec)
+    return spec if isinstance(spec, type) else type(spec)
 
 
 def describe(value: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 
 from gradstream.cluster import LocalCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
-from gradstream.config import Job, JobOptions, cast_of, make_job, to_toml
+from gradstream.config import Job, JobOptions, cast_of, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import FailedEvent, encode
@@ -26,6 +26,7 @@ from gradstream.model.base import Model
 from gradstream.node import NodeSpec
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.run import Run
+from gradstream.settings import effective, to_toml
 
 __all__ = ["load_job", "train"]
 
@@ -149,8 +150,8 @@ class _Launch:
 
     def _write_records(self, environment: Mapping[str, str]) -> None:
         spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier)
-        described = {"strategy": spec.strategy, "optimizer": spec.optimizer}
-        (self._run_dir / "config.toml").write_text(to_toml(self._job, described))
+        entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
+        (self._run_dir / "config.toml").write_text(to_toml(self._job, entries))
         info = {
             "name": self._job.name,
             "id": spec.id,

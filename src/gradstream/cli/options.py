@@ -1,27 +1,40 @@
-"""Options that commands share, and what they make of a job."""
+"""Options that commands share, and the job that they make: layer over layer of settings."""
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gradstream.errors import ConfigError
-
 if TYPE_CHECKING:
     from gradstream.config import Job
 
-__all__ = ["job_options", "json_option", "override"]
+__all__ = ["config_options", "job_options", "json_option", "load_job_with"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+FILE = "gradstream.toml"
+"""Settings of all jobs in its folder."""
+
+KEYS = {"lr": "optimizer.lr"}
+"""Options whose key has another name."""
+
 
 def job_options(command: Command) -> Command:
-    """The options of every command that runs a job: each overrides a field of the job."""
-    options = [
+    """The argument JOB and the options of every command that runs one; see `load_job_with`."""
+    return _decorated(command, [*_job_options(), json_option])
+
+
+def config_options(command: Command) -> Command:
+    """The same without --json."""
+    return _decorated(command, _job_options())
+
+
+def _job_options() -> list[Callable[[Any], Any]]:
+    return [
         click.argument("job", metavar="JOB"),
         click.option("--strategy", metavar="NAME", help="Name, or file.py:Class."),
         click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam."),
@@ -34,10 +47,21 @@ def job_options(command: Command) -> Command:
         click.option("--seed", type=int, help="Of parameters, order of samples and dropout."),
         click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Where it is kept."),
         click.option(
-            "--set", "settings", metavar="FIELD=VALUE", multiple=True, help="Of the strategy: push_every=10."
+            "--set",
+            "settings",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Any field of the job, its strategy or optimizer: strategy.push_every=10.",
         ),
-        json_option,
+        click.option(
+            "--config",
+            type=click.Path(path_type=Path, dir_okay=False, exists=True),
+            help=f"TOML file of such fields, instead of {FILE} beside the job.",
+        ),
     ]
+
+
+def _decorated(command: Command, options: Sequence[Callable[[Any], Any]]) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
@@ -48,41 +72,38 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")(command)
 
 
-def override(job: Job, *, lr: float | None = None, settings: Sequence[str] = (), **given: Any) -> Job:
-    """The job with the fields that were given on the command line; None is not given.
+def load_job_with(
+    spec: str, *, config: Path | None = None, settings: Sequence[str] = (), **given: Any
+) -> Job:
+    """The job that a spec names, under all settings that are there for it.
+
+    Later ones are stronger: the job file, a TOML file, the environment, the command line.
 
     Args:
-        lr: learning rate, of whichever optimizer the job then has.
-        settings: "field=value" of whichever strategy the job then has.
+        spec: as for `gradstream.jobfile.load_job`.
+        config: the TOML file; None is the one beside the job, if there is one.
+        settings: "key=value".
+        given: other options by name; None is not given.
 
     Raises:
-        ConfigError: an unknown name or option. What does not fit together, the job refuses later.
+        ConfigError: no such job, an unknown key, a value of the wrong type.
     """
-    import dataclasses
+    from gradstream.jobfile import load_job
+    from gradstream.settings import Setting, apply, from_environment, from_texts, from_toml
 
-    from gradstream.registry import find_optimizer, find_strategy
-
-    fields = {name: value for name, value in given.items() if value is not None}
-    if "steps" in fields or "epochs" in fields:
-        fields = {"steps": None, "epochs": None, **fields}
-    if "strategy" in fields:
-        fields["strategy_options"] = {}  # those of the job were another strategy's
-    job = dataclasses.replace(job, **fields)
-    if settings:
-        options = {**job.strategy_options, **dict(map(_setting, settings))}
-        job = dataclasses.replace(job, strategy_options=options)
-    if lr is not None:
-        optimizer = job.optimizer or find_strategy(job.strategy, job.strategy_options).optimizer()
-        job = dataclasses.replace(job, optimizer=find_optimizer(optimizer, {"lr": lr}))
-    return job
+    typed = [
+        Setting(KEYS.get(name, name), value, f"--{name.replace('_', '-')}")
+        for name, value in given.items()
+        if value is not None
+    ]
+    texts = from_texts(settings)  # wrong ones are said before the job file is run
+    path = config or _beside(spec)
+    layers = [from_toml(path) if path else [], from_environment(os.environ), [*typed, *texts]]
+    return apply(load_job(spec), layers)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    """("push_every", 10) of "push_every=10": the value is a number, true or false, or a word."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text}: expected field=value, such as push_every=10")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def _beside(spec: str) -> Path | None:
+    """The settings file in the folder of a job file; of a module, in the current one."""
+    place = spec.partition(":")[0]
+    path = (Path(place).parent if place.endswith(".py") else Path()) / FILE
+    return path if path.is_file() else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradstream.cli.options import job_options, override
+from gradstream.cli.options import job_options, load_job_with
 from gradstream.cli.running import run_and_show
 
 if TYPE_CHECKING:
@@ -27,12 +27,11 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
 
     One seed is one history. Times in the figures are virtual seconds.
     """
-    from gradstream.jobfile import load_job
     from gradstream.simulate import simulate as run_job
 
     names = ("phantom", "latency", "bandwidth", "gradient_s", "spread")
     world = make_world(**{name: given.pop(name) for name in names})
-    chosen = override(load_job(job), **given)
+    chosen = load_job_with(job, **given)
     run_and_show(lambda on_event: run_job(chosen, world=world, on_event=on_event), as_json)
 
 

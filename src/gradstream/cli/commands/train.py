@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gradstream.cli.options import job_options, override
+from gradstream.cli.options import job_options, load_job_with
 from gradstream.cli.running import run_and_show
 
 __all__ = ["train"]
@@ -19,8 +19,7 @@ def train(job: str, as_json: bool, **given: Any) -> None:
 
     Progress goes to stderr, figures to stdout.
     """
-    from gradstream.jobfile import load_job
     from gradstream.train import train as run_job
 
-    chosen = override(load_job(job), **given)
+    chosen = load_job_with(job, **given)
     run_and_show(lambda on_event: run_job(chosen, on_event=on_event), as_json)

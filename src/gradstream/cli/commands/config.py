@@ -1,0 +1,44 @@
+"""`gradstream config show`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from gradstream.cli.options import job_options, load_job_with
+
+__all__ = ["config"]
+
+
+@click.group()
+def config() -> None:
+    """Looks at the configuration of a job."""
+
+
+@config.command()
+@job_options
+def show(job: str, as_json: bool, **given: Any) -> None:
+    r"""Prints the configuration in effect, each value with its origin.
+
+    It is TOML, and can be given to --config. Nothing is started.
+
+    \b
+    Examples:
+      gradstream config show JOB.py
+      gradstream config show JOB.py --set strategy.push_every=10
+      GRADSTREAM_WORKERS=4 gradstream config show JOB.py
+    """
+    import dataclasses
+    import json
+
+    from gradstream.config import cast_of
+    from gradstream.settings import effective, to_toml
+
+    chosen = load_job_with(job, **given)
+    cast = cast_of(chosen, "config")
+    entries = effective(chosen, cast.strategy, cast.optimizer)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(entry) for entry in entries]))
+    else:
+        click.echo(to_toml(chosen, entries), nl=False)

@@ -1,0 +1,103 @@
+"""Where settings come from: a TOML file, the environment, the command line."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradstream.errors import ConfigError
+from gradstream.settings.values import Word
+
+__all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml"]
+
+PREFIX = "GRADSTREAM_"
+
+OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA"})
+"""Variables of ours that are no settings of a job."""
+
+_HEADER = re.compile(r"\s*\[\s*([\w.\-\s\"']+?)\s*\]\s*(?:#.*)?$")
+_KEY = re.compile(r"\s*([\w.\-\"']+(?:\s*\.\s*[\w\-\"']+)*)\s*=")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value that was given.
+
+    Args:
+        key: what is set: "workers", or "strategy.push_every".
+        value: as TOML has it, or a `Word` as it was typed.
+        origin: where it was given: "gradstream.toml:3", "--workers".
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+
+def from_toml(path: Path) -> list[Setting]:
+    """The settings of a TOML file: keys at the top, and tables such as [strategy].
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML; says the line.
+    """
+    try:
+        text = path.read_text()
+        tree = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+    lines = _lines(text)
+    settings = []
+    for head, value in tree.items():
+        inside = {f"{head}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {}
+        for key, entry in inside.items() or {head: value}.items():
+            line = lines.get(key) or lines.get(head)
+            settings.append(Setting(key, entry, f"{path.name}:{line}" if line else path.name))
+    return settings
+
+
+def from_environment(environment: Mapping[str, str]) -> list[Setting]:
+    """GRADSTREAM_WORKERS=4 is `workers`, GRADSTREAM_STRATEGY__PUSH_EVERY=10 `strategy.push_every`."""
+    return [
+        Setting(name.removeprefix(PREFIX).lower().replace("__", "."), Word(value), name)
+        for name, value in sorted(environment.items())
+        if name.startswith(PREFIX) and name not in OTHER_VARIABLES
+    ]
+
+
+def from_texts(texts: Iterable[str], origin: str = "--set") -> list[Setting]:
+    """The settings of words like "strategy.push_every=10".
+
+    Raises:
+        ConfigError: a word without "=".
+    """
+    settings = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{origin} {text}: expected key=value, such as strategy.push_every=10")
+        settings.append(Setting(key.strip(), Word(value.strip()), f"{origin} {key.strip()}"))
+    return settings
+
+
+def _lines(text: str) -> dict[str, int]:
+    """The line of each key, by its dotted name. tomllib does not tell; good enough for messages."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = _plain(header[1])
+            lines.setdefault(table, number)
+            table += "."
+        elif key := _KEY.match(line):
+            lines.setdefault(table + _plain(key[1]), number)
+    return lines
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[\s\"']", "", key)
