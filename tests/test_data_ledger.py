@@ -57,8 +57,9 @@ def test_a_taker_dies_too_and_its_late_receipt_counts() -> None:
 
 
 def test_an_epoch_is_complete_when_all_before_it_are() -> None:
-    ledger = Ledger(PartitionPlan(4, 1, 2), epochs=2)
-    for ref in [*refs_of(ledger.plan, 2, 0), *refs_of(ledger.plan, 2, 1)[1:]]:
+    plan = PartitionPlan(4, 1, 2)
+    ledger = Ledger(plan, epochs=2)
+    for ref in [*refs_of(plan, 2, 0), *refs_of(plan, 2, 1)[1:]]:
         ledger.receipt(ref, ref.partition)
     assert (ledger.missing(0), ledger.missing(1)) == (1, 0)
     assert not ledger.complete(1)

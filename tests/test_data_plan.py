@@ -110,7 +110,7 @@ def test_shares_divide_a_round() -> None:
 
 def test_is_a_plan() -> None:
     plans: list[Plan] = [RoundPlan(4, 1, 2), PartitionPlan(4, 1, 2)]
-    assert all(plan.num_samples == 4 for plan in plans)
+    assert [plan.size(BatchRef(0, 1, 0)) for plan in plans] == [1, 1]
 
 
 @pytest.mark.parametrize("kind", [RoundPlan, PartitionPlan])
@@ -156,3 +156,15 @@ def test_unknown_batches(ref: BatchRef) -> None:
         plan.ids(ref)
     with pytest.raises(InternalError, match="not a minibatch"):
         plan.size(ref)
+
+
+@pytest.mark.parametrize(
+    ("kind", "batches"),
+    [(RoundPlan, [[0, 1], [4, 5], [2, 3], [6, 7]]), (PartitionPlan, [[0, 1], [2, 3], [5, 6], [7, 8]])],
+)
+def test_an_order_of_ones_own_and_nothing_short(kind: type[EpochPlan], batches: list[list[int]]) -> None:
+    plan = kind(10, 2, 2, order=lambda epoch: np.arange(10) + 100 * epoch, drop_last=True)
+    refs = [BatchRef(1, rank, batch) for rank in (0, 1) for batch in range(plan.batches_per_epoch(rank))]
+    assert [(plan.ids(ref) - 100).tolist() for ref in refs] == batches
+    with pytest.raises(ConfigError, match="drop_last leaves nothing of 10 samples"):
+        kind(10, 6, 2, drop_last=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
 import gradstream
-from gradstream.data.base import Dataset
+from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
@@ -84,7 +84,7 @@ class Job:
     optimizer: str | Optimizer | None = None
     workers: int = 2
     servers: int = 1
-    batch_size: int | Sequence[int] = 32
+    batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | None = None
     epochs: int | None = None
     steps: int | None = None
@@ -180,7 +180,7 @@ def cast_of(job: Job, run_id: str) -> Cast:
         steps=job.steps,
         seed=job.seed,
         chunk_elems=job.chunk_elems,
-        num_samples=job.data.num_samples,
+        data=job.data,
         num_parameters=0,  # told by the model that the first worker registers
         reduction=getattr(model, "reduction", "mean"),
         **dataclasses.asdict(job.deadlines),
@@ -195,9 +195,10 @@ def check(job: Job) -> None:
     Raises:
         ConfigError: names the argument, what it is, and what it may be.
     """
-    if not hasattr(job.data, "batch") or not hasattr(job.data, "num_samples"):
+    if not (hasattr(job.data, "batch") or hasattr(job.data, "feed")) or not hasattr(job.data, "num_samples"):
         raise ConfigError(
-            f"data is {type(job.data).__name__}; expected a Dataset: see gradstream.from_arrays"
+            f"data is {type(job.data).__name__}; expected a Dataset: wrap yours with gradstream.from_arrays, "
+            "from_dataset, from_loader or from_stream"
         )
     for name in ("workers", "servers"):
         _whole(name, getattr(job, name), least=1)
@@ -207,7 +208,7 @@ def check(job: Job) -> None:
         raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
     limit = "steps" if job.epochs is None else "epochs"
     _whole(limit, getattr(job, limit), least=1)
-    if job.workers > job.data.num_samples:
+    if job.data.num_samples is not None and job.workers > job.data.num_samples:
         raise ConfigError(
             f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
             "each worker needs at least one"

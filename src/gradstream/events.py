@@ -51,7 +51,7 @@ class StartedEvent(Event):
     strategy: str
     optimizer: str
     num_parameters: int
-    num_samples: int
+    num_samples: int | None  # None in a stream
     total_steps: int  # minibatches over all workers; synchronous: rounds
 
 
@@ -161,7 +161,7 @@ class LedgerEvent(Event):
 
     name: ClassVar[str] = "ledger"
     epoch: int
-    samples: int
+    samples: int | None  # None in a stream
     batches: int
     reassigned: int
 
@@ -220,7 +220,7 @@ class FinishedEvent(Event):
     """Every sample is accounted for (coordinator)."""
 
     name: ClassVar[str] = "finished"
-    samples: int
+    samples: int | None  # None in a stream
     train_s: float  # from the begin of training, initial parameters included, to the last receipt
 
 

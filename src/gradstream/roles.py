@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradstream.data.base import Dataset
+from gradstream.data.base import Dataset, Division, Plan
+from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
-from gradstream.data.plan import EpochPlan, PartitionPlan, RoundPlan
 from gradstream.events import StartedEvent
 from gradstream.membership.coordinator import Coordinator, Leases
 from gradstream.membership.member import Member
@@ -54,7 +54,7 @@ class Cast:
         epochs, steps: when the run ends.
         seed: of initial parameters, order of samples and dropout.
         chunk_elems: elements per chunk.
-        num_samples: of the data set.
+        data: the data set, which says how it can be divided.
         num_parameters: of the model.
         reduction: whether the model's gradients are means or sums.
         join_s, silence_s, lease_s, retry_s: deadlines; see `config.Deadlines`.
@@ -72,7 +72,7 @@ class Cast:
     steps: int | None
     seed: int
     chunk_elems: int
-    num_samples: int
+    data: Dataset
     num_parameters: int
     reduction: Reduction
     join_s: float = 60.0
@@ -91,10 +91,18 @@ class Cast:
         """Deadlines of membership."""
         return Leases(join_s=self.join_s, lease_s=self.lease_s)
 
-    def plan(self) -> EpochPlan:
+    def plan(self) -> Plan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
-        kind = RoundPlan if self.strategy.cut == "rounds" else PartitionPlan
-        return kind(self.num_samples, self.batch_size, self.workers, seed=self.seed, shares=self.shares)
+        division = Division(
+            cut=self.strategy.cut,
+            batch_size=self.batch_size,
+            workers=self.workers,
+            seed=self.seed,
+            shares=self.shares,
+            epochs=self.epochs,
+            steps=self.steps,
+        )
+        return plan_of(self.data, division)
 
     def ledger(self) -> Ledger:
         """An account of every minibatch of the run."""
@@ -118,7 +126,7 @@ class Cast:
             strategy=type(self.strategy).__name__.lower(),
             optimizer=type(self.optimizer).__name__.lower(),
             num_parameters=self.num_parameters,
-            num_samples=self.num_samples,
+            num_samples=self.data.num_samples,
             total_steps=batches // self.workers if rounds else batches,
         )
         membership = Membership(

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradstream.data.base import Ids
 from gradstream.errors import DataError
-from gradstream.model.base import Batch
+from gradstream.model.batch import Batch
 
 __all__ = ["ArrayDataset", "from_arrays"]
 

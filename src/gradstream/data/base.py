@@ -1,30 +1,47 @@
 """Data sets, and who goes through which sample when.
 
-The order of samples is a pure function of (seed, epoch, position): any worker, simulation or
-resumed run can compute any batch without having seen the ones before.
+A minibatch has a name, `BatchRef`, and what is in it is a pure function of that name and the run's
+seed: any worker, simulation or resumed run can make any minibatch without having made the ones
+before. How a name becomes samples is for two objects to say: a `Plan` cuts each epoch into
+minibatches, a `Feed` reads them. Data sets whose samples have ids get both from here
+(`data.feed.plan_of`, `feed_of`); a stream, whose samples have none, brings its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from gradstream.model.base import Batch
+from gradstream.model.batch import Batch
 
-__all__ = ["BatchRef", "Dataset", "Ids"]
+__all__ = ["DEFAULT_BATCH_SIZE", "BatchRef", "Dataset", "Division", "Feed", "Ids", "Plan"]
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
+DEFAULT_BATCH_SIZE = 32
+"""Samples per minibatch of one worker, where nobody says another number."""
+
 
 class Dataset(Protocol):
-    """Samples by id, and optionally held-out ones to evaluate on."""
+    """Samples by id, and optionally held-out ones to evaluate on.
+
+    `num_samples` is None in a stream that does not say. A data set may have two more methods, and
+    one that has the second needs no `batch`:
+
+        plan(division: Division) -> Plan
+        feed(plan: Plan, rank: int, seed: int) -> Feed
+    """
 
     name: str
-    num_samples: int
     num_test_samples: int
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples there are to train on; a plain attribute will do."""
+        ...
 
     def batch(self, ids: Ids) -> Batch:
         """The training samples with these ids, in this order."""
@@ -44,16 +61,56 @@ class BatchRef:
     batch: int
 
 
-class Plan(Protocol):
-    """Cuts each epoch's order into partitions and those into minibatches. Pure."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How a run divides its data.
 
-    num_samples: int
-    shares: Sequence[int]
+    Args:
+        cut: rounds that all workers take part in, or a partition for each.
+        batch_size: samples a worker takes at a time: one number, or one per worker.
+        workers: how many.
+        seed: of the order of samples.
+        shares: relative amounts of data, one per worker; None leaves it to the batch sizes.
+        epochs, steps: when the run ends; one may be None.
+    """
+
+    cut: Literal["rounds", "partitions"]
+    batch_size: int | Sequence[int]
+    workers: int
+    seed: int
+    shares: Sequence[float] | None
+    epochs: int | None
+    steps: int | None
+
+
+class Plan(Protocol):
+    """Cuts each epoch into partitions and those into minibatches. Pure."""
+
+    @property
+    def num_partitions(self) -> int:
+        """How many workers the data is planned for."""
+        ...
 
     def batches_per_epoch(self, partition: int) -> int:
         """How many minibatches a partition has in each epoch."""
         ...
 
-    def ids(self, ref: BatchRef) -> Ids:
-        """Sample ids of a minibatch; empty where the partition has no share in it."""
+    def size(self, ref: BatchRef) -> int | None:
+        """How many samples a minibatch has; None where only reading it tells."""
+        ...
+
+    def likely_size(self, ref: BatchRef) -> int:
+        """The same where it is known, else a guess: for simulations that read nothing."""
+        ...
+
+
+class Feed(Protocol):
+    """Reads the minibatches of one worker, on its arithmetic thread."""
+
+    def read(self, ref: BatchRef) -> Batch:
+        """The samples of a minibatch: its own in order is what it is good at, but any can be asked for.
+
+        Raises:
+            DataError: there is no such minibatch, or it makes no sense. Names rank and batch.
+        """
         ...

@@ -14,7 +14,7 @@ from gradstream.data.base import Ids
 from gradstream.data.image_cache import Bytes, ImageCache, cache_home, open_cache
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, DataError
-from gradstream.model.base import Batch
+from gradstream.model.batch import Batch
 
 __all__ = ["ImageDataset", "caltech101"]
 

@@ -15,8 +15,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gradstream.data.base import BatchRef
-from gradstream.data.plan import EpochPlan
+from gradstream.data.base import BatchRef, Plan
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["Ledger"]
@@ -79,7 +78,7 @@ class Ledger:
 
     def __init__(
         self,
-        plan: EpochPlan,
+        plan: Plan,
         *,
         epochs: int | None = None,
         max_batches_per_partition: int | None = None,
@@ -91,7 +90,7 @@ class Ledger:
             raise ConfigError("a run needs an end: give epochs or steps")
         self.plan = plan
         self._partitions = []
-        for partition in range(len(plan.shares)):
+        for partition in range(plan.num_partitions):
             per_epoch = plan.batches_per_epoch(partition)
             limits = [epochs * per_epoch] if epochs is not None else []
             if max_batches_per_partition is not None:
@@ -195,13 +194,19 @@ class Ledger:
         """How many minibatches a data epoch of this run has, over all partitions."""
         return sum(self._span(line, epoch) for line in self._partitions)
 
-    def samples(self, epoch: int) -> int:
-        """How many samples they have together: all of the data set, unless steps end the run before."""
-        return sum(
-            self.plan.size(BatchRef(epoch, partition, batch))
-            for partition, line in enumerate(self._partitions)
-            for batch in range(self._span(line, epoch))
-        )
+    def samples(self, epoch: int) -> int | None:
+        """How many samples they have together: all of the data set, unless steps end the run before.
+
+        None in a stream: only reading tells.
+        """
+        total = 0
+        for partition, line in enumerate(self._partitions):
+            for batch in range(self._span(line, epoch)):
+                size = self.plan.size(BatchRef(epoch, partition, batch))
+                if size is None:
+                    return None
+                total += size
+        return total
 
     def missing(self, epoch: int) -> int:
         """How many minibatches of a data epoch have no receipt yet."""

@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -23,7 +23,10 @@ import numpy as np
 from gradstream.data.base import BatchRef, Ids
 from gradstream.errors import ConfigError, InternalError
 
-__all__ = ["EpochPlan", "PartitionPlan", "RoundPlan", "epoch_order"]
+__all__ = ["EpochPlan", "Order", "PartitionPlan", "RoundPlan", "epoch_order"]
+
+Order = Callable[[int], Ids]
+"""Data epoch to the order of its samples: as many ids as the plan has positions, a pure function."""
 
 
 @functools.lru_cache(maxsize=2)  # workers of one process are in the same epoch, or one apart
@@ -51,6 +54,8 @@ class EpochPlan(ABC):
         num_partitions: how many workers the data is planned for.
         seed: of the order of samples, in [0, 2⁶⁴).
         shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None.
+        order: of the samples in each epoch; None takes `epoch_order` under `seed`.
+        drop_last: leave out what does not fill a minibatch (of all workers together, in rounds).
 
     Raises:
         ConfigError: a number out of its range, lists of the wrong length, more workers than
@@ -67,6 +72,8 @@ class EpochPlan(ABC):
         *,
         seed: int = 0,
         shares: Sequence[float] | None = None,
+        order: Order | None = None,
+        drop_last: bool = False,
     ) -> None:
         self.num_samples = _whole("num_samples", num_samples, least=1)
         self.num_partitions = _whole("number of workers", num_partitions, least=1)
@@ -75,6 +82,14 @@ class EpochPlan(ABC):
             raise ConfigError(f"seed must be below 2**64, got {seed}")
         self.batch_sizes = _batch_sizes(batch_size, self.num_partitions)
         self._weights = self._check_shares(self.batch_sizes if shares is None else shares)
+        self._order = order or functools.partial(epoch_order, self.num_samples, self.seed)
+        self._drop_last = drop_last
+        self._divide(batch_size, shares)
+        if not any(map(self.batches_per_epoch, range(self.num_partitions))):
+            raise ConfigError(
+                f"drop_last leaves nothing of {self.num_samples} samples: none of the {self.num_partitions} "
+                f"workers fills a minibatch of {self.batch_sizes}; use smaller ones, or fewer workers"
+            )
 
     def _check_shares(self, shares: Sequence[float]) -> tuple[Fraction, ...]:
         if len(shares) != self.num_partitions:
@@ -97,6 +112,10 @@ class EpochPlan(ABC):
         return weights
 
     @abstractmethod
+    def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
+        """Sets `shares` and the edges between workers."""
+
+    @abstractmethod
     def batches_per_epoch(self, partition: int) -> int:
         """How many minibatches a partition has in each epoch."""
 
@@ -107,12 +126,16 @@ class EpochPlan(ABC):
     def ids(self, ref: BatchRef) -> Ids:
         """Sample ids of a minibatch, in order: (size,), a copy. Raises InternalError for an unknown one."""
         start, stop = self._positions(*self._known(ref))
-        return epoch_order(self.num_samples, self.seed, ref.epoch)[start:stop].copy()
+        return self._order(ref.epoch)[start:stop].copy()
 
     def size(self, ref: BatchRef) -> int:
         """How many samples a minibatch has, without computing the epoch's order."""
         start, stop = self._positions(*self._known(ref))
         return stop - start
+
+    def likely_size(self, ref: BatchRef) -> int:
+        """The same."""
+        return self.size(ref)
 
     def _known(self, ref: BatchRef) -> tuple[int, int]:
         inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions
@@ -137,16 +160,7 @@ class RoundPlan(EpochPlan):
     `shares[i]` is the size of worker i's full minibatch.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int | Sequence[int],
-        num_partitions: int,
-        *,
-        seed: int = 0,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__(num_samples, batch_size, num_partitions, seed=seed, shares=shares)
+    def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         if shares is not None:
             if isinstance(batch_size, Sequence):
                 raise ConfigError(
@@ -159,7 +173,8 @@ class RoundPlan(EpochPlan):
 
     def batches_per_epoch(self, partition: int) -> int:
         """Rounds in an epoch: the same for all partitions, those without a share included."""
-        return -(-self.num_samples // self._edges[-1])
+        whole, left = divmod(self.num_samples, self._edges[-1])
+        return whole + bool(left and not self._drop_last)
 
     def _positions(self, partition: int, batch: int) -> tuple[int, int]:
         round_samples = self._edges[-1]
@@ -178,16 +193,7 @@ class PartitionPlan(EpochPlan):
     number of samples of partition i in each epoch.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int | Sequence[int],
-        num_partitions: int,
-        *,
-        seed: int = 0,
-        shares: Sequence[float] | None = None,
-    ) -> None:
-        super().__init__(num_samples, batch_size, num_partitions, seed=seed, shares=shares)
+    def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         self._edges = _cut(self.num_samples, self._weights)
         self.shares = _sizes(self._edges)
         for rank, (samples, size) in enumerate(zip(self.shares, self.batch_sizes, strict=True)):
@@ -200,7 +206,8 @@ class PartitionPlan(EpochPlan):
     def batches_per_epoch(self, partition: int) -> int:
         """Minibatches of a partition in an epoch: 0 for one without a share."""
         size = self.batch_sizes[partition]
-        return -(-self.shares[partition] // size) if size else 0
+        whole, left = divmod(self.shares[partition], size) if size else (0, 0)
+        return whole + bool(left and not self._drop_last)
 
     def _positions(self, partition: int, batch: int) -> tuple[int, int]:
         start = self._edges[partition] + batch * self.batch_sizes[partition]

@@ -278,7 +278,8 @@ class Membership:
                 f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
             )
         self.phase = v1.Notice.FINISHED
-        samples = sum(self.ledger.samples(epoch) for epoch in range(self.ledger.num_epochs))
+        counts = [self.ledger.samples(epoch) for epoch in range(self.ledger.num_epochs)]
+        samples = None if None in counts else sum(count or 0 for count in counts)
         done = FinishedEvent(samples=samples, train_s=max(0.0, self._receipt_s - self._began_s))
         return [*out, Emit(done), Notify()]
 

@@ -1,6 +1,7 @@
 """What the user brings, as a `Model` on one flat vector: from functions, or a PyTorch module."""
 
-from gradstream.model.base import Batch, Layout, Model, Reduction, Slot
+from gradstream.model.base import Layout, Model, Reduction, Slot
+from gradstream.model.batch import Batch
 from gradstream.model.check import finite
 from gradstream.model.functions import FunctionsModel, from_functions
 from gradstream.model.torch_module import TorchModel, from_torch

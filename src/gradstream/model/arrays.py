@@ -8,11 +8,12 @@ Integers, bytes and booleans stay as they are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from gradstream.model.batch import map_leaves
 
 __all__ = ["for_numpy", "for_torch", "numpy_dtype"]
 
@@ -28,13 +29,18 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.floating[Any]]:
 
 
 def for_numpy(tree: Any, dtype: torch.dtype) -> Any:
-    """The same tree with numpy arrays in place of arrays and tensors of any kind."""
+    """The same tree with numpy arrays in place of arrays and tensors of any kind.
+
+    What is no array of numbers (text, None) stays as it is.
+    """
 
     def convert(leaf: Any) -> Any:
         array = np.asarray(leaf)
+        if array.dtype.kind not in "biufc":
+            return leaf
         return array.astype(numpy_dtype(dtype), copy=False) if array.dtype.kind == "f" else array
 
-    return _map(convert, tree)
+    return map_leaves(convert, tree)
 
 
 def for_torch(tree: Any, dtype: torch.dtype) -> Any:
@@ -47,7 +53,7 @@ def for_torch(tree: Any, dtype: torch.dtype) -> Any:
             return leaf.to(dtype)
         return leaf
 
-    return _map(convert, tree)
+    return map_leaves(convert, tree)
 
 
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -56,13 +62,3 @@ def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
     with warnings.catch_warnings():  # torch has no read-only tensors; a module does not write its inputs
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)
-
-
-def _map(convert: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _map(convert, branch) for key, branch in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(_map(convert, branch) for branch in tree)
-    if isinstance(tree, list):
-        return [_map(convert, branch) for branch in tree]
-    return convert(tree)

@@ -16,29 +16,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from gradstream.model.batch import Batch
 from gradstream.runtime.base import Report
 
 __all__ = ["Batch", "Layout", "Model", "Reduction", "Slot"]
 
 Reduction = Literal["mean", "sum"]
 """Whether a model's loss and gradient are the mean or the sum over a batch's samples."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Samples to compute a gradient on.
-
-    Args:
-        inputs: an array (or tree of arrays), samples along the first axis.
-        targets: likewise.
-        num_samples: how many. 0 where a worker has no share in a round.
-        ids: the position of each sample in the data set.
-    """
-
-    inputs: Any
-    targets: Any
-    num_samples: int
-    ids: np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)

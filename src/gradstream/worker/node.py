@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import safetensors.numpy
 
-from gradstream.data.base import Dataset
-from gradstream.data.plan import EpochPlan
+from gradstream.data.base import Dataset, Plan
+from gradstream.data.feed import feed_of
 from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.events import TransferEvent
 from gradstream.membership.member import Member
@@ -57,7 +57,7 @@ class WorkerConfig:
     strategy: Strategy
     model: Model
     data: Dataset
-    plan: EpochPlan
+    plan: Plan
     lr: float
     seed: int
     chunk_elems: int
@@ -183,7 +183,7 @@ class WorkerNode:
         return Replica(
             self._runtime,
             config.model,
-            config.data,
+            feed_of(config.data, config.plan, config.rank, config.seed),
             schedule,
             client,
             rank=config.rank,

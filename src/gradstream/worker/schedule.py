@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from gradstream.data.base import BatchRef
-from gradstream.data.plan import EpochPlan
+from gradstream.data.base import BatchRef, Plan
 
 __all__ = ["OrphanSource", "Schedule"]
 
@@ -35,7 +34,7 @@ class Schedule:
         orphanage: asked for minibatches of lost workers; None for a worker that is alone.
     """
 
-    plan: EpochPlan
+    plan: Plan
     cut: Literal["rounds", "partitions"]
     rank: int
     epochs: int | None

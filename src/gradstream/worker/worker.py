@@ -11,17 +11,20 @@ from __future__ import annotations
 import asyncio
 import math
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
-from gradstream.data.base import BatchRef, Dataset
+from gradstream.data.base import BatchRef, Feed
 from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.events import StepEvent
 from gradstream.memory import Vector
 from gradstream.model.base import Model
+from gradstream.model.batch import Batch
 from gradstream.model.check import finite
 from gradstream.runtime.base import Progress, Report, Runtime, Work, awaited_later
 from gradstream.server.client import Arrival, ServerClient, Update
@@ -36,10 +39,14 @@ BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """A minibatch by name and size; its samples are read where the gradient is computed."""
+    """A minibatch by name and size; its samples are read where the gradient is computed.
+
+    Those of a stream have been read already: only so is their number known.
+    """
 
     ref: BatchRef
     num_samples: int
+    samples: Batch | None = None
 
 
 @dataclass(slots=True)
@@ -101,7 +108,7 @@ class Replica:
     Args:
         runtime: of this node.
         model: this replica's model.
-        data: the data set.
+        feed: reads the samples of minibatches.
         schedule: which minibatches are this worker's.
         server: client of the parameter server, with a spare vector.
         rank: of this worker.
@@ -116,7 +123,7 @@ class Replica:
         self,
         runtime: Runtime,
         model: Model,
-        data: Dataset,
+        feed: Feed,
         schedule: Schedule,
         server: ServerClient,
         *,
@@ -134,7 +141,7 @@ class Replica:
         self.server = server
         self._runtime = runtime
         self._model = model
-        self._data = data
+        self._feed = feed
         self._schedule = schedule
         self._lr = lr
         self._seed = seed
@@ -165,11 +172,24 @@ class Replica:
     async def batches(self) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
         async for ref in self._schedule.refs(self._flush):
-            batch = SampleBatch(ref, self._schedule.plan.size(ref))
             self._stopwatch.begin(self._runtime.now())
+            batch = await self._named(ref)
             yield batch
             self._report(batch)
             self.step += 1
+
+    async def _named(self, ref: BatchRef) -> SampleBatch:
+        plan = self._schedule.plan
+        size = plan.size(ref)
+        if size is not None:
+            return SampleBatch(ref, size)
+        likely = plan.likely_size(ref)
+        samples = await self._runtime.compute(
+            lambda _: self._read(ref),
+            work=Work("read", samples=likely),
+            phantom=Batch(None, None, likely, np.empty(0, np.int64)),
+        )
+        return SampleBatch(ref, samples.num_samples, samples)
 
     async def _flush(self) -> None:
         """Everything this worker has computed is in the model, and receipts are on their way."""
@@ -239,29 +259,42 @@ class Replica:
 
     def _arithmetic(self, batch: SampleBatch, into: torch.Tensor, mean: bool, report: Report) -> float:
         """Reads the samples and differentiates: the user's code, on the arithmetic thread."""
-        where = f"worker-{self.rank}, step {self.step} (data epoch {batch.ref.epoch})"
         scaled = mean and self._model.reduction == "sum"
         seed = hash_seed(self._seed, self.rank, self.step)
-        try:
-            samples = self._data.batch(self._schedule.plan.ids(batch.ref))
-            hold: Report = (lambda _: None) if scaled else report
+        samples = batch.samples or self._read(batch.ref)
+        hold: Report = (lambda _: None) if scaled else report
+        with self._users_code(batch.ref, "model"):
             loss = self._model.gradient(self.parameters.tensor, samples, into, seed=seed, report=hold)
-        except GradstreamError as error:
-            error.args = (f"{where}: {error}", *error.args[1:])
-            raise
-        except Exception as error:
-            message = f"{where}: the model or the data set raised {type(error).__name__}: {error}"
-            raise UserCodeError(message, traceback.format_exc()) from error
         if scaled:
             into.mul_(1 / batch.num_samples)
             report(len(into))
         if math.isinf(loss) or not finite(into):
             what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
             raise GradientError(
-                f"{where}: the {what}; lower the learning rate, scale the inputs, or clip the gradient. "
-                "Nothing of it was applied where the exchange does not overlap"
+                f"{self._where(batch.ref)}: the {what}; lower the learning rate, scale the inputs, or "
+                "clip the gradient. Nothing of it was applied where the exchange does not overlap"
             )
         return loss
+
+    def _read(self, ref: BatchRef) -> Batch:
+        """The samples of a minibatch: the user's code, on the arithmetic thread."""
+        with self._users_code(ref, "data set"):
+            return self._feed.read(ref)
+
+    @contextmanager
+    def _users_code(self, ref: BatchRef, whose: str) -> Iterator[None]:
+        """What the user's code raises names the worker, step and minibatch, and keeps its traceback."""
+        try:
+            yield
+        except GradstreamError as error:
+            error.args = (f"{self._where(ref)}: {error}", *error.args[1:])
+            raise
+        except Exception as error:
+            message = f"{self._where(ref)}: the {whose} raised {type(error).__name__}: {error}"
+            raise UserCodeError(message, traceback.format_exc()) from error
+
+    def _where(self, ref: BatchRef) -> str:
+        return f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch})"
 
     # ---- exchange -----------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""How the minibatches of a run are planned and read, whatever the data set is."""
+
+from __future__ import annotations
+
+from gradstream.data.base import BatchRef, Dataset, Division, Feed, Plan
+from gradstream.data.plan import EpochPlan, Order, PartitionPlan, RoundPlan
+from gradstream.errors import ConfigError, InternalError
+from gradstream.model.batch import Batch
+
+__all__ = ["IdFeed", "feed_of", "plan_of", "plan_samples"]
+
+
+def plan_of(data: Dataset, division: Division) -> Plan:
+    """How a run divides a data set. Raises ConfigError where the numbers do not fit."""
+    own = getattr(data, "plan", None)
+    if own is not None:
+        plan: Plan = own(division)
+        return plan
+    if data.num_samples is None:
+        raise ConfigError(f"data set {data.name!r} does not say how many samples it has, nor has it a plan()")
+    return plan_samples(data.num_samples, division)
+
+
+def plan_samples(
+    num_samples: int, division: Division, *, order: Order | None = None, drop_last: bool = False
+) -> EpochPlan:
+    """The plan of a data set whose samples have ids: rounds for all, or a partition for each."""
+    kind = RoundPlan if division.cut == "rounds" else PartitionPlan
+    return kind(
+        num_samples,
+        division.batch_size,
+        division.workers,
+        seed=division.seed,
+        shares=division.shares,
+        order=order,
+        drop_last=drop_last,
+    )
+
+
+def feed_of(data: Dataset, plan: Plan, rank: int, seed: int) -> Feed:
+    """What reads the minibatches of worker `rank`."""
+    own = getattr(data, "feed", None)
+    if own is not None:
+        feed: Feed = own(plan, rank, seed)
+        return feed
+    return IdFeed(data, plan)
+
+
+class IdFeed:
+    """Reads samples by id, as the plan says which."""
+
+    def __init__(self, data: Dataset, plan: Plan) -> None:
+        if not isinstance(plan, EpochPlan):
+            raise InternalError(f"{data.name!r} has its own plan, {plan!r}, but no feed() to read it")
+        self._data = data
+        self._plan = plan
+
+    def read(self, ref: BatchRef) -> Batch:
+        """See `Feed`."""
+        return self._data.batch(self._plan.ids(ref))
