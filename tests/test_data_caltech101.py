@@ -137,7 +137,8 @@ def test_absent_data_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.Monk
         caltech101(root=tmp_path)
     assert str(tmp_path) in str(e.value)
     monkeypatch.delenv("GRADSTREAM_DATA", raising=False)
-    with pytest.raises(DataError, match="neither root= nor GRADSTREAM_DATA is given"):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(DataError, match=r"neither root= nor GRADSTREAM_DATA is given.*gradstream data get"):
         caltech101()
 
 
@@ -236,6 +237,14 @@ def test_links_are_refused(tmp_path: Path) -> None:
         archive.addfile(member)
     with pytest.raises(DataError, match="no plain file"):
         caltech101(8, root=path, cache=tmp_path / "cache")
+
+
+def test_a_member_that_would_fill_the_memory_is_refused(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_cache, "MAX_FILE_BYTES", 100)
+    with pytest.raises(DataError, match="expected at most 100; do not trust"):
+        caltech101(8, root=root, cache=tmp_path / "cache")
 
 
 def test_damaged_archives(root: Path, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 
 from gradstream.data.arrays import check_ids
 from gradstream.data.base import Ids
-from gradstream.data.image_cache import Bytes, ImageCache, cache_home, open_cache
+from gradstream.data.image_cache import Bytes, ImageCache, open_cache
 from gradstream.data.plan import epoch_order
+from gradstream.data.sources import CALTECH101, cache_home, fetch, stored_at
 from gradstream.errors import ConfigError, DataError
 from gradstream.model.batch import Batch
 
@@ -91,6 +92,7 @@ def caltech101(
     background: bool = False,
     test_fraction: float = 0.2,
     seed: int = 0,
+    download: bool = False,
     root: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
 ) -> ImageDataset:
@@ -109,9 +111,11 @@ def caltech101(
             one (unless 0), and one is left to train on. Which ones is a function of `seed` and
             the category alone.
         seed: of that choice.
+        download: get the archive (137 MB) where none is found: into the cache folder of the user,
+            verified, once for all processes of the machine. Licence and citation go to stderr.
         root: a folder that holds `caltech101/101_ObjectCategories.tar.gz`, the archive, or the
             extracted `101_ObjectCategories`; or one of these two itself. Default: the environment
-            variable GRADSTREAM_DATA.
+            variable GRADSTREAM_DATA, then what has been downloaded.
         cache: folder for the resized images. Default: $XDG_CACHE_HOME/gradstream or
             ~/.cache/gradstream.
 
@@ -128,7 +132,7 @@ def caltech101(
     if not 0 <= test_fraction < 1:
         raise ConfigError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
     images = open_cache(
-        _find(root),
+        _find(root, download=download),
         size=size,
         home=Path(cache) if cache is not None else cache_home(),
         name="caltech101",
@@ -141,7 +145,7 @@ def caltech101(
     return ImageDataset(f"caltech101-{size}", images, categories, train_rows, test_rows, flat=flat)
 
 
-def _find(root: str | os.PathLike[str] | None) -> Path:
+def _find(root: str | os.PathLike[str] | None, *, download: bool) -> Path:
     """The archive or the extracted folder. Raises DataError saying where it looked and how to get it."""
     named = root if root is not None else os.environ.get("GRADSTREAM_DATA")
     if named:
@@ -153,11 +157,16 @@ def _find(root: str | os.PathLike[str] | None) -> Path:
         for found in candidates:
             if found.exists():
                 return found
+    if root is None:
+        stored = fetch(CALTECH101) if download else stored_at(CALTECH101)
+        if stored.exists():
+            return stored
     where = f"in {Path(named).absolute()}" if named else "but neither root= nor GRADSTREAM_DATA is given"
+    elsewhere = "" if root is not None else f", and for {stored_at(CALTECH101)}"
     raise DataError(
-        f"Caltech-101 was not found: looked for caltech101/{ARCHIVE}, {ARCHIVE} and {FOLDER}/ {where}. "
-        "Get https://data.caltech.edu/records/mzrjq-6wc02/files/caltech-101.zip (137 MB; Li, Andreeto, "
-        "Ranzato, Perona, Caltech 101, doi 10.22002/D1.20086, CC BY 4.0), unzip it, and name its folder "
+        f"Caltech-101 was not found: looked for caltech101/{ARCHIVE}, {ARCHIVE} and {FOLDER}/ {where}"
+        f"{elsewhere}. To download its 137 MB: gradstream data get caltech101, or download=True. "
+        f"Or get it by hand from {CALTECH101.page} ({CALTECH101.licence}), unzip it, and name its folder "
         "with root= or the environment variable GRADSTREAM_DATA"
     )
 

@@ -7,7 +7,6 @@ all of it or nothing, and of several processes that need it one makes it while t
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -15,24 +14,25 @@ import os
 import shutil
 import tarfile
 import tempfile
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
+from gradstream.data.archive import is_inside
+from gradstream.data.lock import machine_lock
 from gradstream.errors import DataError
 
-__all__ = ["Bytes", "ImageCache", "Manifest", "cache_home", "open_cache"]
+__all__ = ["Bytes", "ImageCache", "Manifest", "open_cache"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 FINGERPRINT_BYTES = 1 << 16
+MAX_FILE_BYTES = 1 << 26
 WAIT_S = 600.0
 
 
@@ -69,12 +69,6 @@ class ImageCache:
     images: Bytes
 
 
-def cache_home() -> Path:
-    """Where caches go by default: $XDG_CACHE_HOME/gradstream, or ~/.cache/gradstream."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "gradstream"
-
-
 def open_cache(
     source: Path, *, size: int, home: Path, name: str, last: str, wait_s: float = WAIT_S
 ) -> ImageCache:
@@ -99,7 +93,9 @@ def open_cache(
     if not folder.exists():
         try:
             home.mkdir(parents=True, exist_ok=True)
-            with _locked(home / f"{folder.name}.lock", wait_s):
+            with machine_lock(
+                home / f"{folder.name}.lock", doing=f"making the image cache {folder}", wait_s=wait_s
+            ):
                 if not folder.exists():
                     _make(folder, source, size, last)
         except OSError as error:
@@ -206,6 +202,7 @@ def _files(source: Path, *, contents: bool) -> Iterator[tuple[str, bytes]]:
             for member in archive:
                 name = _safe_name(member, source)
                 if member.isreg():
+                    _check_size(member, source)
                     file = archive.extractfile(member) if contents else None
                     yield name, file.read() if file else b""
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
@@ -215,13 +212,21 @@ def _files(source: Path, *, contents: bool) -> Iterator[tuple[str, bytes]]:
 def _safe_name(member: tarfile.TarInfo, source: Path) -> str:
     """A member's name below the archive's top folder. Raises DataError for one that leads elsewhere."""
     path = PurePosixPath(member.name)
-    inside = not path.is_absolute() and ".." not in path.parts and "\\" not in member.name
-    if not inside or not (member.isreg() or member.isdir()):
+    if not is_inside(member.name) or not (member.isreg() or member.isdir()):
         raise DataError(
             f"{source} has the member {member.name!r}, which is no plain file or folder inside the archive; "
             "do not trust this archive: get it from its publisher"
         )
     return "/".join(path.parts[1:]) or member.name
+
+
+def _check_size(member: tarfile.TarInfo, source: Path) -> None:
+    """Raises DataError for a file that would not fit in memory, as no photograph is."""
+    if member.size > MAX_FILE_BYTES:
+        raise DataError(
+            f"{source}: {member.name} has {member.size:,} bytes, expected at most {MAX_FILE_BYTES:,}; "
+            "do not trust this archive: get it from its publisher"
+        )
 
 
 def _is_image(name: str) -> bool:
@@ -256,22 +261,3 @@ def _read_manifest(path: Path) -> Manifest:
     fields = json.loads(path.read_text(encoding="utf-8"))
     lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
     return Manifest(**{**fields, **lists})
-
-
-@contextmanager
-def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Holds the lock file. The kernel frees it when its holder dies, however it dies."""
-    give_up = time.monotonic() + wait_s  # noqa: TID251 - before the node runs: no runtime yet
-    with open(path, "w", encoding="utf-8") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= give_up:  # noqa: TID251
-                    raise DataError(
-                        f"another process has held {path} for {wait_s:g} s, making an image cache; "
-                        "wait for it, end it, or name another folder: cache="
-                    ) from None
-                time.sleep(0.05)  # noqa: TID251
-        yield
