@@ -1,7 +1,8 @@
-"""Names of strategies and update rules: the only place that knows the concrete classes.
+"""Names of strategies, update rules, data sets and carriers: the only place that knows the concrete classes.
 
 Adding a method is one new file and one line here. A user's own class needs no line: it is named
-by where it is, "file.py:Class" or "module:Class".
+by where it is, "file.py:Class" or "module:Class". An installed package's is named as the package
+says (see `plugins`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.optim.base import Optimizer
+from gradstream.plugins import GROUPS, HOUSE, Offer, choose, installed
 from gradstream.strategies.base import Strategy
 
 __all__ = [
     "OPTIMIZERS",
     "STRATEGIES",
+    "catalogue",
     "class_of",
     "describe",
+    "find_dataset",
     "find_optimizer",
     "find_strategy",
     "load_module",
@@ -45,6 +50,25 @@ OPTIMIZERS = {
     "sgd": "gradstream.optim.sgd:SGD",
 }
 
+DATASETS = {
+    "caltech101": "gradstream.data.caltech101:caltech101",
+    "fashion-mnist": "gradstream.data.fashion:fashion_mnist",
+}
+
+TRANSPORTS = {
+    "grpc": "gradstream.transport.grpc:GrpcEndpoint",
+    "memory": "gradstream.transport.memory:MemoryEndpoint",
+}
+
+FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "strategy": STRATEGIES,
+    "optimizer": OPTIMIZERS,
+    "codec": {},
+    "data set": DATASETS,
+    "transport": TRANSPORTS,
+}
+"""The house's own members of each family, place by name."""
+
 
 def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None) -> Strategy:
     """A strategy by name, by place ("mine.py:Mine"), or as it is, with these fields.
@@ -53,26 +77,60 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
         UnknownNameError: no such strategy, or it has no such option; says the nearest one.
         ConfigError: the file, or the class in it, cannot be had.
     """
-    return cast(Strategy, _find("strategy", STRATEGIES, spec, options or {}))
+    found = _find("strategy", spec, options or {})
+    if not isinstance(found, Strategy):
+        raise ConfigError(
+            f"strategy {spec!r} is a {type(found).__name__}; expected a subclass of gradstream.Strategy"
+        )
+    return found
 
 
 def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
     """An update rule, likewise. Raises the same."""
-    return cast(Optimizer, _find("optimizer", OPTIMIZERS, spec, options or {}))
+    found = _find("optimizer", spec, options or {})
+    missing = [name for name in ("lr", "state_names", "apply") if not hasattr(found, name)]
+    if missing:
+        raise ConfigError(
+            f"optimizer {spec!r} is a {type(found).__name__} without {', '.join(missing)}; "
+            "expected an update rule: see gradstream.optim.base"
+        )
+    return cast(Optimizer, found)
+
+
+def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset:
+    """A data set by name or place: what the function or class there makes of these arguments.
+
+    Raises:
+        UnknownNameError, ConfigError: as for strategies; or what comes of it is no data set.
+        DataError: its data cannot be read.
+    """
+    found = _find("data set", spec, options or {})
+    if not hasattr(found, "batch") or not hasattr(found, "num_samples"):
+        raise ConfigError(
+            f"data set {spec!r} is a {type(found).__name__}; expected something with num_samples and "
+            "batch(ids): see gradstream.data.base"
+        )
+    return cast(Dataset, found)
+
+
+def catalogue(kind: str) -> list[Offer]:
+    """All members of a family that have a name: the house's own, then those of installed packages."""
+    own = [Offer(kind, name, place, HOUSE) for name, place in FAMILIES[kind].items()]
+    return [*own, *installed(kind)]
 
 
 def class_of(kind: str, spec: Any) -> Callable[..., Any]:
-    """What makes a strategy or an optimizer: its class, or a function for some names of ours.
+    """What makes a member of a family: its class, or a function for data sets and some names of ours.
 
     Args:
-        kind: "strategy" or "optimizer".
+        kind: "strategy" or "optimizer", for example: a key of `plugins.GROUPS`.
         spec: its name, its place, its class, or the object itself.
 
     Raises:
         ConfigError, UnknownNameError: as `find_strategy`.
     """
     if isinstance(spec, str):
-        return _class(kind, {"strategy": STRATEGIES, "optimizer": OPTIMIZERS}[kind], spec)
+        return _class(kind, spec)
     return spec if isinstance(spec, type) else type(spec)
 
 
@@ -122,30 +180,35 @@ def load_module(path: Path, name: str | None = None) -> ModuleType:
     return module
 
 
-def _find(kind: str, known: Mapping[str, str], spec: Any, options: Mapping[str, Any]) -> Any:
+def _find(kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
     if isinstance(spec, str):
-        return _make(kind, spec, _class(kind, known, spec), options)
+        return _make(kind, spec, _class(kind, spec), options)
     if isinstance(spec, type):
         return _make(kind, spec.__name__, spec, options)
     return _changed(kind, spec, options)
 
 
-def _class(kind: str, known: Mapping[str, str], spec: str) -> Callable[..., Any]:
-    """The class of a name; for names of ours it may be a function that makes one."""
+def _class(kind: str, spec: str) -> Callable[..., Any]:
+    """What makes a member; for names, and for data sets, it may be a function."""
+    assert kind in GROUPS, kind
     place, colon, name = spec.rpartition(":")
     if not colon:
-        key = spec.lower()
-        if key not in known:
-            raise UnknownNameError(kind, spec, known)
-        place, _, name = known[key].rpartition(":")
-        made: Callable[..., Any] = getattr(importlib.import_module(place), name)
+        offer = choose(kind, FAMILIES[kind], spec)
+        if offer is None:
+            raise UnknownNameError(kind, spec, {known.name for known in catalogue(kind)})
+        made: Callable[..., Any] = offer.load()
         return made
     module = load_module(Path(place)) if place.endswith(".py") else _import(kind, spec, place)
-    cls = getattr(module, name, None)
-    if not isinstance(cls, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise UnknownNameError(f"{kind} class in {place}", name, classes)
-    return cls
+    found = getattr(module, name, None)
+    fits = callable if kind == "data set" else _is_class
+    if not fits(found):
+        public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+        raise UnknownNameError(f"{kind} in {place}", name, public)
+    return cast(Callable[..., Any], found)
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, type)
 
 
 def _import(kind: str, spec: str, module: str) -> ModuleType:
@@ -173,6 +236,8 @@ def _changed(kind: str, value: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _check_options(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    if not options:
+        return
     fields = list(inspect.signature(cls).parameters)
     for option in options:
         if option not in fields:

@@ -1,0 +1,77 @@
+"""`gradstream data get` and `gradstream data info`."""
+
+from __future__ import annotations
+
+import inspect
+
+import click
+
+__all__ = ["data"]
+
+
+@click.group()
+def data() -> None:
+    """Data sets: where they are from, under which licence, and how to get them."""
+
+
+@data.command()
+@click.argument("name")
+@click.option("--url", metavar="URL", help="A mirror of the archive; its checksum must be the same.")
+def get(name: str, url: str | None) -> None:
+    """Downloads a data set, verified, into the cache folder. Prints where it is.
+
+    A download that was cut off is taken up where it stopped. The folder is
+    $XDG_CACHE_HOME/gradstream or ~/.cache/gradstream.
+    """
+    from gradstream.data.sources import SOURCES, fetch
+    from gradstream.plugins import key_of
+    from gradstream.registry import class_of
+
+    make = class_of("data set", name)
+    source = SOURCES.get(key_of(name))
+    if source is not None and source.packed is not None:
+        click.echo(fetch(source, url=url))
+    elif "download" in inspect.signature(make).parameters:
+        make(download=True)  # another package's data set knows how
+    else:
+        click.echo(f"{name}: nothing to download", err=True)
+
+
+@data.command()
+@click.argument("name", required=False)
+def info(name: str | None) -> None:
+    """Says what a data set is: licence, citation, page, and where its files are. All of them if no NAME."""
+    from gradstream.plugins import key_of
+    from gradstream.registry import catalogue, class_of
+
+    known = {offer.name: offer.origin for offer in catalogue("data set")}
+    if name is not None:
+        class_of("data set", name)  # so that a misspelt name is an error
+        known = {key: origin for key, origin in known.items() if key_of(key) == key_of(name)} or {name: ""}
+    click.echo("\n\n".join(_text(key, origin) for key, origin in known.items()))
+
+
+def _text(name: str, origin: str) -> str:
+    from gradstream.data.sources import SOURCES, stored_at
+    from gradstream.plugins import HOUSE
+    from gradstream.registry import class_of
+
+    source = SOURCES.get(name) if origin == HOUSE else None
+    if source is None:
+        about = inspect.getdoc(class_of("data set", name)) or "says nothing about itself"
+        return f"{name}" + (f" ({origin})" if origin else "") + f"\n  {about.splitlines()[0]}"
+    lines = [
+        name,
+        f"  {source.what}",
+        f"  licence   {source.licence}",
+        f"  cite      {source.citation}",
+        f"  page      {source.page}",
+    ]
+    if source.packed is not None:
+        place, archive = stored_at(source), source.packed.archive
+        lines += [
+            f"  download  {archive.url} ({archive.num_bytes:,} bytes)",
+            f"  SHA-256   {archive.sha256}",
+            f"  here      {place if place.exists() else f'no: gradstream data get {name}'}",
+        ]
+    return "\n".join(lines)
