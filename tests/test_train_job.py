@@ -154,7 +154,9 @@ def test_what_is_wrong_with_a_job_is_said_before_anything_starts(
 def test_a_session_without_a_script_is_told_to_make_one(write: Callable[..., str]) -> None:
     job = load_job(write())
     with pytest.raises(gs.ConfigError, match="put the job into a file"):
-        gs.train(job.model, job.data, epochs=1)  # of a test runner: `python -m pytest`, or no .py at all
+        gs.train(
+            job.model, job.data, epochs=1, processes=True
+        )  # of a test runner: `python -m pytest`, or no .py at all
 
 
 def test_strategies_and_optimizers_are_found_by_name_place_and_object(write: Callable[..., str]) -> None:

@@ -13,17 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import TypeAlias, cast
 
 from gradstream.config import Job
 from gradstream.errors import ConfigError
+from gradstream.model.base import Model
 from gradstream.registry import load_module
 
-__all__ = ["JOB_MODULE", "intercept", "load_job", "script_of_caller"]
+__all__ = ["JOB_MODULE", "Asked", "intercept", "job_of", "load_job", "script_of_caller"]
+
+Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
+"""What `train` and `simulate` take first."""
 
 JOB_MODULE = "__gradstream_job__"
 """The `__name__` under which a node runs a job file."""
@@ -151,6 +157,28 @@ def _call(module: ModuleType, function: str, spec: str) -> Job:
     return job
 
 
+def job_of(given: Asked, data: object) -> Model | Callable[[], Model] | Job:
+    """The job that a function makes, where `given` is one and there is no data; else what is given.
+
+    A function that a module holds is found there by other processes too: a notebook may import it.
+
+    Raises:
+        ConfigError: it makes something else.
+    """
+    if data is not None or not inspect.isfunction(given):
+        return cast("Model | Job", given)
+    name, module = given.__qualname__, sys.modules.get(given.__module__)
+    job = given()
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"{name}() returned {type(job).__name__}; expected a gradstream.Job, or give data too"
+        )
+    if module is None or module.__name__.startswith("__") or getattr(module, name, None) is not given:
+        return job
+    place = str(module.__file__) if module.__name__.startswith("_gradstream_") else module.__name__
+    return dataclasses.replace(job, spec=f"{place}:{name}")
+
+
 def script_of_caller() -> str:
     """The file of the script that is running: what its nodes have to read.
 
@@ -164,6 +192,6 @@ def script_of_caller() -> str:
         raise ConfigError(
             "train() was not called from a script, so other processes cannot find the code of the job: "
             "put the job into a file, with a function job() that returns a gradstream.Job, and call "
-            'train(load_job("that_file.py")), or run: gradstream train that_file.py'
+            'train(load_job("that_file.py")), or run: gradstream train that_file.py; or take processes=False'
         )
     return str(Path(file).resolve())

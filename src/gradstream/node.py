@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import dataclasses
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
+from gradstream.cluster.machine import SWITCH_INTERVAL_S
 from gradstream.config import Job, build_model, cast_of, overrides, with_overrides
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.jobfile import load_job
@@ -29,13 +32,9 @@ from gradstream.roles import COORDINATOR, Cast
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
 
-__all__ = ["NodeSpec", "main"]
+__all__ = ["NodeSpec", "main", "play"]
 
 OK, FAILED, ABORTED = 0, 1, 3
-
-# Python hands the GIL from a computing thread to the event loop after this: 5 ms, the default,
-# would be added to nearly every hop of a message.
-SWITCH_INTERVAL_S = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class NodeSpec:
 
     Args:
         id: of the run; other runs' nodes are refused.
-        job: spec of the job (see `jobfile`).
+        job: spec of the job (see `jobfile`); "" where it has none, as in a notebook.
         earlier: run directories of the runs that the script made before this one.
         run_dir: where the run is kept.
         plain: the job's fields that are plain values.
@@ -61,11 +60,10 @@ class NodeSpec:
 
     @classmethod
     def of(cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...]) -> NodeSpec:
-        """The spec of a job whose own `spec` is filled in."""
-        assert job.spec is not None
+        """The spec of a job. One without a place of its own can be run, but not be read again."""
         return cls(
             id=cast.job,
-            job=job.spec,
+            job=job.spec or "",
             earlier=tuple(map(str, earlier)),
             run_dir=str(run_dir),
             plain=overrides(job),
@@ -74,7 +72,11 @@ class NodeSpec:
         )
 
     def load(self) -> Job:
-        """Reads the job again, in this process."""
+        """Reads the job again, in this process. Raises ConfigError where it is not in a file."""
+        if not self.job:
+            raise ConfigError(
+                f"{self.run_dir}: the job of this run was not in a file, so it cannot be read again"
+            )
         loaded = load_job(self.job, earlier=[Path(path) for path in self.earlier])
         # A class that is defined in the job file has no other name: the file's own object is changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
@@ -89,28 +91,57 @@ Say = Callable[..., None]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a node to its end and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="gradstream.node", description=__doc__)
-    parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
-    parser.add_argument("--name", required=True, help="coordinator, shard-0, worker-0, ...")
-    parser.add_argument("--coordinator", help="its address, for all other nodes")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes a free one")
-    parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
-    given = parser.parse_args(argv)
+    """Runs a node to its end, as this process, and returns its exit status."""
+    given = _arguments(argv)
     say = _say_to(given.report_fd)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         spec = NodeSpec(**json.loads(given.spec.read_text()))
         return asyncio.run(_run(spec, spec.load(), given, say))
-    except RunAbortedError as error:
-        sys.stderr.write(f"{given.name}: {error}\n")
-        return ABORTED
     except Exception as error:
-        text = traceback_of(error)
-        sys.stderr.write(text)
-        say(error=type(error).__name__, message=str(error), traceback=text)
-        return FAILED
+        return _failed(error, given.name, say, sys.stderr)
+
+
+async def play(job: Job, argv: Sequence[str], *, say: Say, log: Path, core: Executor) -> int:
+    """Runs a node to its end on the running loop, beside others, and returns its exit status.
+
+    Args:
+        job: the job itself: nothing is read again. The node gets a model of its own.
+        argv: as for `main`.
+        say: where the launcher wants to be told things.
+        log: file for what ended it.
+        core: where arithmetic is done.
+    """
+    given = _arguments(argv)
+    try:
+        spec = NodeSpec(**json.loads(given.spec.read_text()))
+        own = dataclasses.replace(job, model=copy.deepcopy(build_model(job)))
+        return await _run(spec, own, given, say, core)
+    except Exception as error:
+        with log.open("a") as file:
+            return _failed(error, given.name, say, file)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gradstream.node", description=__doc__)
+    parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
+    parser.add_argument("--name", required=True, help="coordinator, shard-0, worker-0, ...")
+    parser.add_argument("--coordinator", help="its address, for all other nodes")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes a free one")
+    parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
+    return parser.parse_args(argv)
+
+
+def _failed(error: Exception, name: str, say: Say, log: TextIO) -> int:
+    """Says what ended a node, and returns its exit status."""
+    if isinstance(error, RunAbortedError):
+        log.write(f"{name}: {error}\n")
+        return ABORTED
+    text = traceback_of(error)
+    log.write(text)
+    say(error=type(error).__name__, message=str(error), traceback=text)
+    return FAILED
 
 
 def _say_to(descriptor: int | None) -> Say:
@@ -133,12 +164,14 @@ def traceback_of(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-async def _run(spec: NodeSpec, job: Job, given: argparse.Namespace, say: Say) -> int:
+async def _run(
+    spec: NodeSpec, job: Job, given: argparse.Namespace, say: Say, core: Executor | None = None
+) -> int:
     # gRPC starts threads when it is imported, so not before the fork.
     from gradstream.transport.grpc import GrpcEndpoint
 
     cast, name = cast_of(job, spec.id), given.name
-    runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir))
+    runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir), core=core)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
     endpoint = GrpcEndpoint(identity, runtime, listen=given.listen)
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")

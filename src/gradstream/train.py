@@ -10,20 +10,21 @@ import dataclasses
 import datetime
 import json
 import secrets
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from gradstream.cluster import LocalCluster, describe_machine, node_environment
+from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
 from gradstream.config import Job, JobOptions, cast_of, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import FailedEvent, encode
 from gradstream.failures import typed_error
-from gradstream.jobfile import intercept, load_job, script_of_caller
-from gradstream.model.base import Model
-from gradstream.node import NodeSpec
+from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_caller
+from gradstream.node import NodeSpec, play
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.run import Run
 from gradstream.settings import effective, to_toml
@@ -36,23 +37,33 @@ POLL_S = 0.05
 BOOT_S = 60.0
 """For a process to load torch and the job file, before its deadline to join begins."""
 
+NO_SCRIPT = (
+    "train() was not called from a script, so other processes cannot find the code of the job: all nodes "
+    "run as threads of this process. They share its memory and Python's lock, and compute by turns; a job "
+    "file scales better (see `gradstream new`). processes=False says that this is meant."
+)
+
 _made: dict[str, list[Path]] = {}
 """Runs that this process has made, by job spec: a script may make several."""
 
 
 def train(
-    model: Model | Callable[[], Model] | Job,
+    model: Asked,
     data: Dataset | None = None,
     *,
     on_event: OnEvent | None = None,
+    processes: bool | None = None,
     **options: Unpack[JobOptions],
 ) -> Run:
     """Trains a model with worker and server processes on this machine.
 
     Args:
-        model: a `Model`, a function that makes one, or a whole `Job`.
-        data: what to train on.
+        model: a `Model`, a function that makes one, a whole `Job`, or a function that makes that.
+        data: what to train on, where `model` is no job.
         on_event: called with each event of the run, as `events.jsonl` holds it.
+        processes: whether nodes are processes, or threads of this one. None takes processes where
+            they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
+            and a warning says that nodes are threads.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ...
 
     Returns:
@@ -71,18 +82,38 @@ def train(
         >>> run = train(model, data, strategy="downpour", workers=2, epochs=3)  # doctest: +SKIP
         >>> run.evaluate().accuracy  # doctest: +SKIP
     """
-    job = make_job(model, data, **options)
+    job = make_job(job_of(model, data), data, **options)
     kept = intercept(job)
     if kept is not None:
         return _load(kept, job)
-    spec = job.spec or script_of_caller()
-    name = job.name or Path(spec.rpartition("/")[2]).name.partition(":")[0].removesuffix(".py")
+    spec = _place(job, processes)
+    name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, name=name)
     cast = cast_of(job, secrets.token_hex(8))
     run_dir = _make_run_dir(job)
-    _Launch(job, cast, run_dir, tuple(_made.get(spec, ())), on_event).run()
-    _made.setdefault(spec, []).append(run_dir)
+    as_threads = processes is False or spec is None
+    _Launch(job, cast, run_dir, tuple(_made.get(spec or "", ())), on_event, as_threads).run()
+    if spec is not None:
+        _made.setdefault(spec, []).append(run_dir)
     return _load(run_dir, job)
+
+
+def _place(job: Job, processes: bool | None) -> str | None:
+    """Where other processes find the job; None where they cannot, and threads have to do.
+
+    Raises:
+        ConfigError: they cannot, but have to.
+    """
+    if job.spec is not None:
+        return job.spec
+    try:
+        return script_of_caller()
+    except ConfigError:
+        if processes:
+            raise
+    if processes is None:
+        warnings.warn(NO_SCRIPT, stacklevel=3)
+    return None
 
 
 def _load(path: Path, job: Job) -> Run:
@@ -115,13 +146,20 @@ class _Launch:
     """One run, as its launcher sees it."""
 
     def __init__(
-        self, job: Job, cast: Cast, run_dir: Path, earlier: tuple[Path, ...], on_event: OnEvent | None
+        self,
+        job: Job,
+        cast: Cast,
+        run_dir: Path,
+        earlier: tuple[Path, ...],
+        on_event: OnEvent | None,
+        as_threads: bool,
     ) -> None:
         self._job = job
         self._cast = cast
         self._run_dir = run_dir
         self._earlier = earlier
         self._on_event = on_event
+        self._as_threads = as_threads
         self._events_read = 0
         self._torn = b""
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
@@ -131,11 +169,11 @@ class _Launch:
 
     def run(self) -> None:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
-        environment = node_environment(self._job.workers)
+        environment = {} if self._as_threads else node_environment(self._job.workers)
         self._write_records(environment)
         try:
-            with LocalCluster(self._run_dir / "logs", environment) as cluster:
-                self._cluster = cluster
+            with self._make_cluster(environment) as cluster:
+                self._cluster: Cluster = cluster
                 self._start_nodes()
                 self._follow()
                 self._let_leave()
@@ -148,6 +186,12 @@ class _Launch:
         finally:
             self._read_events()
 
+    def _make_cluster(self, environment: Mapping[str, str]) -> LocalCluster | ThreadCluster:
+        logs = self._run_dir / "logs"
+        if self._as_threads:
+            return ThreadCluster(logs, partial(play, self._job))
+        return LocalCluster(logs, environment)
+
     def _write_records(self, environment: Mapping[str, str]) -> None:
         spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier)
         entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
@@ -155,6 +199,7 @@ class _Launch:
         info = {
             "name": self._job.name,
             "id": spec.id,
+            "nodes": "threads" if self._as_threads else "processes",
             "git_commit": git_commit(Path.cwd()),
             **describe_machine(environment),
         }

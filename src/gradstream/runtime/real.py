@@ -13,7 +13,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,9 +59,13 @@ class RealRuntime(Tasks):
         node: name of the node.
         seed: of the run; `random` depends on (seed, node, purpose).
         root: run directory; None keeps files in memory.
+        core: the one thread of several nodes that share this process, for their arithmetic; None
+            makes one. CPU seconds are then those of the node's arithmetic alone.
     """
 
-    def __init__(self, node: str, *, seed: int = 0, root: Path | None = None) -> None:
+    def __init__(
+        self, node: str, *, seed: int = 0, root: Path | None = None, core: Executor | None = None
+    ) -> None:
         super().__init__()
         self.node = node
         self.seed = seed
@@ -71,7 +75,8 @@ class RealRuntime(Tasks):
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._peak_own_bytes = 0
         self._num_running = 0  # computations asked for and not completed
-        self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
+        self._shares = core is not None
+        self._core = core or ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
 
     def now(self) -> int:
         """Nanoseconds of the monotonic clock."""
@@ -97,10 +102,11 @@ class RealRuntime(Tasks):
         now_bytes = own_bytes()
         self._peak_own_bytes = max(self._peak_own_bytes, now_bytes)
         unit_bytes = 1 if sys.platform == "darwin" else 1024
+        user_s, system_s = usage.ru_utime, usage.ru_stime
+        if self._shares:
+            user_s, system_s = sum(self.compute_s.values()), 0.0
         return [
-            CpuEvent(
-                role=role, user_s=usage.ru_utime, system_s=usage.ru_stime, compute_s=dict(self.compute_s)
-            ),
+            CpuEvent(role=role, user_s=user_s, system_s=system_s, compute_s=dict(self.compute_s)),
             MemoryEvent(
                 role=role,
                 peak_bytes=usage.ru_maxrss * unit_bytes,
@@ -112,8 +118,9 @@ class RealRuntime(Tasks):
         ]
 
     def close(self) -> None:
-        """Lets the arithmetic thread go."""
-        self._core.shutdown(wait=False, cancel_futures=True)
+        """Lets the arithmetic thread go, if it is its own."""
+        if not self._shares:
+            self._core.shutdown(wait=False, cancel_futures=True)
 
     async def compute(
         self,

@@ -8,12 +8,11 @@ from typing import Any, Unpack
 
 import safetensors.numpy
 
-from gradstream.config import Job, JobOptions, build_model, cast_of, make_job
+from gradstream.config import JobOptions, build_model, cast_of, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.failures import typed_error
-from gradstream.jobfile import intercept
-from gradstream.model.base import Model
+from gradstream.jobfile import Asked, intercept, job_of
 from gradstream.run import Run
 from gradstream.runtime.world import World
 from gradstream.simulate.cluster import Script, SimulatedCluster
@@ -25,7 +24,7 @@ OnEvent = Callable[[Mapping[str, Any]], None]
 
 
 def simulate(
-    model: Model | Callable[[], Model] | Job,
+    model: Asked,
     data: Dataset | None = None,
     *,
     world: World | None = None,
@@ -55,7 +54,7 @@ def simulate(
     Example:
         >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
-    job = make_job(model, data, **options)
+    job = make_job(job_of(model, data), data, **options)
     intercept(job, simulated=True)
     world = world or World()
     events: list[dict[str, Any]] = []
