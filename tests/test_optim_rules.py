@@ -11,6 +11,7 @@ import torch
 
 from gradstream.errors import ConfigError
 from gradstream.optim import SGD, Adagrad, Adam, AdamW, Momentum, Nesterov, Optimizer
+from gradstream.optim.schedules import nominal_rate
 
 Reference = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -57,7 +58,7 @@ def run_in_chunks(rule: Optimizer, start: torch.Tensor, chunk: int, steps: int) 
         for first in range(0, len(start), chunk):
             cut = slice(first, first + chunk)
             parts = {name: vector[cut] for name, vector in state.items()}
-            rule.apply(parameters[cut], gradient[cut], parts, lr=rule.lr, step=step)
+            rule.apply(parameters[cut], gradient[cut], parts, lr=nominal_rate(rule.lr), step=step)
     return [parameters, *state.values()]
 
 

@@ -125,17 +125,17 @@ def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
 
 def test_checker_of_deaths_notices_what_is_not_redone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: those who go on are told of minibatches to take over, and receipt them unseen."""
-    from gradstream.worker.worker import Replica
+    from gradstream.worker.gradient import Differentiator
 
-    original = Replica._arithmetic
+    original = Differentiator.gradient
 
-    def lazy(self: Any, batch: Any, into: Any, *rest: Any) -> float:
-        loss = original(self, batch, into, *rest)
-        if batch.ref.partition != self.rank:
+    def lazy(self: Any, parameters: Any, ref: Any, into: Any, **rest: Any) -> Any:
+        result = original(self, parameters, ref, into, **rest)
+        if ref.partition != self._rank:
             into.zero_()
-        return loss
+        return result
 
-    monkeypatch.setattr(Replica, "_arithmetic", lazy)
+    monkeypatch.setattr(Differentiator, "gradient", lazy)
     run, events = run_killing("worker-1", 0.1, seed=0)
     assert lost(events) == ["worker-1"]
     with pytest.raises(AssertionError, match=r"applied [012] times"):

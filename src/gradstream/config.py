@@ -19,6 +19,7 @@ from gradstream.registry import find_optimizer, find_strategy
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
 from gradstream.strategies.base import Strategy
+from gradstream.worker.gradient import Clip
 
 __all__ = [
     "Deadlines",
@@ -64,8 +65,12 @@ class Job:
         servers: how many shards of the parameter server.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker, where the strategy partitions the data.
+        accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
+            the joined minibatch, in the memory of a small one.
+        clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.
+        clip_value: greatest size of an element of it. Both keep exchange from overlapping backprop.
         epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
-        steps: minibatches per worker.
+        steps: steps per worker: minibatches, or k of them.
         seed: of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
@@ -86,6 +91,9 @@ class Job:
     servers: int = 1
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
     epochs: int | None = None
     steps: int | None = None
     seed: int = 0
@@ -107,6 +115,9 @@ class JobOptions(TypedDict, total=False):
     servers: int
     batch_size: int | Sequence[int]
     shares: Sequence[float] | None
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
     epochs: int | None
     steps: int | None
     seed: int
@@ -176,6 +187,8 @@ def cast_of(job: Job, run_id: str) -> Cast:
         servers=job.servers,
         batch_size=job.batch_size,
         shares=job.shares,
+        accumulate=job.accumulate,
+        clip=Clip(job.clip_norm, job.clip_value),
         epochs=job.epochs,
         steps=job.steps,
         seed=job.seed,
@@ -200,7 +213,7 @@ def check(job: Job) -> None:
             f"data is {type(job.data).__name__}; expected a Dataset: wrap yours with gradstream.from_arrays, "
             "from_dataset, from_loader or from_stream"
         )
-    for name in ("workers", "servers"):
+    for name in ("workers", "servers", "accumulate"):
         _whole(name, getattr(job, name), least=1)
     _whole("seed", job.seed, least=0)
     if (job.epochs is None) == (job.steps is None):
@@ -217,8 +230,17 @@ def check(job: Job) -> None:
     ChunkMap(0, job.chunk_elems, job.servers)
     for entry in dataclasses.fields(job.deadlines):
         seconds = getattr(job.deadlines, entry.name)
-        if not (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0):
+        if not _is_positive(seconds):
             raise ConfigError(f"deadlines.{entry.name} = {seconds!r}: expected a positive number of seconds")
+    for name in ("clip_norm", "clip_value"):
+        bound = getattr(job, name)
+        if bound is not None and not _is_positive(bound):
+            raise ConfigError(f"{name}={bound!r}: expected a finite number > 0, or None for no clipping")
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(cast(float, value)) and cast(float, value) > 0
 
 
 def _whole(name: str, value: object, *, least: int) -> None:

@@ -96,6 +96,8 @@ class StepEvent(Event):
     wait_s: float  # waiting for the exchange since the step before
     compute_at_s: float = 0.0  # from the begin of the step to that of its gradient
     waited_for: Mapping[str, float] = field(default_factory=dict)  # node -> seconds
+    lr: float | None = None  # learning rate of this minibatch
+    gradient_norm: float | None = None  # length of the mean gradient before it was clipped by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,11 @@ __all__ = [
     "class_of",
     "describe",
     "find_dataset",
+    "find_function",
     "find_optimizer",
     "find_strategy",
     "load_module",
+    "place_of",
 ]
 
 STRATEGIES = {
@@ -140,14 +142,92 @@ def describe(value: Any) -> dict[str, Any]:
     Returns:
         {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
         "file.py:Class", or "" where it is defined in the job file itself, which every node runs.
+        A field that is such an object itself (a schedule) becomes {"class": ..., "fields": ...}, a
+        function {"function": place}.
+
+    Raises:
+        ConfigError: a field is a function that has no name in any file.
     """
     cls = type(value)
     entries = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return {
         "class": f"{place}:{cls.__qualname__}" if (place := _place(cls)) else "",
-        "fields": {entry.name: getattr(value, entry.name) for entry in entries if entry.init},
+        "fields": {entry.name: _described(getattr(value, entry.name)) for entry in entries if entry.init},
         "defaults": {e.name: e.default for e in entries if e.default is not dataclasses.MISSING},
     }
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where every node finds a function or a class: "file.py:name" or "module:name".
+
+    Raises:
+        ConfigError: nowhere: it is a lambda, a method, or was made inside of another function.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if module is None or getattr(module, name, None) is not function:
+        raise ConfigError(
+            f"{name!r} has no place that other processes find it by: define it at the top level of a file"
+        )
+    if _is_script(module):
+        return f"{Path(str(module.__file__)).resolve()}:{name}"
+    return f"{module.__name__}:{name}"
+
+
+def find_function(place: str) -> Callable[..., Any]:
+    """The function at a place; that of a file that this process has read already is not read again.
+
+    Raises:
+        ConfigError, UnknownNameError: no such file, module or function.
+    """
+    file, colon, name = place.rpartition(":")
+    if not colon:
+        raise ConfigError(f"function {place!r}: expected 'file.py:function' or 'module:function'")
+    if file.endswith(".py"):
+        path = Path(file).resolve()
+        module = next((there for there in _scripts(path) if hasattr(there, name)), None) or load_module(path)
+    else:
+        module = _import("function", place, file)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UnknownNameError(f"function in {file}", name, functions)
+    return cast(Callable[..., Any], function)
+
+
+def _scripts(path: Path) -> list[ModuleType]:
+    """Modules that have come of running a file under a name of ours, or as the main script."""
+    return [
+        module
+        for module in list(sys.modules.values())
+        if _is_script(module) and Path(str(module.__file__)) == path
+    ]
+
+
+def _is_script(module: ModuleType) -> bool:
+    """Whether a module has no name that it could be imported by in another process."""
+    special = module.__name__.startswith(("__", "_gradstream_"))
+    return special and str(getattr(module, "__file__", "")).endswith(".py")
+
+
+def _described(value: Any) -> Any:
+    """A field as JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        described = describe(value)
+        return {"class": described["class"] or place_of(type(value)), "fields": described["fields"]}
+    if callable(value):
+        return {"function": place_of(value)}
+    return value
+
+
+def _revived(value: Any) -> Any:
+    """What `_described` was given."""
+    if isinstance(value, Mapping) and value.keys() == {"function"}:
+        return find_function(value["function"])
+    if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
+        fields = {name: _revived(field) for name, field in value["fields"].items()}
+        return _make("field", value["class"], find_function(value["class"]), fields)
+    return value
 
 
 def load_module(path: Path, name: str | None = None) -> ModuleType:
@@ -181,6 +261,7 @@ def load_module(path: Path, name: str | None = None) -> ModuleType:
 
 
 def _find(kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
+    options = {name: _revived(value) for name, value in options.items()}
     if isinstance(spec, str):
         return _make(kind, spec, _class(kind, spec), options)
     if isinstance(spec, type):

@@ -7,10 +7,11 @@ whether those are real or virtual is for `cluster/` and `simulate/` to say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradstream.data.base import Dataset, Division, Plan
 from gradstream.data.feed import plan_of
+from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.events import StartedEvent
 from gradstream.membership.coordinator import Coordinator, Leases
@@ -24,6 +25,7 @@ from gradstream.server.service import ShardConfig
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
+from gradstream.worker.gradient import Clip
 from gradstream.worker.node import WorkerConfig, WorkerNode
 
 __all__ = ["COORDINATOR", "Cast", "shard_name", "worker_name"]
@@ -51,6 +53,8 @@ class Cast:
         strategy, optimizer: how to distribute, and how to update.
         workers, servers: how many of each.
         batch_size, shares: how data is divided; see `data.plan`.
+        accumulate: so many minibatches of that size are joined in a step.
+        clip: bounds of each worker's gradient.
         epochs, steps: when the run ends.
         seed: of initial parameters, order of samples and dropout.
         chunk_elems: elements per chunk.
@@ -75,6 +79,8 @@ class Cast:
     data: Dataset
     num_parameters: int
     reduction: Reduction
+    accumulate: int = 1
+    clip: Clip = field(default_factory=Clip)
     join_s: float = 60.0
     silence_s: float = 30.0
     lease_s: float = 10.0
@@ -100,9 +106,10 @@ class Cast:
             seed=self.seed,
             shares=self.shares,
             epochs=self.epochs,
-            steps=self.steps,
+            steps=self.steps and self.steps * self.accumulate,
         )
-        return plan_of(self.data, division)
+        plan = plan_of(self.data, division)
+        return plan if self.accumulate == 1 else JoinedPlan(plan, self.accumulate)
 
     def ledger(self) -> Ledger:
         """An account of every minibatch of the run."""
@@ -160,6 +167,7 @@ class Cast:
             data=data,
             plan=self.plan(),
             lr=self.optimizer.lr,
+            clip=self.clip,
             seed=self.seed,
             chunk_elems=self.chunk_elems,
             epochs=self.epochs,

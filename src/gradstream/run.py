@@ -65,7 +65,7 @@ class Run:
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
-        """One row per minibatch: step, epoch, rank, samples, loss, time_s (see `history_of`)."""
+        """One row per minibatch: step, epoch, rank, samples, loss, lr, time_s, ... (see `history_of`)."""
         return history_of(self.events)
 
     @cached_property

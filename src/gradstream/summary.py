@@ -16,15 +16,17 @@ __all__ = ["EventDict", "history_of", "staleness_of", "summary_of"]
 EventDict = Mapping[str, Any]
 """One record of `events.jsonl`, parsed."""
 
-_ROW = ("step", "epoch", "rank", "samples", "loss", "time_s")
+_ROW = ("step", "epoch", "rank", "samples", "loss", "lr", "gradient_norm", "time_s")
 
 
 def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
-    """One row per minibatch, in the order of time: step, epoch, rank, samples, loss, time_s.
+    """One row per minibatch, in the order of time.
 
-    `time_s` counts from the start of the run; `loss` is None where the model does not say.
+    Keys: step, epoch, rank, samples, loss, lr, gradient_norm, time_s.
+    `time_s` counts from the start of the run; `loss` is None where the model does not say,
+    `gradient_norm` (length of the mean gradient before clipping) where it is not clipped by length.
     """
-    rows = [{key: event[key] for key in _ROW} for event in events if event["event"] == "step"]
+    rows = [{key: event.get(key) for key in _ROW} for event in events if event["event"] == "step"]
     return sorted(rows, key=lambda row: (row["time_s"], row["rank"], row["step"]))
 
 

@@ -1,8 +1,24 @@
-"""Update rules: one file per method, state in and state out, on any range of the flat vector."""
+"""Update rules, one file per method, state in and state out, on any range; and schedules of their rate."""
 
 from gradstream.optim.adagrad import Adagrad
 from gradstream.optim.adam import Adam, AdamW
 from gradstream.optim.base import Optimizer
+from gradstream.optim.schedules import Chain, Constant, Cosine, Linear, OneCycle, StepDecay, Warmup
 from gradstream.optim.sgd import SGD, Momentum, Nesterov
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov", "Optimizer"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Chain",
+    "Constant",
+    "Cosine",
+    "Linear",
+    "Momentum",
+    "Nesterov",
+    "OneCycle",
+    "Optimizer",
+    "StepDecay",
+    "Warmup",
+]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.optim._check import not_negative, positive
+from gradstream.optim.schedules import Rate, learning_rate
 
 __all__ = ["Adagrad"]
 
@@ -23,7 +24,7 @@ class Adagrad:
         w ← w - lr · g / (√s + eps)
 
     Args:
-        lr: learning rate, > 0.
+        lr: learning rate, > 0; or a schedule (`optim.schedules`).
         eps: keeps the quotient finite, > 0.
         initial_accumulator: what s begins with; larger values tame the first steps, which are
             of size lr in every parameter when it is 0.
@@ -38,13 +39,13 @@ class Adagrad:
         networks, 2012.
     """
 
-    lr: float = 0.01
+    lr: Rate = 0.01
     eps: float = 1e-10
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("Adagrad", "lr", self.lr)
+        learning_rate("Adagrad", self.lr)
         positive("Adagrad", "eps", self.eps)
         not_negative("Adagrad", "initial_accumulator", self.initial_accumulator)
         not_negative("Adagrad", "weight_decay", self.weight_decay)

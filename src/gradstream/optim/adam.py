@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
+from gradstream.optim.schedules import Rate, learning_rate
 
 __all__ = ["Adam", "AdamW"]
 
@@ -24,7 +25,7 @@ class Adam:
         w ← w - lr · m / (1 - beta1^t) / (√(v / (1 - beta2^t)) + eps)      t = step, from 1
 
     Args:
-        lr: learning rate, > 0.
+        lr: learning rate, > 0; or a schedule (`optim.schedules`).
         beta1: memory of the mean, in [0, 1).
         beta2: memory of the mean square, in [0, 1).
         eps: keeps the quotient finite, > 0.
@@ -37,7 +38,7 @@ class Adam:
         Kingma, Ba, Adam: a method for stochastic optimization, 2015.
     """
 
-    lr: float = 1e-3
+    lr: Rate = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -45,7 +46,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         rule = type(self).__name__
-        positive(rule, "lr", self.lr)
+        learning_rate(rule, self.lr)
         fraction(rule, "beta1", self.beta1)
         fraction(rule, "beta2", self.beta2)
         positive(rule, "eps", self.eps)

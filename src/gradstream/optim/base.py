@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from gradstream.optim.schedules import Rate
+
 __all__ = ["Optimizer"]
 
 
@@ -19,8 +21,8 @@ class Optimizer(Protocol):
     """An element-wise update rule. Implementations are frozen dataclasses of hyper-parameters."""
 
     @property
-    def lr(self) -> float:
-        """The learning rate asked for; a schedule may send others."""
+    def lr(self) -> Rate:
+        """The learning rate asked for, or a schedule of it."""
         ...
 
     @property

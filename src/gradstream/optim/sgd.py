@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradstream.optim._check import fraction, not_negative, positive, require
+from gradstream.optim._check import fraction, not_negative, require
+from gradstream.optim.schedules import Rate, learning_rate
 
 __all__ = ["SGD", "Momentum", "Nesterov"]
 
@@ -25,7 +26,7 @@ class SGD:
         w ← w - lr · (g + momentum · b)             nesterov
 
     Args:
-        lr: learning rate, > 0.
+        lr: learning rate, > 0; or a schedule (`optim.schedules`).
         momentum: share of the velocity kept from one update to the next, in [0, 1).
         dampening: share of the gradient that does not enter the velocity.
         nesterov: look ahead; needs momentum > 0 and dampening = 0.
@@ -39,14 +40,14 @@ class SGD:
         learning, 2013. As in PyTorch, and unlike there, the velocity is kept free of `lr`.
     """
 
-    lr: float
+    lr: Rate
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("SGD", "lr", self.lr)
+        learning_rate("SGD", self.lr)
         fraction("SGD", "momentum", self.momentum)
         fraction("SGD", "dampening", self.dampening)
         not_negative("SGD", "weight_decay", self.weight_decay)
@@ -88,11 +89,11 @@ class SGD:
         )
 
 
-def Momentum(lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
+def Momentum(lr: Rate, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
     """Gradient descent with momentum (Polyak, 1964): `SGD` with 0.9 of the velocity kept."""
     return SGD(lr, momentum=momentum, weight_decay=weight_decay)
 
 
-def Nesterov(lr: float, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
+def Nesterov(lr: Rate, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
     """Nesterov's accelerated gradient (1983), in the form of Sutskever and others (2013)."""
     return SGD(lr, momentum=momentum, nesterov=True, weight_decay=weight_decay)

@@ -91,7 +91,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _toml(value: Any) -> str:
     """A TOML value: for strings, numbers, booleans and flat lists JSON's notation is TOML's."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in value.items()) + "}"
+        entries = {key: entry for key, entry in value.items() if entry is not None}  # TOML has no null
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(entry)}" for key, entry in entries.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -10,11 +10,13 @@ import safetensors.numpy
 
 from gradstream.data.base import Dataset, Plan
 from gradstream.data.feed import feed_of
+from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.events import TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
+from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client import ServerClient, Transfer, names_of
@@ -23,6 +25,7 @@ from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.accounts import Accounts
+from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.worker import Replica
 
@@ -45,7 +48,8 @@ class WorkerConfig:
         model: this replica's own instance.
         data: the data set.
         plan: who goes through which sample.
-        lr: learning rate of the update rule.
+        lr: learning rate of the update rule, or its schedule.
+        clip: bounds of each gradient.
         seed: of the run.
         chunk_elems: of the chunk map.
         epochs, steps: when the run ends; one may be None.
@@ -58,7 +62,8 @@ class WorkerConfig:
     model: Model
     data: Dataset
     plan: Plan
-    lr: float
+    lr: Rate
+    clip: Clip
     seed: int
     chunk_elems: int
     epochs: int | None
@@ -180,16 +185,24 @@ class WorkerNode:
             config.steps,
             self._member if config.num_workers > 1 else None,
         )
+        differentiator = Differentiator(
+            config.model,
+            feed_of(config.data, unjoined(config.plan), config.rank, config.seed),
+            config.plan,
+            rank=config.rank,
+            seed=config.seed,
+            clip=config.clip,
+        )
         return Replica(
             self._runtime,
-            config.model,
-            feed_of(config.data, config.plan, config.rank, config.seed),
+            config.model.layout,
+            differentiator,
             schedule,
             client,
             rank=config.rank,
             num_workers=config.num_workers,
             lr=config.lr,
-            seed=config.seed,
+            joins=isinstance(config.plan, JoinedPlan),
             on_receipt=self._member.receipt,
             on_step=self._member.emit,
         )

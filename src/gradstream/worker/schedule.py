@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gradstream.data.base import BatchRef, Plan
+from gradstream.optim.schedules import Position
 
 __all__ = ["OrphanSource", "Schedule"]
 
@@ -52,6 +53,11 @@ class Schedule:
         if self.steps is not None:
             limits.append(self.steps if per_epoch else 0)
         return min(limits)
+
+    def position(self, ref: BatchRef) -> Position:
+        """Where a minibatch lies in the run of its partition, whoever computes it."""
+        per_epoch = self.plan.batches_per_epoch(ref.partition)
+        return Position(ref.epoch * per_epoch + ref.batch, self._count(ref.partition), per_epoch)
 
     @property
     def last_epoch(self) -> int:

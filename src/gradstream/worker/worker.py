@@ -10,25 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
-from gradstream.data.base import BatchRef, Feed
-from gradstream.errors import GradientError, GradstreamError, UserCodeError
+from gradstream.data.base import BatchRef
 from gradstream.events import StepEvent
 from gradstream.memory import Vector
-from gradstream.model.base import Model
+from gradstream.model.base import Layout
 from gradstream.model.batch import Batch
-from gradstream.model.check import finite
-from gradstream.runtime.base import Progress, Report, Runtime, Work, awaited_later
+from gradstream.optim.schedules import Rate, nominal_rate, rate_at
+from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
 from gradstream.server.client import Arrival, ServerClient, Update
 from gradstream.strategies import base
+from gradstream.worker.gradient import Differentiator, Result
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.stopwatch import Stopwatch
 
@@ -46,18 +44,19 @@ class SampleBatch:
 
     ref: BatchRef
     num_samples: int
-    samples: Batch | None = None
+    samples: tuple[Batch, ...] | None = None
 
 
 @dataclass(slots=True)
 class ComputedGradient:
-    """A gradient that is being computed into `vector`, or has been."""
+    """A gradient that is being computed into `vector`, or has been; `lr` is its minibatch's learning rate."""
 
     vector: Vector
     samples: int
     refs: tuple[BatchRef, ...]
+    lr: float
     ready: Progress = field(default_factory=Progress)
-    task: asyncio.Task[float] | None = None
+    task: asyncio.Task[Result] | None = None
 
     async def done(self) -> None:
         """See `strategies.base.Gradient`."""
@@ -107,14 +106,14 @@ class Replica:
 
     Args:
         runtime: of this node.
-        model: this replica's model.
-        feed: reads the samples of minibatches.
+        layout: of the model's flat vector.
+        differentiator: computes gradients.
         schedule: which minibatches are this worker's.
         server: client of the parameter server, with a spare vector.
         rank: of this worker.
         num_workers: W.
-        lr: learning rate, sent with each push.
-        seed: of the run.
+        lr: learning rate, or a schedule of it; the rate is sent with each push.
+        joins: whether minibatches have several parts, whose gradients are summed up in one more vector.
         on_receipt: told which minibatches are in the model, once their push is acknowledged.
         on_step: told of each step.
     """
@@ -122,15 +121,15 @@ class Replica:
     def __init__(
         self,
         runtime: Runtime,
-        model: Model,
-        feed: Feed,
+        layout: Layout,
+        differentiator: Differentiator,
         schedule: Schedule,
         server: ServerClient,
         *,
         rank: int,
         num_workers: int,
-        lr: float,
-        seed: int,
+        lr: Rate,
+        joins: bool,
         on_receipt: Callable[[Sequence[BatchRef]], None],
         on_step: Callable[[StepEvent], None],
     ) -> None:
@@ -140,31 +139,31 @@ class Replica:
         self.version = -1  # nothing adopted yet
         self.server = server
         self._runtime = runtime
-        self._model = model
-        self._feed = feed
+        self._layout = layout
+        self._differentiator = differentiator
         self._schedule = schedule
         self._lr = lr
-        self._seed = seed
         self._on_receipt = on_receipt
         self._on_step = on_step
         self._basis: Sequence[int] = [0] * server.chunks.num_chunks
         self.parameters = self._allocate("parameters")
         self._gradient = self._allocate("gradient")
+        self._sums = self._allocate("sums") if joins else None
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
-        self._taken = Update(None, 0, lr, self._basis, num_gradients=0)
+        self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
         self._refs: list[BatchRef] = []
         self._stopwatch = Stopwatch(runtime.node, server.claims, runtime.now())
-        self._loss = math.nan
+        self._result = Result(math.nan)
 
     def _allocate(self, name: str) -> Vector:
-        layout = self._model.layout
-        return self._runtime.memory.allocate(layout.elems, layout.dtype, name)
+        return self._runtime.memory.allocate(self._layout.elems, self._layout.dtype, name)
 
     def retire(self) -> None:
         """Gives back all memory but the parameters. No verb can be used any more."""
         nothing = Vector("nothing", torch.empty(0))
         self._gradient, self._accumulated, self._velocity, self.server.spare = nothing, None, None, None
+        self._sums = None
         self._taken.vector = None
 
     # ---- batches ------------------------------------------------------------------------
@@ -184,12 +183,13 @@ class Replica:
         if size is not None:
             return SampleBatch(ref, size)
         likely = plan.likely_size(ref)
+        unread: tuple[Batch, ...] = (Batch(None, None, likely, np.empty(0, np.int64)),)
         samples = await self._runtime.compute(
-            lambda _: self._read(ref),
+            lambda _: self._differentiator.read(ref, self.step),
             work=Work("read", samples=likely),
-            phantom=Batch(None, None, likely, np.empty(0, np.int64)),
+            phantom=unread,
         )
-        return SampleBatch(ref, samples.num_samples, samples)
+        return SampleBatch(ref, sum(part.num_samples for part in samples), samples)
 
     async def _flush(self) -> None:
         """Everything this worker has computed is in the model, and receipts are on their way."""
@@ -203,10 +203,15 @@ class Replica:
             step=self.step,
             epoch=batch.ref.epoch,
             samples=batch.num_samples,
-            loss=self._loss,
+            loss=self._result.loss,
+            lr=self._rate(batch.ref),
+            gradient_norm=self._result.norm,
             **self._stopwatch.times(self._runtime.now()),
         )
         self._on_step(event)
+
+    def _rate(self, ref: BatchRef) -> float:
+        return rate_at(self._lr, self._schedule.position(ref))
 
     # ---- gradients ----------------------------------------------------------------------
 
@@ -222,7 +227,8 @@ class Replica:
 
     def _start(self, batch: base.Minibatch, *, mean: bool) -> ComputedGradient:
         assert isinstance(batch, SampleBatch)
-        gradient = ComputedGradient(self._gradient, batch.num_samples, (batch.ref,))
+        rate = self._rate(batch.ref)
+        gradient = ComputedGradient(self._gradient, batch.num_samples, (batch.ref,), rate)
         if batch.num_samples:
             # Not accumulated, the vector is the one that the push before may still be reading.
             work = self._compute(batch, gradient, None if mean else self.server.settle(), mean=mean)
@@ -237,64 +243,35 @@ class Replica:
         free: Awaitable[None] | None,
         *,
         mean: bool,
-    ) -> float:
+    ) -> Result:
         try:
             if free is not None:
                 await free
             begun_ns = self._runtime.now()
-            self._loss = await self._runtime.compute(
-                partial(self._arithmetic, batch, gradient.vector.tensor, mean),
+            self._result = await self._runtime.compute(
+                lambda report: self._differentiator.gradient(
+                    self.parameters.tensor,
+                    batch.ref,
+                    gradient.vector.tensor,
+                    num_samples=batch.num_samples,
+                    step=self.step,
+                    mean=mean,
+                    report=report,
+                    samples=batch.samples,
+                    sums=None if self._sums is None else self._sums.tensor,
+                ),
                 work=Work("gradient", samples=batch.num_samples, elems=len(gradient.vector)),
                 reads=[self.parameters.all],
                 writes=[gradient.vector.all],
-                milestones=self._model.layout.milestones,
+                milestones=self._differentiator.milestones(mean=mean),
                 on_progress=gradient.ready.advance,
-                phantom=math.nan,
+                phantom=Result(math.nan),
             )
         except BaseException as error:
             gradient.ready.fail(error)
             raise
         self._stopwatch.computed(begun_ns, self._runtime.now())
-        return self._loss
-
-    def _arithmetic(self, batch: SampleBatch, into: torch.Tensor, mean: bool, report: Report) -> float:
-        """Reads the samples and differentiates: the user's code, on the arithmetic thread."""
-        scaled = mean and self._model.reduction == "sum"
-        seed = hash_seed(self._seed, self.rank, self.step)
-        samples = batch.samples or self._read(batch.ref)
-        hold: Report = (lambda _: None) if scaled else report
-        with self._users_code(batch.ref, "model"):
-            loss = self._model.gradient(self.parameters.tensor, samples, into, seed=seed, report=hold)
-        if scaled:
-            into.mul_(1 / batch.num_samples)
-            report(len(into))
-        if math.isinf(loss) or not finite(into):
-            what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
-            raise GradientError(
-                f"{self._where(batch.ref)}: the {what}; lower the learning rate, scale the inputs, or "
-                "clip the gradient. Nothing of it was applied where the exchange does not overlap"
-            )
-        return loss
-
-    def _read(self, ref: BatchRef) -> Batch:
-        """The samples of a minibatch: the user's code, on the arithmetic thread."""
-        with self._users_code(ref, "data set"):
-            return self._feed.read(ref)
-
-    @contextmanager
-    def _users_code(self, ref: BatchRef, whose: str) -> Iterator[None]:
-        """What the user's code raises names the worker, step and minibatch, and keeps its traceback."""
-        try:
-            yield
-        except GradstreamError as error:
-            error.args = (f"{self._where(ref)}: {error}", *error.args[1:])
-            raise
-        except Exception as error:
-            message = f"{self._where(ref)}: the {whose} raised {type(error).__name__}: {error}"
-            raise UserCodeError(message, traceback.format_exc()) from error
-
-    def _where(self, ref: BatchRef) -> str:
-        return f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch})"
+        return self._result
 
     # ---- exchange -----------------------------------------------------------------------
 
@@ -320,7 +297,7 @@ class Replica:
 
     async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
         """See `strategies.base.Worker`."""
-        rate = self._lr if lr is None else lr
+        rate = self._local_rate(gradient, lr)
         target, source = self.parameters, gradient.vector
         await self._work(lambda: target.tensor.add_(source.tensor, alpha=-rate), [source], [target])
 
@@ -350,7 +327,7 @@ class Replica:
             total = None
         else:
             total = self._taken.vector = self._sum()
-        step = LocalStep(self._lr if lr is None else lr, momentum, second=num_before == 1)
+        step = LocalStep(self._local_rate(gradient, lr), momentum, second=num_before == 1)
         parameters = self.parameters
         await self._work(
             lambda: step(
@@ -363,6 +340,11 @@ class Replica:
             [vector for vector in (parameters, total, velocity) if vector is not None],
         )
         self._count(gradient)
+
+    def _local_rate(self, gradient: base.Gradient, lr: float | None) -> float:
+        """The minibatch's own rate; or `lr`, scaled as the schedule scales its own."""
+        assert isinstance(gradient, ComputedGradient)
+        return gradient.lr if lr is None else lr * (gradient.lr / nominal_rate(self._lr))
 
     async def _work(
         self, arithmetic: Callable[[], object], reads: Sequence[Vector], writes: Sequence[Vector]
@@ -380,7 +362,7 @@ class Replica:
     async def _open_period(self, vector: Vector | None) -> None:
         """Begins the next update, with what `vector` will hold, once the last push has let go of its own."""
         await self.server.settle()
-        self._taken = Update(vector, 0, self._lr, self._basis, num_gradients=0)
+        self._taken = Update(vector, 0, 0.0, self._basis, num_gradients=0)
 
     def _sum(self) -> Vector:
         if self._accumulated is None:
@@ -399,11 +381,12 @@ class Replica:
         assert isinstance(gradient, ComputedGradient)
         self._taken.samples += gradient.samples
         self._taken.num_gradients += 1
+        self._taken.learning_rate = gradient.lr
         self._refs.extend(gradient.refs)
 
     def take_accumulated(self) -> Update:
         """See `strategies.base.Worker`."""
-        update, self._taken = self._taken, Update(None, 0, self._lr, self._basis, num_gradients=0)
+        update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
         refs, self._refs = tuple(self._refs), []
         update.on_done = partial(self._on_receipt, refs)
         return update
@@ -414,16 +397,9 @@ class Replica:
         return Update(
             gradient.vector if gradient.samples else None,
             gradient.samples,
-            self._lr,
+            gradient.lr,
             self._basis,
             round=self.version,
             ready=gradient.ready if gradient.samples else None,
             on_done=partial(self._on_receipt, gradient.refs),
         )
-
-
-def hash_seed(seed: int, rank: int, step: int) -> int:
-    """A seed for one gradient's own randomness (dropout): a function of (seed, rank, step)."""
-    value = (seed * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9 + step * 0x94D049BB133111EB) & (2**64 - 1)
-    value ^= value >> 31
-    return value & (2**63 - 1)

@@ -1,0 +1,68 @@
+"""Minibatches joined: a step that goes through k of them, one after the other.
+
+A joined minibatch has a name, a size and a receipt like any other, so who counts steps, rounds or
+receipts need not know. Its parts are the k next ones of the plan behind it: the samples of one
+minibatch of k times the size, whatever the data set is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradstream.data.base import BatchRef, Plan
+
+__all__ = ["JoinedPlan", "parts_of", "unjoined"]
+
+
+class JoinedPlan:
+    """Minibatch b of an epoch and partition is those numbered kb to kb + k - 1 of another plan.
+
+    Args:
+        plan: the plan behind it.
+        k: how many are joined; the last of an epoch may have fewer.
+    """
+
+    def __init__(self, plan: Plan, k: int) -> None:
+        self.plan = plan
+        self.k = k
+
+    @property
+    def num_partitions(self) -> int:
+        """See `Plan`."""
+        return self.plan.num_partitions
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """See `Plan`."""
+        return -(-self.plan.batches_per_epoch(partition) // self.k)
+
+    def size(self, ref: BatchRef) -> int | None:
+        """See `Plan`; None where a part's is not known."""
+        total = 0
+        for part in self.parts(ref):
+            size = self.plan.size(part)
+            if size is None:
+                return None
+            total += size
+        return total
+
+    def likely_size(self, ref: BatchRef) -> int:
+        """See `Plan`."""
+        return sum(self.plan.likely_size(part) for part in self.parts(ref))
+
+    def parts(self, ref: BatchRef) -> list[BatchRef]:
+        """The minibatches of the plan behind it that are joined in this one."""
+        stop = min((ref.batch + 1) * self.k, self.plan.batches_per_epoch(ref.partition))
+        return [BatchRef(ref.epoch, ref.partition, batch) for batch in range(ref.batch * self.k, stop)]
+
+    def __repr__(self) -> str:
+        return f"{self.k} joined of {self.plan!r}"
+
+
+def parts_of(plan: Plan, ref: BatchRef) -> Sequence[BatchRef]:
+    """What has to be read for a minibatch: itself, or those that are joined in it."""
+    return plan.parts(ref) if isinstance(plan, JoinedPlan) else [ref]
+
+
+def unjoined(plan: Plan) -> Plan:
+    """The plan that a feed has to know: the one behind a joined one."""
+    return plan.plan if isinstance(plan, JoinedPlan) else plan

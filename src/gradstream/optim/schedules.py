@@ -1,0 +1,321 @@
+"""Learning rates that change: pure functions of where a minibatch lies in the run.
+
+A schedule is anything that can be called with a `Position` and returns a rate: one of these
+classes, or a function of your own at the top level of a file. The position is that of the minibatch and not
+that of the worker or of a server's version. So a rate does not depend on the number of shards,
+on who computes the minibatch (one of a dead worker keeps its rate), or on how often a run was stopped.
+
+    synchronous     step r is round r, the same rate for all workers
+    asynchronous    step t is the t-th minibatch of its partition: t/num_steps of the run on each worker
+
+A rate travels with each push; what is pushed together has the rate of its last minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from gradstream.errors import ConfigError
+from gradstream.optim._check import not_negative, positive, require
+
+__all__ = [
+    "Chain",
+    "Constant",
+    "Cosine",
+    "Linear",
+    "OneCycle",
+    "Position",
+    "Rate",
+    "Schedule",
+    "StepDecay",
+    "Warmup",
+    "learning_rate",
+    "nominal_rate",
+    "rate_at",
+]
+
+Unit = Literal["steps", "epochs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a minibatch lies in its run.
+
+    Args:
+        step: minibatches of its partition before it; synchronous: rounds before it.
+        num_steps: of the whole run.
+        steps_per_epoch: of its partition.
+    """
+
+    step: int
+    num_steps: int
+    steps_per_epoch: int
+
+    @property
+    def epoch(self) -> float:
+        """Data epochs before it: 2.5 is the middle of the third."""
+        return self.step / self.steps_per_epoch
+
+    @property
+    def fraction(self) -> float:
+        """How much of the run lies before it, from 0 to below 1."""
+        return self.step / self.num_steps
+
+    def steps(self, count: float, unit: Unit) -> float:
+        """`count` steps or data epochs, in steps."""
+        return count if unit == "steps" else count * self.steps_per_epoch
+
+    def since(self, start: int) -> Position:
+        """The same place in a run that begins at step `start`."""
+        return Position(self.step - start, max(1, self.num_steps - start), self.steps_per_epoch)
+
+
+Schedule = Callable[[Position], float]
+"""The learning rate of a minibatch: a pure function of its position."""
+
+Rate = float | Schedule
+"""A learning rate: one number, or a schedule."""
+
+
+def learning_rate(rule: str, got: object, name: str = "lr") -> None:
+    """Demands a finite number above 0, or a schedule."""
+    if not callable(got):
+        positive(rule, name, cast(float, got))
+
+
+def rate_at(lr: Rate, position: Position) -> float:
+    """The learning rate at a position; a number is the same everywhere.
+
+    Raises:
+        ConfigError: a schedule gave something else than a finite number of at least 0.
+    """
+    if not callable(lr):
+        return lr
+    rate: object = lr(position)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"the learning-rate schedule gave {rate!r} at step {position.step} of {position.num_steps}; "
+            "expected a finite number >= 0"
+        )
+    return float(rate)
+
+
+def nominal_rate(lr: Rate) -> float:
+    """What a schedule calls its rate (`lr`), which rates of local steps are given relative to.
+
+    Raises:
+        ConfigError: it has none: a function.
+    """
+    nominal = getattr(lr, "lr", None) if callable(lr) else lr
+    if isinstance(nominal, int | float):
+        return nominal
+    raise ConfigError(
+        f"a rate of local steps beside the schedule {lr!r}: a function has no rate that it could be "
+        "relative to; leave the local rate out, or use a schedule with a field lr, such as gradstream.Cosine"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The same rate everywhere; what a plain number means.
+
+    Args:
+        lr: learning rate, > 0.
+    """
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        positive("Constant", "lr", self.lr)
+
+    def __call__(self, position: Position) -> float:
+        """Lr."""
+        return self.lr
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecay:
+    """Multiplies the rate at regular distances: lr · factor^⌊t / every⌋.
+
+    Args:
+        lr: rate at the begin, > 0.
+        every: distance, > 0.
+        factor: > 0.
+        unit: what `every` counts: "epochs" or "steps".
+    """
+
+    lr: float
+    every: float
+    factor: float = 0.1
+    unit: Unit = "epochs"
+
+    def __post_init__(self) -> None:
+        positive("StepDecay", "lr", self.lr)
+        positive("StepDecay", "every", self.every)
+        positive("StepDecay", "factor", self.factor)
+        _unit("StepDecay", self.unit)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        return self.lr * self.factor ** int(position.step // position.steps(self.every, self.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A straight line over the run: lr + (end - lr) · t/T.
+
+    Args:
+        lr: rate at the begin, > 0.
+        end: rate that the last step has nearly reached, >= 0.
+    """
+
+    lr: float
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("Linear", "lr", self.lr)
+        not_negative("Linear", "end", self.end)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        return self.lr + (self.end - self.lr) * min(1.0, position.fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Cosine:
+    """Half a cosine over the run: end + (lr - end) · (1 + cos(π t/T)) / 2.
+
+    Args:
+        lr: rate at the begin, > 0.
+        end: rate that the last step has nearly reached, >= 0.
+
+    Reference:
+        Loshchilov, Hutter, SGDR: stochastic gradient descent with warm restarts, 2017; no restarts.
+    """
+
+    lr: float
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("Cosine", "lr", self.lr)
+        not_negative("Cosine", "end", self.end)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        return _cosine(self.lr, self.end, min(1.0, position.fraction))
+
+
+@dataclass(frozen=True, slots=True)
+class OneCycle:
+    """Up to `lr` and down again, both as half cosines.
+
+    Args:
+        lr: the highest rate, > 0.
+        rise: share of the run that the way up takes, in (0, 1).
+        start: rate at the begin; lr / 25 if None.
+        end: rate at the end; start / 10,000 if None.
+
+    Reference:
+        Smith, Topin, Super-convergence, 2018. Defaults as in PyTorch's `OneCycleLR`, whose momentum is
+        not cycled here.
+    """
+
+    lr: float
+    rise: float = 0.3
+    start: float | None = None
+    end: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("OneCycle", "lr", self.lr)
+        require(0 < self.rise < 1, "OneCycle", "rise", self.rise, "a share of the run, in (0, 1)")
+        for name in ("start", "end"):
+            if getattr(self, name) is not None:
+                not_negative("OneCycle", name, getattr(self, name))
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        start = self.lr / 25 if self.start is None else self.start
+        end = start / 1e4 if self.end is None else self.end
+        done = min(1.0, position.fraction)
+        if done < self.rise:
+            return _cosine(start, self.lr, done / self.rise)
+        return _cosine(self.lr, end, (done - self.rise) / (1 - self.rise))
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """Any schedule, times a ramp that rises to 1 in the first n steps: min(1, (t + 1) / n).
+
+    Args:
+        then: a rate, or a schedule; it sees the whole run, this part included.
+        length: n, > 0.
+        unit: what `length` counts: "steps" or "epochs".
+
+    Reference:
+        Goyal and others, Accurate, large minibatch SGD, 2017.
+    """
+
+    then: Rate
+    length: float
+    unit: Unit = "steps"
+
+    def __post_init__(self) -> None:
+        learning_rate("Warmup", self.then, "then")
+        positive("Warmup", "length", self.length)
+        _unit("Warmup", self.unit)
+
+    @property
+    def lr(self) -> float:
+        """The rate that the schedule behind it is named by."""
+        return nominal_rate(self.then)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        ramp = min(1.0, (position.step + 1) / position.steps(self.length, self.unit))
+        return rate_at(self.then, position) * ramp
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One schedule, and from a step on another, for which the run begins there.
+
+    Args:
+        first: until then.
+        at: where the second begins, > 0.
+        then: from there on; a `Cosine` takes what is left of the run. `first` sees the whole run.
+        unit: what `at` counts: "steps" or "epochs".
+    """
+
+    first: Rate
+    at: float
+    then: Rate
+    unit: Unit = "epochs"
+
+    def __post_init__(self) -> None:
+        learning_rate("Chain", self.first, "first")
+        learning_rate("Chain", self.then, "then")
+        positive("Chain", "at", self.at)
+        _unit("Chain", self.unit)
+
+    @property
+    def lr(self) -> float:
+        """The rate that the first schedule is named by."""
+        return nominal_rate(self.first)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        at = math.ceil(position.steps(self.at, self.unit))
+        if position.step < at:
+            return rate_at(self.first, position)
+        return rate_at(self.then, position.since(at))
+
+
+def _cosine(begin: float, end: float, done: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _unit(rule: str, unit: object) -> None:
+    require(unit in ("steps", "epochs"), rule, "unit", unit, "'steps' or 'epochs'")
