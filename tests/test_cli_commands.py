@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 import gradstream as gs
 from gradstream.cli import main
-from gradstream.cli.report import figures
-from gradstream.errors import ConfigError, GradientError, PeerLostError
+from gradstream.cli.display import Display
+from gradstream.cli.report import figures, show
+from gradstream.errors import (
+    EXIT_CODES,
+    ConfigError,
+    DeadlineError,
+    GradientError,
+    PeerLostError,
+    PreflightError,
+    RefusedError,
+    UserCodeError,
+)
 from gradstream.optim import SGD, Adagrad, Adam
 from gradstream.run import Run
 from gradstream.runtime.world import LogNormal, World
@@ -235,13 +249,58 @@ def test_a_users_own_traceback_comes_last(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ConfigError("workers: got 0"), 2), (PeerLostError("shard-0", "gone"), 1), (KeyboardInterrupt(), 130)],
+    [
+        (ConfigError("workers: got 0"), 2),
+        (PreflightError("memory: too little"), 3),
+        (PeerLostError("shard-0", "gone"), 4),
+        (DeadlineError("worker-1", "did not join in time"), 4),
+        (RefusedError("shard-0", "BAD_FINGERPRINT", "another model"), 1),
+        (UserCodeError("your function raised"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_exit_codes(recorder: Recorder, error: BaseException, code: int) -> None:
     recorder.outcome = error
     result = call("train", "job.py")
     assert result.exit_code == code
     assert str(error) in result.stderr
+    assert code in EXIT_CODES
+
+
+def test_help_shows_exit_codes_and_every_command_an_example() -> None:
+    text = call("--help").stdout
+    for code, meaning in EXIT_CODES.items():
+        assert f"  {code:<4} {meaning}\n" in text
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
+        inner = command.commands if isinstance(command, click.Group) else {"": command}
+        for word in inner:
+            assert "Examples:\n" in call(name, *word.split(), "--help").stdout, f"gradstream {name} {word}"
+
+
+def test_shell_completion() -> None:
+    environment = {"_GRADSTREAM_COMPLETE": "bash_complete", "COMP_WORDS": "gradstream tr", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(main, [], env=environment, prog_name="gradstream")
+    assert result.stdout == "plain,train\n"
+
+
+def test_nothing_but_text_where_there_is_no_terminal(recorder: Recorder) -> None:
+    for arguments in (["train", "job.py"], ["train", "job.py", "--json"], ["--help"]):
+        result = call(*arguments)
+        assert "\x1b" not in result.stdout + result.stderr
+        assert result.stdout
+
+
+def test_no_color_is_honoured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    written = io.StringIO()
+    show(Run(events=[FINISHED]), None, Console(file=written, force_terminal=True, highlight=False))
+    with Display(Console(file=written, force_terminal=True)) as display:
+        display.on_event(FINISHED)
+    assert written.getvalue()
+    assert not re.search(r"\x1b\[[\d;]*m", written.getvalue())
 
 
 def test_an_unknown_option_is_a_usage_error(recorder: Recorder) -> None:

@@ -82,7 +82,8 @@ def test_command_lines_parse(page: Path) -> None:
         for job in (word for word in words[2:] if ".py" in word and "=" not in word):
             file = job.partition(":")[0]
             written = f"<!-- file: {file} -->" in page.read_text()
-            assert written or file in JOBS or (ROOT / file).is_file(), line
+            made = f"gradstream new {file.removesuffix('.py')} " in "\n".join(lines)
+            assert written or made or file in JOBS or (ROOT / file).is_file(), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

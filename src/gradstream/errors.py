@@ -5,6 +5,7 @@
     GradstreamError
     ├── ConfigError (ValueError)        you: an argument, an option, a file
     │   └── UnknownNameError            you: a misspelt name; carries the nearest match
+    ├── PreflightError                  you: a check before the start failed
     ├── UserCodeError                   you: your function raised
     │   ├── GradientError (ValueError)  you: a gradient or loss that cannot be used
     │   └── DataError (ValueError)      you: a data set that cannot be read
@@ -23,8 +24,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 __all__ = [
+    "EXIT_CODES",
     "ClosedError",
     "ConfigError",
     "DataError",
@@ -34,6 +37,7 @@ __all__ = [
     "InternalError",
     "LentMemoryError",
     "PeerLostError",
+    "PreflightError",
     "RefusedError",
     "UnknownNameError",
     "UserCodeError",
@@ -41,12 +45,32 @@ __all__ = [
 ]
 
 
+EXIT_CODES = {
+    0: "done",
+    1: "failure: an error in your code, or of gradstream's",
+    2: "wrong usage or configuration; nothing was started",
+    3: "a check before the start failed (--dry-run)",
+    4: "a node that the run needs was lost, or too few came",
+    75: "stopped, and a checkpoint is saved: resume it",
+    130: "interrupted by Ctrl-C; nothing more was saved",
+    143: "ended by SIGTERM; nothing more was saved",
+}
+"""Exit statuses of the command line. Schedulers may act on them: they stay what they are."""
+
+
 class GradstreamError(Exception):
-    """Base of every exception that gradstream raises on purpose."""
+    """Base of every exception that gradstream raises on purpose.
+
+    `exit_status` is what the command line exits with: a key of `EXIT_CODES`.
+    """
+
+    exit_status: ClassVar[int] = 1
 
 
 class ConfigError(GradstreamError, ValueError):
     """An argument, option or file is wrong. Nothing was started."""
+
+    exit_status: ClassVar[int] = 2
 
 
 class UnknownNameError(ConfigError):
@@ -64,6 +88,12 @@ class UnknownNameError(ConfigError):
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         super().__init__(f"unknown {kind} {got!r}{hint}; known: {', '.join(names)}")
         self.nearest = near[0] if near else None
+
+
+class PreflightError(GradstreamError):
+    """A check before the start failed; the run itself was not started."""
+
+    exit_status: ClassVar[int] = 3
 
 
 class UserCodeError(GradstreamError):
@@ -93,6 +123,8 @@ class PeerLostError(GradstreamError, ConnectionError):
     A push is safe to retry with the same sequence number; a fetch always is.
     """
 
+    exit_status: ClassVar[int] = 4
+
     def __init__(self, peer: str, message: str) -> None:
         super().__init__(f"{peer}: {message}")
         self.peer = peer
@@ -100,6 +132,8 @@ class PeerLostError(GradstreamError, ConnectionError):
 
 class DeadlineError(GradstreamError, TimeoutError):
     """A peer was silent for longer than its deadline. As after `PeerLostError`, safe to retry."""
+
+    exit_status: ClassVar[int] = 4
 
     def __init__(self, peer: str, message: str) -> None:
         super().__init__(f"{peer}: {message}")
@@ -129,7 +163,6 @@ class LentMemoryError(InternalError):
 
 
 def exit_code(error: BaseException) -> int:
-    """Exit status of the command line for an error: 2 for usage and configuration, else 1."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return 2 if isinstance(error, ConfigError) else 1
+    """Exit status of the command line for an error: see `EXIT_CODES`."""
+    status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
+    return int(status)

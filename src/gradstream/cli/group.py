@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from gradstream.cli import commands
-from gradstream.errors import GradstreamError, exit_code
+from gradstream.errors import EXIT_CODES, GradstreamError, exit_code
 
 __all__ = ["Commands", "main"]
 
@@ -34,7 +34,7 @@ class Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command: exit codes are 2 usage, 1 any other, 130 Ctrl-C."""
+        """Runs a command. What goes wrong is said on stderr, and ends with its `exit_code`."""
         try:
             return super().invoke(ctx)
         except GradstreamError as error:
@@ -43,15 +43,25 @@ class Commands(click.Group):
             click.echo(error_text(error), err=True)
             ctx.exit(exit_code(error))
         except KeyboardInterrupt as error:
-            click.echo("interrupted", err=True)
+            click.echo(str(error) or "interrupted", err=True)
             ctx.exit(exit_code(error))
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means in EXIT_CODES.items())
+
+
+@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="gradstream")
 def main() -> None:
     """Trains one model on many machines that may be slow, far apart, and dying.
 
     A JOB is a file that defines job() or calls gradstream.train(...), or file.py:function, or
     module:function.
+
+    \b
+    Examples:
+      gradstream demo                    # see it work
+      gradstream new mine                # a job file to begin with
+      gradstream train mine.py --workers 4
+      gradstream simulate mine.py --workers 64
     """

@@ -19,7 +19,7 @@ def config() -> None:
 @config.command()
 @job_options
 def show(job: str, as_json: bool, **given: Any) -> None:
-    r"""Prints the configuration in effect, each value with its origin.
+    """Prints the configuration in effect, each value with its origin.
 
     It is TOML, and can be given to --config. Nothing is started.
 

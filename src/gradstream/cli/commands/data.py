@@ -22,6 +22,10 @@ def get(name: str, url: str | None) -> None:
 
     A download that was cut off is taken up where it stopped. The folder is
     $XDG_CACHE_HOME/gradstream or ~/.cache/gradstream.
+
+    \b
+    Examples:
+      gradstream data get caltech101
     """
     from gradstream.data.sources import SOURCES, fetch
     from gradstream.plugins import key_of
@@ -40,7 +44,12 @@ def get(name: str, url: str | None) -> None:
 @data.command()
 @click.argument("name", required=False)
 def info(name: str | None) -> None:
-    """Says what a data set is: licence, citation, page, and where its files are. All of them if no NAME."""
+    """Says what a data set is: licence, citation, page, and where its files are. All of them if no NAME.
+
+    \b
+    Examples:
+      gradstream data info caltech101
+    """
     from gradstream.plugins import key_of
     from gradstream.registry import catalogue, class_of
 

@@ -15,7 +15,13 @@ JOB = "gradstream.demo:job"
 @click.command()
 @json_option
 def demo(as_json: bool) -> None:
-    """Trains a small CNN on embedded images with 2 workers and 1 parameter server."""
+    """Trains a small CNN on embedded images with 2 workers and 1 parameter server.
+
+    \b
+    Examples:
+      gradstream demo
+      gradstream demo --json
+    """
     from gradstream.jobfile import load_job
     from gradstream.train import train as run_job
 

@@ -23,6 +23,10 @@ def plugins(as_json: bool) -> None:
 
     What installed packages offer is imported to see whether it works; what does not, or has the name
     of another, is a warning on stderr, and cannot be used by that name.
+
+    \b
+    Examples:
+      gradstream plugins
     """
     from gradstream.plugins import GROUPS
     from gradstream.registry import catalogue

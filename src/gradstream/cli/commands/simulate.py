@@ -26,6 +26,11 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
     """Runs the same nodes in one process, on virtual time.
 
     One seed is one history. Times in the figures are virtual seconds.
+
+    \b
+    Examples:
+      gradstream simulate JOB.py --workers 16
+      gradstream simulate JOB.py --workers 64 --phantom --bandwidth 12.5e6 --gradient-s 0.1
     """
     from gradstream.simulate import simulate as run_job
 

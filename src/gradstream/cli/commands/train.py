@@ -18,6 +18,12 @@ def train(job: str, as_json: bool, **given: Any) -> None:
     """Trains with worker and server processes on this machine.
 
     Progress goes to stderr, figures to stdout.
+
+    \b
+    Examples:
+      gradstream train JOB.py
+      gradstream train JOB.py --strategy downpour --set push_every=10 --workers 4
+      gradstream train JOB.py --config slow-network.toml --json > figures.json
     """
     from gradstream.train import train as run_job
 

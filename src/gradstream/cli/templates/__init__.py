@@ -1,0 +1,20 @@
+"""Job files to begin with: what `gradstream new` writes."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+__all__ = ["KINDS", "render"]
+
+KINDS = ("numpy", "torch", "jax")
+
+
+def render(kind: str, file: str) -> str:
+    """The text of a job file.
+
+    Args:
+        kind: one of `KINDS`.
+        file: the name that it will have: "mine.py".
+    """
+    text = resources.files(__name__).joinpath(f"{kind}.py.txt").read_text()
+    return text.format(name=file.removesuffix(".py"), file=file)
