@@ -61,14 +61,17 @@ class Recorder:
         self.job: Any = None
         self.world: World | None = None
         self.spec = ""
+        self.listen: Any = None
         self.outcome: Run | BaseException = Run(events=[FINISHED])
 
     def load_job(self, spec: str) -> gs.Job:
         self.spec = spec
         return a_job()
 
-    def __call__(self, job: Any, *, on_event: Callable[[Any], None], world: World | None = None) -> Run:
-        self.job, self.world = job, world
+    def __call__(
+        self, job: Any, *, on_event: Callable[[Any], None], world: World | None = None, listen: Any = None
+    ) -> Run:
+        self.job, self.world, self.listen = job, world, listen
         on_event(FINISHED)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -314,3 +317,28 @@ def test_figures_leave_out_what_is_not_known() -> None:
     assert "accounted for" in names
     assert "staleness" not in names
     assert "CPU" not in names
+
+
+def test_listening_is_told_with_the_workers_of_all_machines(recorder: Recorder) -> None:
+    result = call("train", "job.py", "--listen", "10.0.0.1:4000", "--wait", "4", "--workers", "8")
+    assert result.exit_code == 0, result.output
+    listening = recorder.listen
+    assert (str(listening.address), listening.machines) == ("10.0.0.1:4000", 4)
+    assert listening.workers_per_machine == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "job.py", "--wait", "4"], "--wait needs --listen"),
+        (["train", "job.py", "--insecure"], "--insecure needs --listen"),
+        (["train", "job.py", "--listen", "10.0.0.1:x"], "expected host:port"),
+        (["train", "job.py", "--listen", "10.0.0.1", "--wait", "3", "--workers", "4"], "do not divide"),
+        (["join", "10.0.0.1:4000", "job.py"], "needs the token"),
+        (["join", "10.0.0.1", "job.py", "--token", "x"], "the port is missing"),
+    ],
+)
+def test_what_is_wrong_with_machines(recorder: Recorder, arguments: list[str], part: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert part in result.output

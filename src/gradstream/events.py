@@ -20,15 +20,18 @@ __all__ = [
     "ExchangeEvent",
     "FailedEvent",
     "FinishedEvent",
+    "InsecureEvent",
     "JoinedEvent",
     "LateEvent",
     "LedgerEvent",
     "LeftEvent",
     "LinkEvent",
+    "MachineEvent",
     "MemoryEvent",
     "StartedEvent",
     "StepEvent",
     "TransferEvent",
+    "WaitingEvent",
     "encode",
 ]
 
@@ -74,6 +77,34 @@ class LeftEvent(Event):
     lost: bool
     reason: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineEvent(Event):
+    """Another machine has "joined" the run, has "left" it, or was "refused" (launcher)."""
+
+    name: ClassVar[str] = "machine"
+    who: str
+    state: str
+    address: str
+    workers: list[str]  # names of its nodes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingEvent(Event):
+    """The run has not begun, and for whom it waits (launcher)."""
+
+    name: ClassVar[str] = "waiting"
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InsecureEvent(Event):
+    """The run's traffic is neither encrypted nor authenticated, said each minute (launcher)."""
+
+    name: ClassVar[str] = "insecure"
+    address: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

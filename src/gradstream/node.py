@@ -129,6 +129,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", required=True, help="coordinator, shard-0, worker-0, ...")
     parser.add_argument("--coordinator", help="its address, for all other nodes")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes a free one")
+    parser.add_argument("--security", type=Path, help="folder with its certificate and key; else plain text")
+    parser.add_argument(
+        "--insecure", action="store_true", help="plain text on other interfaces than loopback"
+    )
     parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
     return parser.parse_args(argv)
 
@@ -169,11 +173,15 @@ async def _run(
 ) -> int:
     # gRPC starts threads when it is imported, so not before the fork.
     from gradstream.transport.grpc import GrpcEndpoint
+    from gradstream.transport.security import Tls
 
     cast, name = cast_of(job, spec.id), given.name
     runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir), core=core)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
-    endpoint = GrpcEndpoint(identity, runtime, listen=given.listen)
+    security = None if given.security is None else Tls.read(given.security, name)
+    endpoint = GrpcEndpoint(
+        identity, runtime, listen=given.listen, security=security, insecure=given.insecure
+    )
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
     try:
         if name == COORDINATOR:

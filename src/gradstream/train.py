@@ -10,24 +10,31 @@ import dataclasses
 import datetime
 import json
 import secrets
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
 from gradstream.config import Job, JobOptions, cast_of, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
-from gradstream.events import FailedEvent, encode
+from gradstream.events import Event, FailedEvent, InsecureEvent, MachineEvent, WaitingEvent, encode
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_caller
 from gradstream.node import NodeSpec, play
+from gradstream.remote.address import Address
+from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.run import Run
 from gradstream.settings import effective, to_toml
+
+if TYPE_CHECKING:
+    from gradstream.remote.gathering import Gathering
 
 __all__ = ["load_job", "train"]
 
@@ -42,6 +49,8 @@ NO_SCRIPT = (
     "run as threads of this process. They share its memory and Python's lock, and compute by turns; a job "
     "file scales better (see `gradstream new`). processes=False says that this is meant."
 )
+REMIND_S = 30.0
+"""How often a run that waits for machines says for how many."""
 
 _made: dict[str, list[Path]] = {}
 """Runs that this process has made, by job spec: a script may make several."""
@@ -53,9 +62,11 @@ def train(
     *,
     on_event: OnEvent | None = None,
     processes: bool | None = None,
+    listen: str | Listening | None = None,
+    wait: int = 2,
     **options: Unpack[JobOptions],
 ) -> Run:
-    """Trains a model with worker and server processes on this machine.
+    """Trains a model with worker and server processes, on this machine or on several.
 
     Args:
         model: a `Model`, a function that makes one, a whole `Job`, or a function that makes that.
@@ -64,6 +75,10 @@ def train(
         processes: whether nodes are processes, or threads of this one. None takes processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
             and a warning says that nodes are threads.
+        listen: the address of this machine at which others reach it, "10.0.0.1" or "10.0.0.1:4000":
+            the line that joins another machine is printed to stderr, and training begins when all
+            are there. None trains on this machine alone. `gradstream.remote.listening.Listening` says more.
+        wait: how many machines take part, this one included, with `listen`. Each has one worker.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ...
 
     Returns:
@@ -74,7 +89,7 @@ def train(
         UserCodeError, GradientError: a function of the user's failed on a node; the message
             names it, and `traceback_text` is its traceback.
         PeerLostError: a node was lost that the strategy cannot do without.
-        RefusedError, DeadlineError: a node did not fit in, or never came.
+        RefusedError, DeadlineError: a node did not fit in, or never came; nor did a machine.
 
         After any of these the run directory stands, and no process is left.
 
@@ -86,16 +101,29 @@ def train(
     kept = intercept(job)
     if kept is not None:
         return _load(kept, job)
-    spec = _place(job, processes)
+    spec = _place(job, processes if listen is None else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, name=name)
+    listening = _listening(listen, wait)
+    if listening is not None:
+        if processes is False:
+            raise ConfigError("listen needs processes: other machines read the job from a file")
+        if "workers" not in options:
+            job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
+        listening.check(job, earlier=spec in _made)
     cast = cast_of(job, secrets.token_hex(8))
     run_dir = _make_run_dir(job)
     as_threads = processes is False or spec is None
-    _Launch(job, cast, run_dir, tuple(_made.get(spec or "", ())), on_event, as_threads).run()
+    _Launch(job, cast, run_dir, tuple(_made.get(spec or "", ())), on_event, as_threads, listening).run()
     if spec is not None:
         _made.setdefault(spec, []).append(run_dir)
     return _load(run_dir, job)
+
+
+def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
+    if isinstance(listen, str):
+        return Listening(address=Address.parse(listen, "listen"), machines=wait)
+    return listen
 
 
 def _place(job: Job, processes: bool | None) -> str | None:
@@ -153,6 +181,7 @@ class _Launch:
         earlier: tuple[Path, ...],
         on_event: OnEvent | None,
         as_threads: bool,
+        listening: Listening | None,
     ) -> None:
         self._job = job
         self._cast = cast
@@ -160,6 +189,8 @@ class _Launch:
         self._earlier = earlier
         self._on_event = on_event
         self._as_threads = as_threads
+        self._listening = listening
+        self._gathering: Gathering | None = None
         self._events_read = 0
         self._torn = b""
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
@@ -169,14 +200,16 @@ class _Launch:
 
     def run(self) -> None:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
-        environment = {} if self._as_threads else node_environment(self._job.workers)
+        here = self._listening.workers_per_machine if self._listening else self._job.workers
+        environment = {} if self._as_threads else node_environment(here)
         self._write_records(environment)
         try:
             with self._make_cluster(environment) as cluster:
                 self._cluster: Cluster = cluster
-                self._start_nodes()
-                self._follow()
-                self._let_leave()
+                with self._gathered():
+                    self._start_nodes()
+                    self._follow()
+                    self._let_leave()
         except GradstreamError as error:
             self._note_failure(error)
             error.add_note(f"run directory: {self._run_dir}")
@@ -206,14 +239,75 @@ class _Launch:
         (self._run_dir / "run.json").write_text(json.dumps(info, indent=2) + "\n")
         (self._run_dir / "nodes.json").write_text(json.dumps(dataclasses.asdict(spec), indent=2) + "\n")
 
+    # ---- other machines -----------------------------------------------------------------
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Begins when all machines are there, where there are others; they are told how it has ended."""
+        if self._listening is None:
+            yield
+            return
+        # gRPC starts threads, and the forkserver is a process of its own: it may be imported now.
+        from gradstream.remote.gathering import Gathering, files_of
+
+        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=())
+        files = files_of(spec.strategy) + files_of(spec.optimizer)
+        text = json.dumps(dataclasses.asdict(spec))
+        with Gathering(self._listening, self._job, text, files, self._cluster.post) as gathering:
+            self._gathering = gathering
+            self._invite(gathering.invitation)
+            self._wait_for_machines(gathering)
+            yield
+
+    def _invite(self, line: str) -> None:
+        assert self._listening is not None
+        if self._listening.on_invitation is not None:
+            self._listening.on_invitation(line)
+        else:
+            sys.stderr.write(f"on each other machine, beside its own copy of the job file:\n\n    {line}\n\n")
+            sys.stderr.flush()
+
+    def _wait_for_machines(self, gathering: Gathering) -> None:
+        assert self._listening is not None
+        polls = 0
+        self._emit(WaitingEvent(state=gathering.roster.state))
+        while gathering.roster.missing:
+            polls += self._hear() is None
+            self._read_events()
+            if polls * POLL_S > self._listening.wait_s:
+                raise DeadlineError(
+                    "launcher", f"gave up after {self._listening.wait_s:g} s {gathering.roster.state}"
+                )
+            if polls % int(REMIND_S / POLL_S) == 0:
+                self._emit(WaitingEvent(state=gathering.roster.state))
+        gathering.roster.begun = True
+
+    def _note_machine(self, message: Mapping[str, Any]) -> None:
+        """A machine has come or gone. What it was to have run is missed at once while nobody trains yet."""
+        fields = ("state", "address", "workers", "reason")
+        self._emit(MachineEvent(who=message["machine"], **{name: message[name] for name in fields}))
+        assert self._gathering is not None
+        if message["state"] == "left" and self._gathering.roster.begun:
+            for worker in message["workers"]:
+                text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
+                lost = {"error": "PeerLostError", "message": text, "traceback": ""}
+                self._errors.setdefault(worker, lost)
+                self._ended.setdefault(worker, 1)
+
     # ---- nodes --------------------------------------------------------------------------
 
     def _start_nodes(self) -> None:
-        spec = ["--spec", str(self._run_dir / "nodes.json")]
-        self._cluster.start(COORDINATOR, [*spec, "--name", COORDINATOR])
+        self._start_node(COORDINATOR)
         address = self._address_of_coordinator()
+        if self._gathering is not None:
+            self._gathering.enrolment.go(int(address.rpartition(":")[2]))
         for name in self._others:
-            self._cluster.start(name, [*spec, "--name", name, "--coordinator", address])
+            if self._gathering is None or self._gathering.is_here(name):
+                self._start_node(name, "--coordinator", address)
+
+    def _start_node(self, name: str, *arguments: str) -> None:
+        spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
+        self._cluster.start(name, spec if self._gathering is None else spec + self._gathering.arguments(name))
 
     def _address_of_coordinator(self) -> str:
         deadline_s = self._job.deadlines.join_s + BOOT_S
@@ -238,6 +332,10 @@ class _Launch:
             self._ended[message["exited"]] = message["status"]
         elif "error" in message:
             self._errors[message["from"]] = message
+        elif "machine" in message:
+            self._note_machine(message)
+        elif "insecure" in message:
+            self._emit(InsecureEvent(address=message["insecure"]))
         return message
 
     def _follow(self) -> None:
@@ -309,5 +407,8 @@ class _Launch:
             message=str(error),
             traceback=getattr(error, "traceback_text", ""),
         )
+        self._emit(event)
+
+    def _emit(self, event: Event) -> None:
         with open(self._run_dir / "events.jsonl", "ab") as file:
             file.write(encode(event, node="launcher", time_s=0.0))

@@ -59,8 +59,9 @@ class Display:
     def on_event(self, event: EventDict) -> None:
         """Takes in one event of the run and shows what is due."""
         self._progress.update(event)
-        if event["event"] == "left" and event["lost"]:
-            self._console.print(f"lost {event['who']}: {event['reason']}", markup=False)
+        said = self._progress.news(event)
+        if said:
+            self._console.print(said, markup=False)
         if self._live is None:
             self._show_plain()
 

@@ -51,6 +51,7 @@ class Progress:
         self.total_steps = 0
         self.loss: float | None = None
         self.workers: set[str] = set()
+        self._machines: dict[str, str] = {}  # of workers elsewhere
         self._expected_workers = 0
         self._by_round = False
         self._steps_of_rank: dict[int, int] = {}
@@ -70,6 +71,8 @@ class Progress:
                 self._by_round = event["strategy"].lower().startswith("synchronous")
             case "joined" if event["who"].startswith("worker"):
                 self.workers.add(event["who"])
+            case "machine" if event["state"] == "joined":
+                self._machines.update(dict.fromkeys(event["workers"], event["who"]))
             case "left":
                 self.workers.discard(event["who"])
             case "step":
@@ -78,6 +81,29 @@ class Progress:
                 self._update_exchange(event)
             case _:
                 pass
+
+    def news(self, event: EventDict) -> str:
+        """What is worth a line of its own about an event that `update` has taken in; else ""."""
+        match event["event"]:
+            case "left" if event["lost"]:
+                machine = self._machines.get(event["who"])
+                return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
+            case "machine":
+                what = f"machine {event['who']} ({event['address']})"
+                workers = ", ".join(event["workers"])
+                if event["state"] == "joined":
+                    return f"{what} has joined with {workers}"
+                how = "was refused" if event["state"] == "refused" else "has left"
+                return f"{what} {how}: {event['reason']}"
+            case "waiting":
+                return str(event["state"])
+            case "insecure":
+                return (
+                    f"WARNING: --insecure: traffic at {event['address']} is plain text; anybody who can "
+                    "reach it can read and change the model"
+                )
+            case _:
+                return ""
 
     def _update_step(self, event: EventDict) -> None:
         now_s, rank = event["time_s"], event["rank"]
@@ -131,7 +157,9 @@ class Progress:
         parts.append(f"{self.samples_per_s:,.0f} samples/s")
         if self.eta_s is not None:
             parts.append(f"ETA {_clock(self.eta_s)}")
-        parts.append(f"{len(self.workers)}/{self._expected_workers} workers")
+        machines = len(set(self._machines.values()))
+        on = f" on {machines + 1} machines" if machines else ""
+        parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}")
         parts.append(f"{self._rate(self._bytes) / 1e6:,.1f} MB/s")
         chunks = self._rate(self._chunks)
         if chunks > 0:

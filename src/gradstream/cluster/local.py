@@ -68,6 +68,10 @@ class LocalCluster:
         """Sends a signal to a node, if it still runs."""
         self._order({"signal": name, "number": number})
 
+    def post(self, message: dict[str, Any]) -> None:
+        """Puts in a message from elsewhere; `message` returns it in its turn. From any thread."""
+        self._messages.put(message)
+
     def message(self, timeout_s: float) -> dict[str, Any] | None:
         """The next thing heard, or None after `timeout_s`.
 

@@ -50,6 +50,10 @@ class Cluster(Protocol):
         """The next thing heard, or None after `timeout_s`."""
         ...
 
+    def post(self, message: dict[str, Any]) -> None:
+        """Puts in a message from elsewhere."""
+        ...
+
     def log_tail(self, name: str, num_lines: int = 30) -> str:
         """The end of what a node has printed."""
         ...
@@ -112,6 +116,10 @@ class ThreadCluster:
         """Stops a node, if it still runs."""
         del number
         self._loop.call_soon_threadsafe(self._cancel, name)
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Puts in a message from elsewhere; see `LocalCluster.post`."""
+        self._messages.put(message)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
         """The next thing heard, or None after `timeout_s`; see `LocalCluster.message`."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from gradstream.data.base import Ids
+from gradstream.data.checksum import checksum_of
 from gradstream.errors import DataError
 from gradstream.model.batch import Batch
 
@@ -36,6 +37,11 @@ class ArrayDataset:
         self.test_targets = test_targets
         self.num_samples = len(inputs)
         self.num_test_samples = len(test_inputs)
+
+    @property
+    def checksum(self) -> str:
+        """Of all four arrays, see `checksum_of`: machines of one run compare theirs."""
+        return checksum_of([self.inputs, self.targets, self.test_inputs, self.test_targets])
 
     def batch(self, ids: Ids) -> Batch:
         """The training samples with these ids, in this order; copies. Raises DataError for an unknown id."""

@@ -28,8 +28,9 @@ DEFAULT_BATCH_SIZE = 32
 class Dataset(Protocol):
     """Samples by id, and optionally held-out ones to evaluate on.
 
-    `num_samples` is None in a stream that does not say. A data set may have two more methods, and
-    one that has the second needs no `batch`:
+    `num_samples` is None in a stream that does not say. A data set may have an attribute `checksum`, a
+    string, which the machines of one run compare. It may have two more methods, and one that has the
+    second needs no `batch`:
 
         plan(division: Division) -> Plan
         feed(plan: Plan, rank: int, seed: int) -> Feed

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradstream.data.arrays import check_ids
 from gradstream.data.base import Ids
+from gradstream.data.checksum import checksum_of
 from gradstream.data.image_cache import Bytes, ImageCache, open_cache
 from gradstream.data.plan import epoch_order
 from gradstream.data.sources import CALTECH101, cache_home, fetch, stored_at
@@ -60,6 +61,12 @@ class ImageDataset:
         self._train_rows = train_rows
         self._test_rows = test_rows
         self._flat = flat
+
+    @property
+    def checksum(self) -> str:
+        """Of the pixels, by blocks, and of who is trained on: machines of one run compare theirs."""
+        arrays: list[np.ndarray[Any, Any]] = [self._images, self._train_rows, self._test_rows]
+        return checksum_of(arrays, str(self.manifest.counts), str(self._flat))
 
     def batch(self, ids: Ids) -> Batch:
         """The training samples with these ids, in this order. Raises DataError for an unknown id."""

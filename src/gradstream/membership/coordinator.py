@@ -127,6 +127,9 @@ class Coordinator:
     async def _serve_join(self, stream: Stream) -> None:
         request = v1.Join.FromString(stream.opened.body)
         who = request.node.name
+        if who != stream.opened.sender:
+            stream.refuse(v1.BAD_REQUEST, f"{stream.opened.sender} asks to join as {who}")
+            return
         instructions = self._membership.join(request, self._age_s())
         for instruction in instructions:
             if isinstance(instruction, Refuse):

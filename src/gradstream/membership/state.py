@@ -221,7 +221,7 @@ class Membership:
                 f"{node.name} runs gradstream {request.software}, expected {self._software}: "
                 "install the same version everywhere",
             )
-        if node.name not in self.missing:
+        if node.name not in self.missing or node.name != f"{node.role}-{node.rank}":
             return self._name_objection(node)
         if self.phase != v1.Notice.GATHERING:
             return Refuse(v1.NOT_MEMBER, f"{node.name}: the run is past gathering, nobody can join now")

@@ -14,6 +14,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.security import Tls
 
 __all__ = ["QUIET", "Run", "grpc_pairs", "memory_pairs"]
 
@@ -50,14 +51,19 @@ def memory_pairs(seed: int = 0, world: World = QUIET) -> tuple[Run, MakePair]:
     return cluster.run, make_pair
 
 
-def grpc_pairs() -> tuple[Run, MakePair]:
-    """Pairs over loopback, and how to run checks on them: asyncio, in real time."""
+def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakePair]:
+    """Pairs over loopback, and how to run checks on them: asyncio, in real time.
+
+    Args:
+        security: TLS of an endpoint, by its name; None is plain text.
+    """
 
     @asynccontextmanager
     async def make_pair() -> AsyncIterator[Pair]:
         runtimes = [RealRuntime("near"), RealRuntime("far")]
-        near = GrpcEndpoint(Identity("job", "near", 1), runtimes[0])
-        far = GrpcEndpoint(Identity("job", "far", 2), runtimes[1])
+        tls = [security(name) if security else None for name in ("near", "far")]
+        near = GrpcEndpoint(Identity("job", "near", 1), runtimes[0], security=tls[0])
+        far = GrpcEndpoint(Identity("job", "far", 2), runtimes[1], security=tls[1])
         await near.start()
         await far.start()
         _know(near, far)

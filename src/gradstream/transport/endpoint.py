@@ -269,8 +269,19 @@ class EndpointCore(ABC):
 
     # ---- the carrier's side -----------------------------------------------------------
 
-    def _incoming(self, opened: v1.Open, carrier: Carrier, *, window: int | None = None) -> StreamCore:
-        """Answers an Open: refuses it, or accepts it and starts its handler."""
+    def _incoming(
+        self,
+        opened: v1.Open,
+        carrier: Carrier,
+        *,
+        window: int | None = None,
+        objection: v1.Refuse | None = None,
+    ) -> StreamCore:
+        """Answers an Open: refuses it, or accepts it and starts its handler.
+
+        Args:
+            objection: why the carrier does not want it, if so.
+        """
         stream = StreamCore(
             self.runtime,
             self.identity.name,
@@ -280,7 +291,7 @@ class EndpointCore(ABC):
             called=True,
             window=self._window if window is None else window,
         )
-        refuse = self._check(opened)
+        refuse = objection or self._check(opened)
         if refuse is not None:
             stream.turn_away(refuse)
             return stream

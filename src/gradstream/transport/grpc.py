@@ -25,6 +25,7 @@ from gradstream.errors import ConfigError, GradstreamError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.security import Tls, explain
 from gradstream.transport.stream import Bell, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, decode, encode, payload_tensor
@@ -222,9 +223,9 @@ class _Outgoing(_GrpcCarrier):
                 stream.arrived(v1.Frame(end=v1.End()), None)
                 stream.broken("has finished the call")
             else:
-                stream.broken(f"{code.name}: {details}")
+                stream.broken(f"{code.name}: {explain(details or '')}")
         except grpc.aio.AioRpcError as error:
-            stream.broken(f"{error.code().name}: {error.details()}")
+            stream.broken(f"{error.code().name}: {explain(error.details() or '')}")
         except asyncio.CancelledError:
             stream.broken("the connection was closed by this side")
             call.cancel()
@@ -263,11 +264,12 @@ class GrpcEndpoint(EndpointCore):
         identity: who it is.
         runtime: a real one.
         listen: host:port; port 0 takes a free one, see `address` after `start`.
-        insecure: listen on other interfaces than loopback, without encryption or authentication.
+        security: TLS, for listening and for dialling; None is plain text.
+        insecure: listen on other interfaces than loopback without encryption or authentication.
         window: chunks held per incoming stream.
 
     Raises:
-        ConfigError: `listen` is not host:port, or not loopback without `insecure`.
+        ConfigError: `listen` is not host:port, or not loopback without `security` or `insecure`.
     """
 
     def __init__(
@@ -276,12 +278,14 @@ class GrpcEndpoint(EndpointCore):
         runtime: Runtime,
         *,
         listen: str = "127.0.0.1:0",
+        security: Tls | None = None,
         insecure: bool = False,
         window: int = WINDOW,
     ) -> None:
         super().__init__(identity, runtime, window=window)
-        self._host = _host_of(listen, insecure)
+        self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
+        self._security = security
         self.gate = _Gate(runtime)
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
@@ -293,7 +297,7 @@ class GrpcEndpoint(EndpointCore):
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self._routes,))
         try:
-            port = self._server.add_insecure_port(self._listen)
+            port = self._listen_with(self._server)
         except RuntimeError:
             port = 0
         if not port:
@@ -304,6 +308,11 @@ class GrpcEndpoint(EndpointCore):
             )
         await self._server.start()
         self.address = f"{self._host}:{port}"
+
+    def _listen_with(self, server: grpc.aio.Server) -> int:
+        if self._security is None:
+            return server.add_insecure_port(self._listen)
+        return server.add_secure_port(self._listen, self._security.server_credentials())
 
     def background(self, work: Any, name: str) -> None:
         """Spawns a task that `close` waits for."""
@@ -322,7 +331,7 @@ class GrpcEndpoint(EndpointCore):
         if opened is None:
             return
         carrier = _GrpcCarrier(None if opened.urgent else self.gate)
-        stream = carrier.stream = self._incoming(opened, carrier)
+        stream = carrier.stream = self._incoming(opened, carrier, objection=self._objection(opened, context))
         if opened.urgent:
             self.gate.hold(stream)
         name = f"{self.identity.name}: {opened.method} from {opened.sender}, reader"
@@ -337,6 +346,14 @@ class GrpcEndpoint(EndpointCore):
         finally:
             reader.cancel()
             stream.broken("the connection was lost")
+
+    def _objection(
+        self, opened: v1.Open, context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> v1.Refuse | None:
+        """Why the certificate of the caller does not allow this stream; None if it does."""
+        if self._security is None:
+            return None
+        return self._security.objection(context.auth_context().get("x509_common_name", ()), opened)
 
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
@@ -359,9 +376,15 @@ class GrpcEndpoint(EndpointCore):
             return _Outgoing(self, peer, None, None)
         channel = self._channels.get((peer, priority))
         if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-            self._channels[peer, priority] = channel
+            channel = self._channels[peer, priority] = self._channel(peer, address)
         return _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
+
+    def _channel(self, peer: str, address: str) -> grpc.aio.Channel:
+        if self._security is None:
+            return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        # Certificates carry names of nodes: addresses change, and are not known beforehand.
+        options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", peer)]
+        return grpc.aio.secure_channel(address, self._security.channel_credentials(), options=options)
 
     def _hang_up(self, peer: str) -> None:
         for priority in Priority:
@@ -390,7 +413,7 @@ def _send_away(call: asyncio.Task[Any]) -> None:
     call.cancel("no Open came")
 
 
-def _host_of(listen: str, insecure: bool) -> str:
+def _host_of(listen: str, *, trusted: bool) -> str:
     """The host part of host:port, once it is clear that one may listen there."""
     host, colon, port = listen.rpartition(":")
     if not colon or not host or not port.isdigit() or int(port) > 65535:
@@ -399,9 +422,10 @@ def _host_of(listen: str, insecure: bool) -> str:
         loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         loopback = host == "localhost"
-    if not (loopback or insecure):
+    if not (loopback or trusted):
         raise ConfigError(
             f"listen = {listen!r} can be reached from other machines, and connections are neither encrypted "
-            "nor authenticated: listen on 127.0.0.1, or say insecure=True on a network that you trust"
+            "nor authenticated: listen on 127.0.0.1, give it `security`, or say insecure=True on a network "
+            "that you trust"
         )
     return host

@@ -26,6 +26,12 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SUPERSEDED: _ClassVar[Code]
     NOT_MEMBER: _ClassVar[Code]
     INTERNAL: _ClassVar[Code]
+    BAD_TOKEN: _ClassVar[Code]
+    BAD_VERSION: _ClassVar[Code]
+    BAD_JOB_FILE: _ClassVar[Code]
+    BAD_DATA: _ClassVar[Code]
+    BAD_CERTIFICATE: _ClassVar[Code]
+    FORBIDDEN: _ClassVar[Code]
 DTYPE_UNSPECIFIED: DType
 FLOAT32: DType
 FLOAT64: DType
@@ -41,6 +47,12 @@ TOO_OLD: Code
 SUPERSEDED: Code
 NOT_MEMBER: Code
 INTERNAL: Code
+BAD_TOKEN: Code
+BAD_VERSION: Code
+BAD_JOB_FILE: Code
+BAD_DATA: Code
+BAD_CERTIFICATE: Code
+FORBIDDEN: Code
 
 class Frame(_message.Message):
     __slots__ = ("open", "accept", "chunk", "body", "credit", "waiting", "refuse", "cancel", "end", "payload")
@@ -402,3 +414,132 @@ class OrphanBatches(_message.Message):
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
     complete: bool
     def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("software", "state", "clock_s")
+    SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_S_FIELD_NUMBER: _ClassVar[int]
+    software: str
+    state: str
+    clock_s: float
+    def __init__(self, software: _Optional[str] = ..., state: _Optional[str] = ..., clock_s: _Optional[float] = ...) -> None: ...
+
+class Measure(_message.Message):
+    __slots__ = ("token", "chunks")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    chunks: int
+    def __init__(self, token: _Optional[str] = ..., chunks: _Optional[int] = ...) -> None: ...
+
+class Measured(_message.Message):
+    __slots__ = ("received_bytes", "facts")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    received_bytes: int
+    facts: _containers.ScalarMap[str, str]
+    def __init__(self, received_bytes: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class Enrol(_message.Message):
+    __slots__ = ("token", "machine", "facts", "request", "cores", "address", "memory_bytes")
+    class FactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CORES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    machine: str
+    facts: _containers.ScalarMap[str, str]
+    request: bytes
+    cores: int
+    address: str
+    memory_bytes: int
+    def __init__(self, token: _Optional[str] = ..., machine: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ..., request: _Optional[bytes] = ..., cores: _Optional[int] = ..., address: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+
+class Order(_message.Message):
+    __slots__ = ("grant", "go", "over")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    GO_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    grant: Grant
+    go: Go
+    over: Over
+    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., go: _Optional[_Union[Go, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("spec", "workers", "files", "waiting", "machine")
+    class FilesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    spec: str
+    workers: _containers.RepeatedCompositeFieldContainer[Certified]
+    files: _containers.ScalarMap[str, str]
+    waiting: str
+    machine: str
+    def __init__(self, spec: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[Certified, _Mapping]]] = ..., files: _Optional[_Mapping[str, str]] = ..., waiting: _Optional[str] = ..., machine: _Optional[str] = ...) -> None: ...
+
+class Certified(_message.Message):
+    __slots__ = ("name", "certificate")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    certificate: bytes
+    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ...) -> None: ...
+
+class Go(_message.Message):
+    __slots__ = ("port",)
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    port: int
+    def __init__(self, port: _Optional[int] = ...) -> None: ...
+
+class Over(_message.Message):
+    __slots__ = ("status", "message")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    message: str
+    def __init__(self, status: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("who", "status", "error", "message", "traceback")
+    WHO_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    who: str
+    status: int
+    error: str
+    message: str
+    traceback: str
+    def __init__(self, who: _Optional[str] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...

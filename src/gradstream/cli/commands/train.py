@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from gradstream.cli.machines import listen_options, listening_of
 from gradstream.cli.options import job_options, load_job_with
 from gradstream.cli.running import run_and_show
 
@@ -14,8 +15,12 @@ __all__ = ["train"]
 
 @click.command()
 @job_options
+@listen_options
 def train(job: str, as_json: bool, **given: Any) -> None:
-    """Trains with worker and server processes on this machine.
+    """Trains with worker and server processes, on this machine or on several.
+
+    With --listen it prints the line that joins another machine, and begins when N are there.
+    --workers always means the workers of all machines together.
 
     Progress goes to stderr, figures to stdout.
 
@@ -27,5 +32,7 @@ def train(job: str, as_json: bool, **given: Any) -> None:
     """
     from gradstream.train import train as run_job
 
+    names = ("listen", "wait", "workers_per_machine", "wait_s", "insecure", "token_file")
+    listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
     chosen = load_job_with(job, **given)
-    run_and_show(lambda on_event: run_job(chosen, on_event=on_event), as_json)
+    run_and_show(lambda on_event: run_job(chosen, on_event=on_event, listen=listening), as_json)

@@ -1,0 +1,58 @@
+"""`gradstream join`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from gradstream.cli.machines import note, token_of, token_options
+from gradstream.errors import ConfigError
+
+__all__ = ["join"]
+
+
+@click.command()
+@click.argument("address", metavar="ADDR:PORT")
+@click.argument("job", metavar="JOB")
+@token_options
+@click.option("--fingerprint", metavar="sha256:…", help="Of the launcher's certificate.")
+@click.option("--name", help="What this machine is called; its host name otherwise.")
+@click.option("--insecure", is_flag=True, help="Plain text, where the launcher was started so.")
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="For logs.")
+def join(
+    address: str,
+    job: str,
+    token: str | None,
+    token_file: Path | None,
+    fingerprint: str | None,
+    name: str | None,
+    insecure: bool,
+    run_dir: Path | None,
+) -> None:
+    """Takes part in a run that `gradstream train JOB --listen` on another machine has started.
+
+    That command prints the whole line. JOB is this machine's own copy of the file, and the data
+    are its own; the run is refused where they differ. The exit status is the run's.
+    """
+    from gradstream.remote.address import Address
+    from gradstream.remote.join import Joining
+    from gradstream.remote.join import join as take_part
+
+    known = token_of(token, token_file)
+    if not known:
+        raise ConfigError("join needs the token that the launcher has printed: --token, or GRADSTREAM_TOKEN")
+    where = Address.parse(address, "ADDR:PORT")
+    if not where.port:
+        raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")
+    joining = Joining(
+        address=where,
+        job=job,
+        token=known,
+        fingerprint=fingerprint,
+        machine=name,
+        insecure=insecure,
+        run_dir=run_dir,
+    )
+    sys.exit(take_part(joining, note))

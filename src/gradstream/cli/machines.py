@@ -1,0 +1,117 @@
+"""Options of runs on several machines, and where the token comes from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from gradstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradstream.remote.listening import Listening
+
+__all__ = ["listen_options", "listening_of", "note", "token_of", "token_options"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+TOKEN = "GRADSTREAM_TOKEN"  # a name
+
+
+def listen_options(command: Command) -> Command:
+    """The options of a command that starts runs on several machines."""
+    options = [
+        click.option(
+            "--listen", metavar="ADDR[:PORT]", help="Train on several machines: this one's address for them."
+        ),
+        click.option(
+            "--wait", type=int, metavar="N", help="How many machines, this one included; --workers is N then."
+        ),
+        click.option(
+            "--workers-per-machine", type=int, metavar="K", help="Of each machine; --workers is N x K then."
+        ),
+        click.option("--wait-s", type=float, metavar="SECONDS", help="How long to wait for them: 600."),
+        click.option("--insecure", is_flag=True, help="With --listen: plain text, no certificates."),
+        click.option(
+            "--token-file",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help=f"Holds a token; or {TOKEN}.",
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def token_options(command: Command) -> Command:
+    """The options by which a command is told a token."""
+    file = click.Path(path_type=Path, dir_okay=False)
+    for option in (
+        click.option("--token-file", type=file, help="Holds the token; so it is not seen in `ps`."),
+        click.option("--token", help=f"That the launcher has printed; or in the variable {TOKEN}."),
+    ):
+        command = option(command)
+    return command
+
+
+def token_of(token: str | None, file: Path | None) -> str | None:
+    """The token: of the option, the file, or the environment.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if token is not None:
+        return token
+    if file is not None:
+        try:
+            return file.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"--token-file {file}: {error.strerror}") from None
+    return os.environ.get(TOKEN)
+
+
+def listening_of(
+    *,
+    listen: str | None,
+    wait: int | None,
+    workers_per_machine: int | None,
+    wait_s: float | None,
+    insecure: bool,
+    token_file: Path | None,
+    workers: int | None,
+) -> Listening | None:
+    """What was said about other machines; None where training is on this one alone.
+
+    Raises:
+        ConfigError: options that need --listen, without it; numbers that do not fit.
+    """
+    from gradstream.remote.address import Address
+    from gradstream.remote.listening import Listening, workers_each
+
+    if listen is None:
+        asked = {"--wait": wait, "--workers-per-machine": workers_per_machine, "--insecure": insecure or None}
+        for option, value in asked.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{option} needs --listen ADDR, the address at which other machines reach this"
+                )
+        return None
+    machines = 2 if wait is None else wait
+    return Listening(
+        address=Address.parse(listen, "--listen"),
+        machines=machines,
+        workers_per_machine=workers_each(machines, workers_per_machine, workers),
+        insecure=insecure,
+        token=token_of(None, token_file),
+        wait_s=600.0 if wait_s is None else wait_s,
+    )
+
+
+def note(text: str) -> None:
+    """Says something on stderr."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,91 @@
+"""Addresses, host:port, as people write them."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass
+
+from gradstream.errors import ConfigError
+
+__all__ = ["Address", "local_address", "new_token"]
+
+MIN_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port. `str` of it is host:port.
+
+    Args:
+        host: name or number, IPv6 without brackets.
+        port: 0 where none was given.
+    """
+
+    host: str
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str, what: str) -> Address:
+        """Reads "10.0.0.1:4000", "node-a", "[fd00::1]:4000".
+
+        Args:
+            what: the option or argument, for the message.
+
+        Raises:
+            ConfigError: it is none of these.
+        """
+        host, port = text, ""
+        if text.startswith("["):
+            host, _, rest = text[1:].partition("]")
+            colon, port = rest[:1], rest[1:]
+            fits = colon == ":" if rest else True
+        else:
+            if text.count(":") == 1:
+                host, _, port = text.partition(":")
+            fits = ":" not in text or bool(port)
+        if not host or not fits or (port and not (port.isdigit() and int(port) <= 65535)):
+            raise ConfigError(f"{what} {text!r}: expected host:port, 10.0.0.1:4000 for example")
+        return cls(host, int(port or 0))
+
+    def at(self, port: int) -> Address:
+        """The same host at another port."""
+        return Address(self.host, port)
+
+    def check_listen(self) -> None:
+        """Raises ConfigError for a wildcard: others need an address to go to, and only that one is opened."""
+        try:
+            wildcard = ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            wildcard = False
+        if wildcard:
+            raise ConfigError(
+                f"--listen {self.host}: name the one address of this machine at which the others reach it, "
+                "as `ip address` shows it: nodes listen there and nowhere else"
+            )
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def local_address(peer: Address) -> str:
+    """The address of this machine on its way to a peer. Nothing is sent."""
+    family, _, _, _, target = socket.getaddrinfo(peer.host, peer.port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def new_token(given: str | None = None) -> str:
+    """The token of a run: the one given, or 128 random bits.
+
+    Raises:
+        ConfigError: a given one is so short that it could be guessed.
+    """
+    if given is None:
+        return secrets.token_hex(16)
+    if len(given) < MIN_TOKEN_CHARS:
+        raise ConfigError(f"the token has {len(given)} characters: expected at least {MIN_TOKEN_CHARS}")
+    return given

@@ -1,0 +1,244 @@
+"""A machine that takes part in a run that another has started: `gradstream join`.
+
+It shows the token, and gets what the nodes are told (as JSON), names for its workers and their
+certificates. Code and data are its own: it reads its own job file, and is refused where that differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradstream.cluster import LocalCluster, node_environment
+from gradstream.cluster.machine import num_cores
+from gradstream.config import Job
+from gradstream.errors import ConfigError, PeerLostError, RefusedError
+from gradstream.jobfile import load_job
+from gradstream.remote.address import Address, local_address
+from gradstream.remote.authority import ENROLMENT, Key
+from gradstream.remote.enrolment import JOB
+from gradstream.remote.facts import facts_of, file_hash
+from gradstream.remote.measure import memory_bytes
+from gradstream.remote.reach import reach
+from gradstream.runtime.real import RealRuntime
+from gradstream.transport.base import Identity, Priority, Stream
+from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.security import Tls
+from gradstream.wire import v1
+
+__all__ = ["Joining", "join"]
+
+SILENCE_S = 20.0
+"""The launcher says every few seconds what it waits for."""
+
+POLL_S = 0.05
+LEAVE_S = 10.0
+
+OnNote = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """How a machine joins.
+
+    Args:
+        address: of the launcher, as it has printed it.
+        job: spec of this machine's own job file.
+        token: of the run.
+        fingerprint: of the launcher's certificate, as it has printed it; not needed with `insecure`.
+        machine: what this machine is called; None is its host name.
+        insecure: plain text, where the launcher does that too.
+        run_dir: for logs; None makes runs/<utc>-<machine>.
+    """
+
+    address: Address
+    job: str
+    token: str
+    fingerprint: str | None = None
+    machine: str | None = None
+    insecure: bool = False
+    run_dir: Path | None = None
+
+
+def join(joining: Joining, on_note: OnNote) -> int:
+    """Takes part in a run to its end, and returns the exit status of its launcher.
+
+    Args:
+        on_note: is told, in sentences, what is going on.
+
+    Raises:
+        ConfigError: of the arguments, or of the job file.
+        RefusedError: the launcher does not want this machine, and says why; or it is not the one meant.
+        PeerLostError, DeadlineError: the launcher cannot be reached, or is gone.
+
+        After any of these, and after Ctrl-C, no process of the run is left on this machine.
+    """
+    reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
+    job = load_job(joining.job)
+    return asyncio.run(_Machine(joining, job, reached.certificate, on_note).run())
+
+
+class _Machine:
+    """This machine, as a part of the run."""
+
+    def __init__(self, joining: Joining, job: Job, authority: bytes | None, on_note: OnNote) -> None:
+        self._joining = joining
+        self._job = job
+        self._authority = authority
+        self._note = on_note
+        self._name = joining.machine or socket.gethostname()
+        self._address = local_address(joining.address)
+        self._key = Key()
+        self._over: v1.Over | None = None
+        self._errors: dict[str, dict[str, Any]] = {}
+        self._runtime = RealRuntime(self._name)
+
+    async def run(self) -> int:
+        """Enrols, waits, starts nodes and follows them."""
+        security = Tls(authority=self._authority, mutual=False) if self._authority else None
+        identity = Identity(JOB, self._name, int.from_bytes(os.urandom(8), "little"))
+        endpoint = GrpcEndpoint(identity, self._runtime, security=security)
+        endpoint.know(ENROLMENT, str(self._joining.address))
+        try:
+            stream = await endpoint.open(ENROLMENT, "enrol", self._request(), priority=Priority.CONTROL)
+            try:
+                grant = (await self._order(stream)).grant
+                return await self._take_part(stream, grant)
+            except BaseException as error:
+                stream.cancel(f"left: {type(error).__name__}")
+                raise
+        finally:
+            await endpoint.close()
+            self._runtime.close()
+
+    def _request(self) -> v1.Enrol:
+        return v1.Enrol(
+            token=self._joining.token,
+            machine=self._name,
+            facts=facts_of(self._job),
+            request=self._key.request(),
+            cores=num_cores(),
+            memory_bytes=memory_bytes(),
+            address=self._address,
+        )
+
+    async def _order(self, stream: Stream) -> v1.Order:
+        received = await stream.recv(SILENCE_S)
+        if received is None:
+            raise PeerLostError(ENROLMENT, "hung up")
+        return v1.Order.FromString(received.frame.body.data)
+
+    async def _take_part(self, stream: Stream, grant: v1.Grant) -> int:
+        names = [worker.name for worker in grant.workers]
+        self._note(f"in as {grant.machine}, with {', '.join(names)}; {grant.waiting}")
+        run_dir = self._make_run_dir(grant.machine)
+        with tempfile.TemporaryDirectory(prefix="gradstream-") as folder:
+            keys = self._save_keys(Path(folder), grant)
+            (run_dir / "nodes.json").write_text(json.dumps(self._spec(grant, run_dir), indent=2) + "\n")
+            with LocalCluster(run_dir / "logs", node_environment(len(names))) as cluster:
+                order = await self._order(stream)
+                if order.HasField("go"):
+                    coordinator = self._joining.address.at(order.go.port)
+                    self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
+                    for name in names:
+                        cluster.start(name, self._arguments(name, run_dir, coordinator, keys))
+                    await self._runtime.gather(self._await_end(stream), self._follow(stream, cluster))
+                else:
+                    self._over = order.over
+        assert self._over is not None
+        await stream.end()
+        self._note(self._over.message)
+        return self._over.status
+
+    def _arguments(self, name: str, run_dir: Path, coordinator: Address, keys: Path | None) -> list[str]:
+        return [
+            *("--spec", str(run_dir / "nodes.json"), "--name", name, "--coordinator", str(coordinator)),
+            *("--listen", str(Address(self._address))),
+            *(["--insecure"] if keys is None else ["--security", str(keys)]),
+        ]
+
+    def _save_keys(self, folder: Path, grant: v1.Grant) -> Path | None:
+        if self._authority is None:
+            return None
+        for worker in grant.workers:
+            tls = Tls(authority=self._authority, certificate=worker.certificate, key=self._key.pem)
+            tls.save(folder, worker.name)
+        return folder
+
+    def _spec(self, grant: v1.Grant, run_dir: Path) -> dict[str, Any]:
+        """What the nodes of this machine are told: the run's, with this machine's own paths."""
+        spec: dict[str, Any] = json.loads(grant.spec)
+        spec |= {"job": self._job.spec, "run_dir": str(run_dir), "earlier": []}
+        spec["plain"]["run_dir"] = None
+        for described in (spec["strategy"], spec["optimizer"]):
+            file, _, name = described["class"].rpartition(":")
+            if file.endswith(".py"):
+                described["class"] = f"{self._own_file(Path(file).name, grant)}:{name}"
+        return spec
+
+    def _own_file(self, name: str, grant: v1.Grant) -> Path:
+        """This machine's copy of a file of the user's that the run needs: beside the job file."""
+        path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
+        here = file_hash(path) if path.is_file() else "no such file"
+        if here != grant.files[name]:
+            raise RefusedError(
+                ENROLMENT,
+                "BAD_JOB_FILE",
+                f"the run needs {name} with SHA-256 {grant.files[name]}; {path}: {here}. "
+                "Copy it from the launcher's machine to beside the job file",
+            )
+        return path
+
+    def _make_run_dir(self, machine: str) -> Path:
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        path = (self._joining.run_dir or Path("runs") / f"{stamp}-{machine}").resolve()
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(f"run directory {path} exists and is not empty: name a new one")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    # ---- following ----------------------------------------------------------------------
+
+    async def _await_end(self, stream: Stream) -> None:
+        """Returns when the launcher says that the run is over; raises when it is gone."""
+        self._over = (await self._order(stream)).over
+
+    async def _follow(self, stream: Stream, cluster: LocalCluster) -> None:
+        """Passes on what becomes of the nodes; gives those that are left at the end time to leave."""
+        waited_s = 0.0
+        while self._over is None or (cluster.running and waited_s < LEAVE_S):
+            message = cluster.message(0)
+            if message is None:
+                await self._runtime.sleep(POLL_S)
+                waited_s += POLL_S if self._over is not None else 0.0
+            elif "error" in message:
+                self._errors[message["from"]] = message
+            elif "exited" in message and self._over is None:
+                await self._report(stream, cluster, message["exited"], message["status"])
+
+    async def _report(self, stream: Stream, cluster: LocalCluster, who: str, status: int) -> None:
+        said = self._errors.get(who)
+        if said is not None:
+            report = v1.Report(
+                error=said["error"],
+                message=said["message"],
+                traceback=said["traceback"],
+                who=who,
+                status=status,
+            )
+        elif status:
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            message = f"its process on {self._name} {how}; the end of its log:\n{cluster.log_tail(who, 5)}"
+            report = v1.Report(error="PeerLostError", message=message, who=who, status=status)
+        else:
+            report = v1.Report(who=who, status=status)
+        self._note(f"{who} has ended" + (f": {report.error}: {report.message}" if report.error else ""))
+        await stream.send(v1.Frame(body=v1.Body(data=report.SerializeToString())))

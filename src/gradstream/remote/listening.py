@@ -1,0 +1,76 @@
+"""How a run takes in other machines: what the user says about it, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradstream.config import Job
+from gradstream.errors import ConfigError
+from gradstream.remote.address import Address
+
+__all__ = ["Listening", "workers_each"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """How a run takes in other machines.
+
+    Args:
+        address: of this machine, at which the others reach it. With port P, the machines enrol
+            at P, the coordinator is at P + 1 and shard i at P + 2 + i; with port 0 all take free ones.
+        machines: how many take part, this one included.
+        workers_per_machine: how many workers each has.
+        insecure: plain text, without encryption or authentication.
+        token: what machines must know; None makes one.
+        wait_s: how long the others have to come.
+        on_invitation: is given the line that joins a machine; None prints it to stderr.
+    """
+
+    address: Address
+    machines: int
+    workers_per_machine: int = 1
+    insecure: bool = False
+    token: str | None = None
+    wait_s: float = 600.0
+    on_invitation: Callable[[str], None] | None = None
+
+    def check(self, job: Job, *, earlier: bool) -> None:
+        """Raises ConfigError where machines and job do not fit."""
+        self.address.check_listen()
+        for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: expected at least 1")
+        total = self.machines * self.workers_per_machine
+        if job.workers != total:
+            raise ConfigError(
+                f"workers={job.workers} means all workers of all machines: {self.machines} machines with "
+                f"{self.workers_per_machine} each have {total}"
+            )
+        if earlier:
+            raise ConfigError(
+                "this script has trained before, and the other machines do not have that run: put the job "
+                "that they are to join into a file of its own"
+            )
+
+
+def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:
+    """How many workers each machine has, 1 where nothing is said about it.
+
+    Args:
+        machines: of the run.
+        per_machine: as asked for.
+        workers: in all, as asked for.
+
+    Raises:
+        ConfigError: the workers do not divide among the machines, or the two numbers contradict.
+    """
+    if workers is None or machines < 1:
+        return 1 if per_machine is None else per_machine
+    each, left = divmod(workers, machines)
+    if left or per_machine not in (None, each):
+        raise ConfigError(
+            f"{workers} workers do not divide into {per_machine or 'equal parts'} on each of {machines} "
+            "machines: --workers means those of all machines together"
+        )
+    return each

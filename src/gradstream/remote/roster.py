@@ -1,0 +1,107 @@
+"""Which machines are in, as a pure state machine: requests go in, seats and refusals come out."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradstream.remote.facts import difference
+from gradstream.wire import v1
+
+__all__ = ["Roster", "Seat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A machine that is in.
+
+    Args:
+        machine: its name, which no other of the run has.
+        address: where it is.
+        workers: names of the nodes that run there.
+    """
+
+    machine: str
+    address: str
+    workers: tuple[str, ...]
+
+
+class Roster:
+    """The machines of one run.
+
+    Args:
+        own: the launcher's machine; it has the first workers.
+        machines: how many there are in all.
+        workers_per_machine: how many workers each has.
+        facts: what must be the same on every machine.
+        token: what a machine has to know.
+    """
+
+    def __init__(
+        self, own: str, *, machines: int, workers_per_machine: int, facts: Mapping[str, str], token: str
+    ) -> None:
+        self.own = own
+        self.begun = False
+        self._machines = machines
+        self._per_machine = workers_per_machine
+        self._facts = facts
+        self._token = token
+        self._seats: dict[int, Seat] = {0: Seat(own, "", self.workers_of(0))}
+
+    @property
+    def missing(self) -> int:
+        """How many machines are not in yet."""
+        return self._machines - len(self._seats)
+
+    @property
+    def state(self) -> str:
+        """What is going on, in words."""
+        here = ", ".join(seat.machine for _, seat in sorted(self._seats.items()))
+        if self.begun:
+            return f"training on {self._machines} machines (here: {here})"
+        if not self.missing:
+            return f"all {self._machines} machines are here: {here}"
+        return f"waiting for {self.missing} of {self._machines} machines (here: {here})"
+
+    def workers_of(self, index: int) -> tuple[str, ...]:
+        """Names of the workers of the machine at a place of the roster; the launcher's is the first."""
+        first = index * self._per_machine
+        return tuple(f"worker-{rank}" for rank in range(first, first + self._per_machine))
+
+    def knows(self, token: str) -> bool:
+        """Whether a token is the run's, in a time that does not tell how much of it was right."""
+        return hmac.compare_digest(token.encode(), self._token.encode())
+
+    def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
+        """A machine asks to be in."""
+        if not self.knows(request.token):
+            return v1.Refuse(
+                code=v1.BAD_TOKEN,
+                message="the token is not this run's: copy the line that the launcher has printed anew",
+            )
+        differs = difference(self._facts, dict(request.facts), request.machine)
+        if differs is not None:
+            return v1.Refuse(code=differs.code, message=differs.message)
+        free = [index for index in range(self._machines) if index not in self._seats]
+        if self.begun or not free:
+            return v1.Refuse(
+                code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}"
+            )
+        seat = Seat(self._name(request.machine), request.address, self.workers_of(free[0]))
+        self._seats[free[0]] = seat
+        return seat
+
+    def left(self, seat: Seat) -> None:
+        """A machine is gone. Until training has begun another may take its place."""
+        if not self.begun:
+            self._seats = {index: entry for index, entry in self._seats.items() if entry is not seat}
+
+    def _name(self, asked: str) -> str:
+        """The name asked for, with a number behind it where another machine has it."""
+        taken = {seat.machine for seat in self._seats.values()}
+        name, count = asked or "machine", 1
+        while name in taken:
+            count += 1
+            name = f"{asked or 'machine'}-{count}"
+        return name

@@ -1,0 +1,426 @@
+"""Enrolment: who gets in, who is refused and with which word, and a whole run of two machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.data.checksum import checksum_of
+from gradstream.errors import GradstreamError
+from gradstream.jobfile import load_job
+from gradstream.remote.address import Address, new_token
+from gradstream.remote.authority import Authority
+from gradstream.remote.enrolment import Enrolment, Invitation
+from gradstream.remote.facts import difference, facts_of
+from gradstream.remote.join import Joining, join
+from gradstream.remote.listening import Listening, workers_each
+from gradstream.remote.reach import reach
+from gradstream.remote.roster import Roster, Seat
+from gradstream.wire import v1
+
+LINEAR = """
+import os
+import numpy as np
+import gradstream as gs
+
+WEIGHTS = np.array([1, 2, 3], np.float32)
+
+def outputs(parameters, inputs):
+    return inputs @ parameters["w"]
+
+def gradients(parameters, inputs, targets):
+    error = outputs(parameters, inputs) - targets
+    return float((error**2).mean()), {"w": (2 * inputs.T @ error / len(error)).astype(np.float32)}
+
+def job():
+    inputs = np.random.default_rng(int(os.environ.get("SEED", "0"))).normal(size=(400, 3)).astype(np.float32)
+    model = gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients)
+    data = gs.from_arrays(inputs, inputs @ WEIGHTS, inputs, inputs @ WEIGHTS)
+    return gs.Job(model, data, batch_size=20, epochs=10, optimizer=gs.SGD(lr=0.1), chunk_elems=64)
+"""
+TOKEN = "a token of sixteen characters or more"
+SOURCE = str(Path(gs.__file__).resolve().parents[1])
+LOOPBACK = Address("127.0.0.1")
+
+
+@pytest.fixture
+def linear(tmp_path: Path) -> Path:
+    path = tmp_path / "linear.py"
+    path.write_text(LINEAR)
+    return path
+
+
+def roster(machines: int = 3, per_machine: int = 1, **facts: str) -> Roster:
+    return Roster("here", machines=machines, workers_per_machine=per_machine, facts=facts, token=TOKEN)
+
+
+def ask(name: str = "there", token: str = TOKEN, **facts: str) -> v1.Enrol:
+    return v1.Enrol(token=token, machine=name, facts=facts, address="192.0.2.7")
+
+
+# ---- decisions --------------------------------------------------------------------------
+
+
+def test_machines_get_workers_in_turn_and_names_of_their_own() -> None:
+    state = roster(machines=4, per_machine=2)
+    assert state.workers_of(0) == ("worker-0", "worker-1")
+    seats = [state.enrol(ask(name)) for name in ("b", "b", "here")]
+    assert seats == [
+        Seat("b", "192.0.2.7", ("worker-2", "worker-3")),
+        Seat("b-2", "192.0.2.7", ("worker-4", "worker-5")),
+        Seat("here-2", "192.0.2.7", ("worker-6", "worker-7")),
+    ]
+    assert state.missing == 0
+    assert state.state == "all 4 machines are here: here, b, b-2, here-2"
+    late = state.enrol(ask("c"))
+    assert isinstance(late, v1.Refuse)
+    assert late.code == v1.NOT_MEMBER
+
+
+def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> None:
+    state = roster(machines=3)
+    first, second = state.enrol(ask("a")), state.enrol(ask("b"))
+    assert isinstance(first, Seat)
+    assert isinstance(second, Seat)
+    state.left(first)
+    assert state.state == "waiting for 1 of 3 machines (here: here, b)"
+    third = state.enrol(ask("c"))
+    assert isinstance(third, Seat)
+    assert third.workers == first.workers
+    state.begun = True
+    state.left(second)
+    assert isinstance(state.enrol(ask("d")), v1.Refuse)
+
+
+@pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "é"])
+def test_a_wrong_token(token: str) -> None:
+    refused = roster().enrol(ask(token=token, **{"job file": "other"}))
+    assert isinstance(refused, v1.Refuse)
+    assert refused.code == v1.BAD_TOKEN  # before anything is said about the job
+    assert TOKEN not in refused.message
+
+
+@pytest.mark.parametrize(
+    ("fact", "mine", "code"),
+    [
+        ("gradstream", "0.0.1", v1.BAD_VERSION),
+        ("torch", "1.0", v1.BAD_VERSION),
+        ("job file", "linear.py sha256:00", v1.BAD_JOB_FILE),
+        ("job function", "other", v1.BAD_JOB_FILE),
+        ("data set", "other", v1.BAD_DATA),
+        ("data samples", "1 and 0 held out", v1.BAD_DATA),
+        ("data checksum", "00", v1.BAD_DATA),
+    ],
+)
+def test_a_difference_is_named_with_both_sides(linear: Path, fact: str, mine: str, code: int) -> None:
+    facts = facts_of(load_job(str(linear)))
+    assert difference(facts, facts, "there") is None
+    found = difference(facts, {**facts, fact: mine}, "there")
+    assert found is not None
+    assert found.code == code
+    assert f"{fact} differs: there has {mine}, the launcher has {facts[fact]}." in found.message
+
+
+def test_the_same_file_under_another_name_is_the_same(linear: Path) -> None:
+    facts = facts_of(load_job(str(linear)))
+    renamed = linear.rename(linear.with_name("copy.py"))
+    assert difference(facts, facts_of(load_job(str(renamed))), "there") is None
+
+
+def test_checksums_see_bytes_shapes_and_types_of_data() -> None:
+    rng = np.random.default_rng(0)
+    array = rng.normal(size=(1000, 3)).astype("float32")
+    seen = {checksum_of([array]), checksum_of([array.reshape(3, 1000)]), checksum_of([array], "more")}
+    seen |= {checksum_of([array.view("int32")]), checksum_of([array.T])}
+    changed = array.copy()
+    changed[17, 2] += 1
+    seen.add(checksum_of([changed]))
+    assert len(seen) == 6
+    assert (
+        checksum_of([array.astype(">f4")]) == checksum_of([np.asfortranarray(array)]) == checksum_of([array])
+    )
+    data = gs.from_arrays(array, array)
+    assert data.checksum == gs.from_arrays(array.copy(), array.copy()).checksum
+    large = np.zeros((70 << 20, 1), np.uint8)
+    before = checksum_of([large])
+    large[-1] = 1
+    assert checksum_of([large]) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("10.0.0.1:4000", Address("10.0.0.1", 4000)),
+        ("node-a", Address("node-a", 0)),
+        ("[fd00::1]:4000", Address("fd00::1", 4000)),
+        ("[fd00::1]", Address("fd00::1", 0)),
+    ],
+)
+def test_addresses(text: str, made: Address) -> None:
+    assert Address.parse(text, "--listen") == made
+    assert Address.parse(str(made), "--listen") == made
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":4000", "10.0.0.1:", "10.0.0.1:http", "a:70000", "fd00::1", "[::1]4000"]
+)
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(gs.ConfigError, match=r"--listen .* expected host:port"):
+        Address.parse(text, "--listen")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "each"), [((4, None, None), 1), ((4, 3, None), 3), ((4, None, 8), 2), ((4, 2, 8), 2)]
+)
+def test_workers_of_each_machine(numbers: tuple[int, int | None, int | None], each: int) -> None:
+    assert workers_each(*numbers) == each
+
+
+@pytest.mark.parametrize("numbers", [(4, None, 6), (4, 1, 8), (4, 3, 4)])
+def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> None:
+    with pytest.raises(gs.ConfigError, match="--workers means those of all machines"):
+        workers_each(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"address": Address("0.0.0.0")}, "name the one address"),
+        ({"address": Address("::")}, "name the one address"),
+        ({"machines": 0}, "wait=0"),
+        ({"workers_per_machine": 2}, "2 machines with 2 each have 4"),
+    ],
+)
+def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part: str) -> None:
+    listening = replace(Listening(address=LOOPBACK, machines=2), **options)
+    with pytest.raises(gs.ConfigError, match=re.escape(part)):
+        gs.train(load_job(str(linear)), listen=listening, workers=2)
+
+
+def test_tokens() -> None:
+    assert len(new_token()) == 32
+    assert new_token() != new_token()
+    assert new_token(TOKEN) == TOKEN
+    with pytest.raises(gs.ConfigError, match="at least 16"):
+        new_token("short")
+
+
+# ---- over the wire ----------------------------------------------------------------------
+
+
+class Launcher:
+    """An enrolment service without a run behind it."""
+
+    def __init__(self, job: Path, *, insecure: bool = False) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self.authority = None if insecure else Authority()
+        facts = facts_of(load_job(str(job)))
+        self.roster = Roster("here", machines=2, workers_per_machine=1, facts=facts, token=TOKEN)
+        self.left = threading.Event()
+        self.enrolment = Enrolment(
+            LOOPBACK, self.authority, self.roster, Invitation("{}", {}), self._on_message
+        )
+
+    def _on_message(self, message: dict[str, Any]) -> None:
+        self.heard.append(message)
+        if message.get("state") == "left":
+            self.left.set()
+
+    def joining(self, job: Path, **options: Any) -> Joining:
+        fingerprint = self.authority.fingerprint if self.authority else None
+        chosen = {"fingerprint": fingerprint, "token": TOKEN, "insecure": self.authority is None, **options}
+        return Joining(address=self.enrolment.address, job=str(job), **chosen)
+
+
+@pytest.fixture
+def launcher(linear: Path) -> Iterator[Launcher]:
+    made = Launcher(linear)
+    with made.enrolment:
+        yield made
+
+
+def refusal(joining: Joining) -> str:
+    with pytest.raises(GradstreamError) as caught:
+        join(joining, lambda _: None)
+    assert TOKEN not in str(caught.value)
+    return str(caught.value)
+
+
+def test_each_refusal_has_its_word(launcher: Launcher, linear: Path, tmp_path: Path) -> None:
+    assert launcher.authority is not None
+    other = tmp_path / "mine" / "linear.py"
+    other.parent.mkdir()
+    other.write_text(LINEAR + "\n# changed\n")
+    assert "refused (BAD_TOKEN)" in refusal(launcher.joining(linear, token=TOKEN + "!"))
+    wrong_file = refusal(launcher.joining(other))
+    assert "refused (BAD_JOB_FILE): job file differs" in wrong_file
+    assert len(set(re.findall(r"sha256:\w{64}", wrong_file))) == 2
+    wrong_certificate = refusal(launcher.joining(linear, fingerprint=Authority().fingerprint))
+    assert "refused (BAD_CERTIFICATE)" in wrong_certificate
+    assert launcher.authority.fingerprint in wrong_certificate
+    assert "refused (TLS)" in refusal(launcher.joining(linear, insecure=True))
+    assert "If that is what the launcher has printed" in refusal(launcher.joining(linear, fingerprint=None))
+    assert launcher.roster.missing == 1
+    assert [entry["state"] for entry in launcher.heard] == ["refused"] * 2
+    assert TOKEN not in str(launcher.heard)
+
+
+def test_other_data_are_refused(launcher: Launcher, linear: Path, tmp_path: Path) -> None:
+    """The same file reads data that differ: of another seed, as its environment says."""
+    made = Launcher(linear)
+    with made.enrolment, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEED", "1")
+        assert "refused (BAD_DATA): data checksum differs" in refusal(made.joining(linear))
+
+
+def test_tls_where_plain_text_is_spoken(linear: Path) -> None:
+    made = Launcher(linear, insecure=True)
+    with made.enrolment:
+        fingerprint = Authority().fingerprint
+        assert "refused (PLAIN_TEXT)" in refusal(
+            made.joining(linear, insecure=False, fingerprint=fingerprint)
+        )
+    assert {"insecure": str(made.enrolment.address)} in made.heard  # it says so
+
+
+def test_what_is_not_there_is_named(linear: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    joining = Joining(address=LOOPBACK.at(free), job=str(linear), token=TOKEN)
+    assert "nobody listens at this port" in refusal(joining)
+    nowhere = replace(joining, address=Address("no-such-host.invalid", 4000))
+    assert "no machine of this name is known here" in refusal(nowhere)
+
+
+def test_a_port_of_somebody_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+
+        def answer() -> None:
+            for _ in range(3):  # to connect, for TLS, for plain text
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(100)
+                    connection.sendall(b"SSH-2.0-Other\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        where = LOOPBACK.at(server.getsockname()[1])
+        with pytest.raises(gs.RefusedError, match="NOT_GRADSTREAM"):
+            reach(where, fingerprint=None, insecure=False)
+        thread.join()
+
+
+def test_a_port_that_is_in_use(linear: Path) -> None:
+    made = Launcher(linear)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        made.enrolment.address = LOOPBACK.at(taken.getsockname()[1])
+        with pytest.raises(gs.ConfigError, match="in use"), made.enrolment:
+            raise AssertionError
+
+
+# ---- whole runs -------------------------------------------------------------------------
+
+
+class Machine:
+    """A process of the command line, and what it prints."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gradstream", *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "COLUMNS": "200", "PYTHONPATH": SOURCE},
+        )
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """The first line of stderr from here on in which the pattern is found."""
+        assert self.process.stderr is not None
+        seen = []
+        for line in self.process.stderr:
+            seen.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join(seen))
+
+    def end(self) -> tuple[int, str]:
+        out, error = self.process.communicate(timeout=60)
+        return self.process.returncode, out + error
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
+    """Starts commands, each in a folder with its own copy of the job file; leaves none behind."""
+    made: list[Machine] = []
+
+    def start(name: str, *arguments: str, addition: str = "") -> Machine:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "linear.py").write_text(LINEAR + addition)
+        made.append(Machine(folder, *arguments))
+        return made[-1]
+
+    yield start
+    for entry in made:
+        entry.process.kill()
+        entry.process.communicate()
+
+
+def test_two_machines_by_the_printed_line(machine: Callable[..., Machine], tmp_path: Path) -> None:
+    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "2", "--run-dir", "run")
+    words = launcher.line(r"gradstream (join .*)")[1].split()
+    token = words[words.index("--token") + 1]
+    joined = machine("b", *words, "--name", "b", "--run-dir", "run")
+    status, said = joined.end()
+    assert status == 0, said
+    assert "in as b, with worker-1" in said
+    assert "the run has finished" in said
+    status, said = launcher.end()
+    assert status == 0, said
+    assert "machine b (127.0.0.1) has joined with worker-1" in said
+    assert "2/2 workers on 2 machines" in said
+    run = gs.Run.load(tmp_path / "a" / "run")
+    np.testing.assert_allclose(run.parameters["w"], [1, 2, 3], atol=0.05)
+    assert [e["who"] for e in run.events if e["event"] == "machine"] == ["b"]
+    for path in (*(tmp_path / "a" / "run").rglob("*"), *(tmp_path / "b" / "run").rglob("*")):
+        assert path.is_dir() or token.encode() not in path.read_bytes(), path
+
+
+def test_ctrl_c_on_a_joined_machine_frees_its_place(machine: Callable[..., Machine]) -> None:
+    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "3")
+    words = launcher.line(r"gradstream (join .*)")[1].split()
+    joined = machine("b", *words, "--name", "b")
+    launcher.line("machine b .* has joined")
+    joined.process.send_signal(signal.SIGINT)
+    assert joined.end()[0] == 130
+    launcher.line("machine b .* has left")
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.end()[0] != 0
+
+
+def test_a_machine_learns_why_the_run_failed(machine: Callable[..., Machine]) -> None:
+    raises = "\ndef outputs(p, x):\n    raise RuntimeError('on purpose')\n"
+    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "2", addition=raises)
+    words = launcher.line(r"gradstream (join .*)")[1].split()
+    joined = machine("b", *words, addition=raises)
+    assert launcher.end()[0] == 1
+    status, said = joined.end()
+    assert status == 1
+    assert "the run has ended" in said
+    assert "on purpose" in said

@@ -1,0 +1,176 @@
+"""TLS between nodes: who is believed, who may call what, and what a refused one is told."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import gradstream
+from gradstream.errors import PeerLostError, RefusedError
+from gradstream.remote.authority import ENROLMENT, Authority, Key, fingerprint_of
+from gradstream.runtime import RealRuntime
+from gradstream.testing.endpoints import CHECKS, Check, run_check
+from gradstream.testing.pairs import grpc_pairs
+from gradstream.testing.pieces import reply_once
+from gradstream.transport.base import Identity
+from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.security import CALLERS, Tls, role_of
+from gradstream.wire import v1
+
+SOURCE = Path(gradstream.__file__).parent
+ROLES = ("coordinator", "shard", "worker")
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+def endpoint(name: str, security: Tls | None) -> GrpcEndpoint:
+    return GrpcEndpoint(Identity("job", name, 1), RealRuntime(name), security=security)
+
+
+@asynccontextmanager
+async def two(
+    caller: GrpcEndpoint, server: GrpcEndpoint, methods: tuple[str, ...] = ("join",)
+) -> AsyncIterator[None]:
+    for method in methods:
+        server.serve(method, reply_once, model=False)
+    await server.start()
+    caller.know(server.identity.name, server.address)
+    try:
+        yield
+    finally:
+        await caller.close()
+        await server.close()
+
+
+def call(caller: GrpcEndpoint, server: GrpcEndpoint, method: str = "join", peer: str = "") -> None:
+    async def main() -> None:
+        async with two(caller, server, (method,)):
+            if peer:
+                caller.know(peer, server.address)
+            await caller.call(peer or server.identity.name, method, v1.Body(), v1.Body, silence_s=10)
+
+    asyncio.run(main())
+
+
+def test_nodes_of_one_authority_talk(authority: Authority) -> None:
+    call(
+        endpoint("shard-0", authority.issue("shard-0")),
+        endpoint("coordinator", authority.issue("coordinator")),
+    )
+
+
+@pytest.mark.parametrize(
+    "check", [c for c in CHECKS if c.__name__ in {"order", "credit", "peer_death", "tensors"}]
+)
+def test_a_carrier_with_tls_keeps_its_promises(check: Check, authority: Authority) -> None:
+    anybody = frozenset({"near", "far"})
+    callers = dict.fromkeys(["echo", "held", "flood", "ping", "reply", "sink", "tensor"], anybody)
+    run, make_pair = grpc_pairs(lambda name: replace(authority.issue(name), callers=callers))
+    run(run_check(check, make_pair))
+
+
+def test_another_authority_is_not_believed_by_either_side(authority: Authority) -> None:
+    theirs = Authority()
+    with pytest.raises(PeerLostError, match=r"coordinator: .*not signed by this run's authority"):
+        call(
+            endpoint("worker-0", theirs.issue("worker-0")),
+            endpoint("coordinator", authority.issue("coordinator")),
+        )
+    # A caller that would believe anything still has to show a certificate of ours.
+    stranger = theirs.issue("worker-0")
+    mixed = Tls(authority=authority.certificate, certificate=stranger.certificate, key=stranger.key)
+    with pytest.raises(PeerLostError, match="coordinator: "):
+        call(endpoint("worker-0", mixed), endpoint("coordinator", authority.issue("coordinator")))
+
+
+def test_plain_text_and_no_certificate_get_nowhere(authority: Authority) -> None:
+    for security in (None, Tls(authority=authority.certificate)):
+        caller = GrpcEndpoint(Identity("job", "worker-0", 1), RealRuntime("worker-0"))
+        caller._security = security  # it only dials
+        with pytest.raises(PeerLostError, match="coordinator: "):
+            call(caller, endpoint("coordinator", authority.issue("coordinator")))
+
+
+def test_tls_against_plain_text_says_so(authority: Authority) -> None:
+    with pytest.raises(PeerLostError, match="plain text"):
+        call(endpoint("worker-0", authority.issue("worker-0")), endpoint("coordinator", None))
+
+
+def test_a_certificate_is_one_nodes(authority: Authority) -> None:
+    thief = endpoint("worker-1", authority.issue("worker-0"))
+    with pytest.raises(RefusedError, match="the certificate of worker-0 says that it is worker-1") as caught:
+        call(thief, endpoint("coordinator", authority.issue("coordinator")))
+    assert caught.value.code == "BAD_CERTIFICATE"
+
+
+def test_who_is_dialled_must_be_who_answers(authority: Authority) -> None:
+    worker = endpoint("worker-0", authority.issue("worker-0"))
+    with pytest.raises(PeerLostError, match=r"shard-0: .*another node's"):
+        call(worker, endpoint("worker-1", authority.issue("worker-1")), peer="shard-0")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_role_in_the_certificate_decides(role: str, authority: Authority) -> None:
+    """Every method against every role, over one connection."""
+    name = role if role == "coordinator" else f"{role}-0"
+    methods = (*CALLERS, "a method that nobody has listed")
+
+    async def main() -> None:
+        caller, server = (
+            endpoint(name, authority.issue(name)),
+            endpoint("shard-1", authority.issue("shard-1")),
+        )
+        async with two(caller, server, methods):
+            for method in methods:
+                allowed = role == "coordinator" or role in CALLERS.get(method, ())
+                refused = nullcontext() if allowed else pytest.raises(RefusedError, match="FORBIDDEN")
+                with refused:
+                    await caller.call("shard-1", method, v1.Body(), v1.Body, silence_s=10)
+
+    asyncio.run(main())
+
+
+def test_every_method_that_nodes_serve_is_listed() -> None:
+    served = {
+        node.args[0].value
+        for path in SOURCE.rglob("*.py")
+        if path.parent.name not in {"testing", "remote"}
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "serve"
+        if node.args and isinstance(node.args[0], ast.Constant)
+    }
+    assert "push" in served
+    assert served <= set(CALLERS)
+    assert {role for roles in CALLERS.values() for role in roles} <= set(ROLES)
+
+
+def test_files_of_a_node(authority: Authority, tmp_path: Path) -> None:
+    made = authority.issue("worker-3")
+    made.save(tmp_path, "worker-3")
+    assert Tls.read(tmp_path, "worker-3") == made
+    assert stat.S_IMODE((tmp_path / "worker-3.key").stat().st_mode) == 0o600
+    assert made.key is not None
+    assert made.key.decode().splitlines()[1] not in repr(made)
+    assert role_of("worker-3") == "worker"
+
+
+def test_signing_requests() -> None:
+    authority = Authority()
+    assert fingerprint_of(authority.certificate) == authority.fingerprint
+    assert authority.fingerprint != Authority().fingerprint
+    request = Key().request()
+    assert b"BEGIN CERTIFICATE-----" in authority.sign("worker-0", request)
+    for bad in (b"", b"nonsense", request.replace(b"MII", b"MIJ").replace(b"A", b"B", 3)):
+        with pytest.raises(RefusedError, match="signing request") as caught:
+            authority.sign("worker-0", bad)
+        assert caught.value.peer == ENROLMENT
