@@ -35,6 +35,11 @@ def join(
 
     That command prints the whole line. JOB is this machine's own copy of the file, and the data
     are its own; the run is refused where they differ. The exit status is the run's.
+
+    \b
+    Examples:
+      gradstream join 10.0.0.1:41873 JOB.py --token 0123… --fingerprint sha256:4567…
+      GRADSTREAM_TOKEN=0123… gradstream join 10.0.0.1:41873 JOB.py --fingerprint sha256:4567…
     """
     from gradstream.remote.address import Address
     from gradstream.remote.join import Joining

@@ -28,6 +28,7 @@ def train(job: str, as_json: bool, **given: Any) -> None:
     Examples:
       gradstream train JOB.py
       gradstream train JOB.py --strategy downpour --set push_every=10 --workers 4
+      gradstream train JOB.py --listen 10.0.0.1 --wait 4
       gradstream train JOB.py --config slow-network.toml --json > figures.json
     """
     from gradstream.train import train as run_job
