@@ -13,7 +13,16 @@ import pytest
 
 import gradstream as gs
 from gradstream.config import Job
-from gradstream.settings import Setting, Word, apply, from_environment, from_texts, from_toml
+from gradstream.settings import (
+    Setting,
+    Word,
+    apply,
+    effective,
+    from_environment,
+    from_texts,
+    from_toml,
+    to_toml,
+)
 from gradstream.settings.values import MisfitError, fit
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
@@ -157,6 +166,19 @@ def test_a_users_own_strategy(tmp_path: Path) -> None:
     assert job.strategy_options == {"tables": [1, 2], "push_every": 3}
 
 
+def test_a_schedule_comes_back_from_config_toml_and_a_function_by_its_place(
+    tmp_path: Path, toml: typing.Callable[[str], list[Setting]]
+) -> None:
+    schedule = gs.Warmup(gs.Cosine(0.05), 10)
+    job = a_job(optimizer=gs.SGD(lr=schedule))
+    shown = to_toml(job, effective(job, gs.Synchronous(), job.optimizer))
+    assert apply(a_job(), [toml(shown)]).optimizer == job.optimizer
+    rates = tmp_path / "rates.py"
+    rates.write_text("def halved(position):\n    return 0.5\n")
+    optimizer = under(a_job(), ["optimizer=sgd", f"optimizer.lr={rates}:halved"]).optimizer
+    assert optimizer.lr(None) == 0.5  # type: ignore[arg-type, operator, union-attr]
+
+
 # ---- values -----------------------------------------------------------------------------
 
 
@@ -208,7 +230,8 @@ def test_words_are_read_by_type(word: str, hint: Any, value: Any) -> None:
         (3, str | Path, "a path or text"),
         ("x", Literal["a", "b"], 'one of "a", "b"'),
         ({"accurcy": 1}, Until, "a table with keys of accuracy, seconds"),
-        ("x", typing.Callable[[], None], "an object, which only a job file can give"),
+        ("x", typing.Callable[[], None], 'a function as "file.py:function"'),
+        ("x", gs.Strategy, "an object, which only a job file can give"),
     ],
 )
 def test_what_does_not_fit(value: Any, hint: Any, expected: str) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "find_strategy",
     "load_module",
     "place_of",
+    "revived",
 ]
 
 STRATEGIES = {
@@ -220,12 +221,12 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _revived(value: Any) -> Any:
-    """What `_described` was given."""
+def revived(value: Any) -> Any:
+    """The object or function that `describe` has put into a field as a table; anything else as it is."""
     if isinstance(value, Mapping) and value.keys() == {"function"}:
         return find_function(value["function"])
     if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
-        fields = {name: _revived(field) for name, field in value["fields"].items()}
+        fields = {name: revived(field) for name, field in value["fields"].items()}
         return _make("field", value["class"], find_function(value["class"]), fields)
     return value
 
@@ -261,7 +262,7 @@ def load_module(path: Path, name: str | None = None) -> ModuleType:
 
 
 def _find(kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
-    options = {name: _revived(value) for name, value in options.items()}
+    options = {name: revived(value) for name, value in options.items()}
     if isinstance(spec, str):
         return _make(kind, spec, _class(kind, spec), options)
     if isinstance(spec, type):

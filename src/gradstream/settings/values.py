@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from gradstream.registry import find_function, revived
+
 __all__ = ["MisfitError", "Word", "fields_of", "fit", "record_in", "shown"]
 
 NONE, TRUE, FALSE = "none", ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -37,12 +39,17 @@ def shown(value: Any) -> str:
 def fit(value: Any, hint: Any) -> Any:
     """The value as one of the type `hint`: a `Word` is read, anything else is checked.
 
-    Numbers, true or false, text, paths, lists, tables and records of these can be written; of a
-    union, the first member that fits is taken, text last.
+    Numbers, true or false, text, paths, lists, tables and records of these can be written, and a
+    function by its place, "file.py:function"; of a union, the first member that fits is taken, text last.
 
     Raises:
         MisfitError: it fits no member, or no member can be written.
+        ConfigError: there is nothing at a place.
     """
+    if isinstance(value, Mapping):  # an object, as config.toml has it
+        value = revived(value)
+        if not isinstance(value, Mapping):
+            return value
     members = [m for m in _members(hint) if _taker(m) is not None]
     expected = []
     for member in sorted(members, key=lambda m: m is str):
@@ -145,6 +152,12 @@ def _path(value: Any, _: Any) -> Path:
     return Path(value)
 
 
+def _function(value: Any, _: Any) -> Any:
+    if not isinstance(value, str) or ":" not in value:
+        raise MisfitError('a function as "file.py:function"')
+    return find_function(str(value))
+
+
 def _choice(value: Any, member: Any) -> Any:
     for choice in typing.get_args(member):
         if value == choice or (isinstance(value, Word) and value == str(choice)):
@@ -203,5 +216,6 @@ _TAKERS: dict[Any, Taker] = {
     str: _text,
     Path: _path,
     Literal: _choice,
+    Callable: _function,
     Any: _anything,
 }
