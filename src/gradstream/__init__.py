@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstream.config import Deadlines, Job
-    from gradstream.data import caltech101, fashion_mnist, from_arrays
+    from gradstream.data import caltech101, fashion_mnist, from_arrays, from_dataset, from_loader, from_stream
     from gradstream.errors import (
         ConfigError,
         DeadlineError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RefusedError,
         UserCodeError,
     )
-    from gradstream.model import from_functions, from_torch
+    from gradstream.model import Batch, from_functions, from_torch
     from gradstream.optim import (
         SGD,
         Adagrad,
@@ -62,6 +62,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Batch",
     "Chain",
     "ConfigError",
     "Constant",
@@ -91,7 +92,10 @@ __all__ = [
     "caltech101",
     "fashion_mnist",
     "from_arrays",
+    "from_dataset",
     "from_functions",
+    "from_loader",
+    "from_stream",
     "from_torch",
     "simulate",
     "train",
@@ -99,9 +103,16 @@ __all__ = [
 
 _ROOMS = {
     "gradstream.config": ("Deadlines", "Job"),
-    "gradstream.data": ("caltech101", "fashion_mnist", "from_arrays"),
+    "gradstream.data": (
+        "caltech101",
+        "fashion_mnist",
+        "from_arrays",
+        "from_dataset",
+        "from_loader",
+        "from_stream",
+    ),
     "gradstream.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "gradstream.model": ("from_functions", "from_torch"),
+    "gradstream.model": ("Batch", "from_functions", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
     "gradstream.optim.schedules": (
         "Chain",

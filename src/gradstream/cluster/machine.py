@@ -29,6 +29,9 @@ KEEP_PAGES = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
+# gRPC's own preparations for a fork end the processes that a data loader forks from a node. They use no gRPC.
+NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+
 
 def num_cores() -> int:
     """Cores that this process may use."""
@@ -36,7 +39,7 @@ def num_cores() -> int:
 
 
 def node_environment(workers: int) -> dict[str, str]:
-    """Variables that must be set before a node loads numpy or torch.
+    """Variables that must be set before a node loads numpy, torch or gRPC.
 
     Arithmetic threads: each worker has its share of the cores, at least one. Variables that the
     user has set stand.
@@ -46,7 +49,7 @@ def node_environment(workers: int) -> dict[str, str]:
     """
     threads = str(max(1, num_cores() // max(1, workers)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    wanted = dict.fromkeys(names, threads) | KEEP_PAGES
+    wanted = dict.fromkeys(names, threads) | KEEP_PAGES | NO_FORK_HANDLERS
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

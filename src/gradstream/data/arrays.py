@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from gradstream.data.base import Ids
 from gradstream.data.checksum import checksum_of
 from gradstream.errors import DataError
-from gradstream.model.batch import Batch
+from gradstream.model.batch import Batch, Tree, leaves_of, map_leaves
 
 __all__ = ["ArrayDataset", "from_arrays"]
 
@@ -21,22 +22,20 @@ class ArrayDataset:
 
     Args:
         name: for messages and records.
-        inputs: (n, …) training inputs.
-        targets: (n, …) training targets.
+        inputs: (n, …) training inputs, or a tree of such.
+        targets: (n, …) training targets, or a tree of such; None where there are none.
         test_inputs: (m, …) held-out inputs; m = 0 where there are none.
         test_targets: (m, …) held-out targets.
     """
 
-    def __init__(
-        self, name: str, inputs: Array, targets: Array, test_inputs: Array, test_targets: Array
-    ) -> None:
+    def __init__(self, name: str, inputs: Tree, targets: Tree, test_inputs: Tree, test_targets: Tree) -> None:
         self.name = name
         self.inputs = inputs
         self.targets = targets
         self.test_inputs = test_inputs
         self.test_targets = test_targets
-        self.num_samples = len(inputs)
-        self.num_test_samples = len(test_inputs)
+        self.num_samples = _length(inputs)
+        self.num_test_samples = _length(test_inputs)
 
     @property
     def checksum(self) -> str:
@@ -46,22 +45,24 @@ class ArrayDataset:
     def batch(self, ids: Ids) -> Batch:
         """The training samples with these ids, in this order; copies. Raises DataError for an unknown id."""
         check_ids(ids, self.num_samples, f"training samples of {self.name}")
-        return Batch(self.inputs[ids], self.targets[ids], len(ids), ids)
+        return Batch(_rows(self.inputs, ids), _rows(self.targets, ids), len(ids), ids)
 
     def test_batch(self, ids: Ids) -> Batch:
         """The held-out samples with these ids, in this order; copies. Raises DataError for an unknown id."""
         check_ids(ids, self.num_test_samples, f"test samples of {self.name}")
-        return Batch(self.test_inputs[ids], self.test_targets[ids], len(ids), ids)
+        return Batch(_rows(self.test_inputs, ids), _rows(self.test_targets, ids), len(ids), ids)
 
     def __repr__(self) -> str:
-        shape = "×".join(map(str, self.inputs.shape[1:])) or "scalar"
-        counts = f"{self.num_samples} + {self.num_test_samples} samples"
-        return f"<{self.name}: {counts}, {shape} {self.inputs.dtype}>"
+        shapes = ", ".join(
+            f"{'×'.join(map(str, array.shape[1:])) or 'scalar'} {array.dtype}"
+            for _, array in leaves_of(self.inputs)
+        )
+        return f"<{self.name}: {self.num_samples} + {self.num_test_samples} samples, {shapes}>"
 
 
 def from_arrays(
     inputs: Any,
-    targets: Any,
+    targets: Any = None,
     test_inputs: Any = None,
     test_targets: Any = None,
     *,
@@ -69,35 +70,38 @@ def from_arrays(
 ) -> ArrayDataset:
     """A data set from arrays, which are kept as they are: memory-mapped ones stay on disk.
 
+    Inputs and targets may be trees: dicts and tuples, nested, of arrays of one length. Batches then
+    are trees of the same structure. A list is taken for an array. Samples of varying length are no
+    array: see `from_dataset`.
+
     Args:
         inputs: (n, …) numbers or booleans; anything that numpy takes for an array.
-        targets: (n, …) likewise.
-        test_inputs: (m, …) held-out inputs, of the shape and dtype of `inputs`.
-        test_targets: (m, …) held-out targets. Both or neither.
+        targets: (n, …) likewise; None where the inputs are all there is.
+        test_inputs: (m, …) held-out inputs, of the structure, shapes and dtypes of `inputs`.
+        test_targets: (m, …) held-out targets. Given exactly if both of the others are.
         name: for messages and records.
 
     Raises:
-        DataError: no samples, lengths, shapes or dtypes that do not fit, or objects in an array.
+        DataError: no samples; lengths, shapes, dtypes or structures that do not fit; objects in an
+            array.
     """
-    inputs, targets = _array(inputs, "inputs"), _array(targets, "targets")
-    _check_lengths("inputs", inputs, "targets", targets)
-    if not len(inputs):
-        raise DataError(f"data set {name!r} has no samples: inputs have shape {inputs.shape}")
-    if (test_inputs is None) != (test_targets is None):
-        absent = "test_inputs" if test_inputs is None else "test_targets"
+    inputs, targets = _arrays(inputs, "inputs"), _arrays(targets, "targets")
+    _check_lengths(inputs, "inputs", targets, "targets")
+    if not _length(inputs):
+        raise DataError(f"data set {name!r} has no samples: inputs have shape {_first(inputs).shape}")
+    if test_inputs is None and test_targets is None:
+        return ArrayDataset(name, inputs, targets, _rows(inputs, slice(0)), _rows(targets, slice(0)))
+    if test_inputs is None or (test_targets is None) != (targets is None):
+        absent = (
+            "test_inputs" if test_inputs is None else "test_targets" if test_targets is None else "targets"
+        )
         raise DataError(
             f"data set {name!r} lacks {absent}: give both of test_inputs and test_targets, or neither"
         )
-    if test_inputs is None:
-        return ArrayDataset(name, inputs, targets, inputs[:0], targets[:0])
-    test_inputs, test_targets = _array(test_inputs, "test_inputs"), _array(test_targets, "test_targets")
-    _check_lengths("test_inputs", test_inputs, "test_targets", test_targets)
+    test_inputs, test_targets = _arrays(test_inputs, "test_inputs"), _arrays(test_targets, "test_targets")
+    _check_lengths(test_inputs, "test_inputs", test_targets, "test_targets")
     for what, train, test in (("inputs", inputs, test_inputs), ("targets", targets, test_targets)):
-        if train.shape[1:] != test.shape[1:] or train.dtype != test.dtype:
-            raise DataError(
-                f"test_{what} are samples of shape {test.shape[1:]} and dtype {test.dtype}, "
-                f"{what} of {train.shape[1:]} and {train.dtype}; they must be alike"
-            )
+        _check_alike(what, train, test)
     return ArrayDataset(name, inputs, targets, test_inputs, test_targets)
 
 
@@ -107,12 +111,29 @@ def check_ids(ids: Ids, num_samples: int, where: str) -> None:
         raise DataError(f"ids from {ids.min()} to {ids.max()} asked of the {num_samples} {where}")
 
 
+def _arrays(value: Any, what: str) -> Tree:
+    """`value` with an array of numbers or booleans in the place of each leaf; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        if not value:
+            raise DataError(f"{what} are an empty dict; expected arrays in it")
+        return {key: _arrays(branch, f"{what}[{key!r}]") for key, branch in value.items()}
+    if isinstance(value, tuple) and value:
+        branches = [_arrays(branch, f"{what}[{index}]") for index, branch in enumerate(value)]
+        return type(value)(*branches) if hasattr(value, "_fields") else tuple(branches)
+    return _array(value, what)
+
+
 def _array(value: Any, what: str) -> Array:
     """`value` as an array of numbers or booleans with at least one axis."""
     try:
         array: Array = np.asanyarray(value)
     except (ValueError, TypeError) as error:
-        raise DataError(f"{what} are no array ({error}); all samples must have one shape") from error
+        raise DataError(
+            f"{what} are no array ({error}); all samples must have one shape. Samples of varying length: "
+            "gradstream.from_dataset(samples, collate=...)"
+        ) from error
     if array.dtype.kind not in "biufc":
         raise DataError(
             f"{what} have dtype {array.dtype}, expected numbers or booleans; "
@@ -123,6 +144,37 @@ def _array(value: Any, what: str) -> Array:
     return array
 
 
-def _check_lengths(left: str, a: Array, right: str, b: Array) -> None:
-    if len(a) != len(b):
-        raise DataError(f"{len(a)} {left} and {len(b)} {right}: every sample needs one of each")
+def _rows(tree: Tree, rows: Any) -> Tree:
+    return None if tree is None else map_leaves(lambda array: array[rows], tree)
+
+
+def _first(tree: Tree) -> Array:
+    array: Array = next(leaf for _, leaf in leaves_of(tree))
+    return array
+
+
+def _length(tree: Tree) -> int:
+    return len(_first(tree))
+
+
+def _check_lengths(inputs: Tree, what: str, targets: Tree, of_targets: str) -> None:
+    count = _length(inputs)
+    parts = [*leaves_of(inputs, what), *(leaves_of(targets, of_targets) if targets is not None else ())]
+    for path, array in parts:
+        if len(array) != count:
+            raise DataError(f"{count} {what} and {len(array)} {path}: every sample needs one of each")
+
+
+def _check_alike(what: str, train: Tree, test: Tree) -> None:
+    if train is None:
+        return
+    here, there = dict(leaves_of(train, what)), dict(leaves_of(test, what))
+    if list(here) != list(there):
+        raise DataError(f"test_{what} have the parts {list(there)}, expected those of {what}: {list(here)}")
+    for path, array in here.items():
+        other = there[path]
+        if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
+            raise DataError(
+                f"test_{path} are samples of shape {other.shape[1:]} and dtype {other.dtype}, "
+                f"{path} of {array.shape[1:]} and {array.dtype}; they must be alike"
+            )

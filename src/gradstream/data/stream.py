@@ -1,0 +1,301 @@
+"""Streams: data that is not numbered, made batch by batch by each worker for itself.
+
+A stream's minibatch has a name like any other, (epoch, partition, batch), and is found by going
+there: the iterator of that partition and epoch is made, and what comes before the batch is skipped.
+So a lost worker's minibatches can be taken over, and a run resumed, at the price of the skipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from gradstream.data.base import BatchRef, Dataset, Division, Feed, Ids, Plan
+from gradstream.data.collated import check_targets, collated
+from gradstream.data.mapped import held_out_of
+from gradstream.data.randomness import seeded_iterator
+from gradstream.errors import ConfigError, DataError, InternalError
+from gradstream.model.batch import Batch
+
+__all__ = ["StreamDataset", "StreamFeed", "StreamPlan", "from_stream"]
+
+Stream = Callable[[int, int, int, int], Iterable[Any]]
+"""(rank, world, epoch, seed) to batches."""
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """How many minibatches each partition has; how large they are is known once they are read.
+
+    Args:
+        counts: minibatches of each partition in each epoch.
+        rounds: how many steps all partitions have; those beyond its count are empty for a partition.
+            None where partitions need not go in step.
+        endless: one epoch here is the whole run, through as many of the stream's own as it takes.
+        typical_size: samples that a minibatch is taken to have where nothing is read.
+    """
+
+    counts: tuple[int, ...]
+    rounds: int | None
+    endless: bool
+    typical_size: int
+
+    @property
+    def num_partitions(self) -> int:
+        """See `Plan`."""
+        return len(self.counts)
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """See `Plan`."""
+        return self.counts[partition] if self.rounds is None else self.rounds
+
+    def size(self, ref: BatchRef) -> int | None:
+        """0 for what is only there to keep step; else None."""
+        return None if ref.batch < self.counts[ref.partition] else 0
+
+    def likely_size(self, ref: BatchRef) -> int:
+        """See `Plan`."""
+        return self.typical_size if ref.batch < self.counts[ref.partition] else 0
+
+
+class StreamDataset:
+    """Batches of a user's own making. Made by `from_stream` and `from_loader`.
+
+    Args:
+        name: for messages and records.
+        stream: (rank, world, epoch, seed) to an iterator of batches.
+        batches: how many it has in each epoch: of each worker, or with `dealt` of all together; None
+            where nobody knows.
+        dealt: batch b of an epoch is worker (b mod W)'s.
+        targets: key of the targets in a batch that is a dict.
+        test: held-out samples: those that this data set trains on.
+        lists_are_parts: see `collated`.
+    """
+
+    num_samples: int | None = None
+
+    def __init__(
+        self,
+        name: str,
+        stream: Stream,
+        batches: int | None,
+        targets: str | None,
+        test: Dataset | None,
+        *,
+        dealt: bool = False,
+        lists_are_parts: bool = False,
+    ) -> None:
+        self.name = name
+        self.num_test_samples = (test.num_samples or 0) if test is not None else 0
+        self._stream = stream
+        self._batches = batches
+        self._dealt = dealt
+        self._lists_are_parts = lists_are_parts
+        self._targets = targets
+        self._test = test
+
+    def batch(self, ids: Ids) -> Batch:
+        """Raises InternalError: a stream's samples have no numbers."""
+        raise InternalError(f"samples of the stream {self.name!r} were asked for by number")
+
+    def test_batch(self, ids: Ids) -> Batch:
+        """The held-out samples with these ids, in this order."""
+        if self._test is None:
+            raise DataError(f"data set {self.name!r} holds no samples out")
+        return self._test.batch(ids)
+
+    def plan(self, division: Division) -> StreamPlan:
+        """Counts batches: those declared, or `steps` where none are.
+
+        Raises:
+            ConfigError: epochs are asked for and nobody knows how long one is; or shares.
+        """
+        if division.shares is not None:
+            raise ConfigError(
+                f"shares={list(division.shares)}: the data {self.name!r} is a stream, which each worker "
+                "makes for itself; leave out shares"
+            )
+        if self._batches is None and division.steps is None:
+            raise ConfigError(
+                f"epochs={division.epochs}: nobody knows how many batches an epoch of {self.name!r} has; "
+                "give steps= instead, or say it: from_stream(f, batches=...), __len__ of an IterableDataset"
+            )
+        counts = self._counts(division)
+        size = division.batch_size
+        return StreamPlan(
+            counts,
+            rounds=max(counts) if division.cut == "rounds" else None,
+            endless=self._batches is None,
+            typical_size=max(size) if isinstance(size, Sequence) else size,
+        )
+
+    def _counts(self, division: Division) -> tuple[int, ...]:
+        workers = division.workers
+        if self._batches is None:
+            assert division.steps is not None
+            return (division.steps,) * workers
+        if not self._dealt:
+            return (self._batches,) * workers
+        if self._batches < workers:
+            raise ConfigError(
+                f"workers={workers}, but {self.name!r} has {self._batches} batches an epoch: "
+                "each worker needs at least one"
+            )
+        return tuple(len(range(rank, self._batches, workers)) for rank in range(workers))
+
+    def feed(self, plan: Plan, rank: int, seed: int) -> Feed:
+        """Reads the stream."""
+        assert isinstance(plan, StreamPlan)
+        return StreamFeed(self.name, self._stream, plan, seed, self._take)
+
+    def _take(self, item: Any, where: str) -> Batch:
+        return collated(item, self._targets, where, lists_are_parts=self._lists_are_parts)
+
+    def __repr__(self) -> str:
+        length = "" if self._batches is None else f" of {self._batches} batches"
+        return f"<{self.name}: a stream{length}, {self.num_test_samples} test samples>"
+
+
+@dataclass(slots=True)
+class _Place:
+    """An iterator and the name of what it gives next."""
+
+    items: Iterator[Any]
+    epoch: int  # of the stream itself
+    next_ref: BatchRef
+
+
+class StreamFeed:
+    """Reads minibatches of a stream by going to where they are.
+
+    Args:
+        name: for messages.
+        stream: (rank, world, epoch, seed) to an iterator of batches.
+        plan: of this stream.
+        seed: of the run.
+        take: (item, where it is from) to a batch.
+    """
+
+    def __init__(
+        self, name: str, stream: Stream, plan: StreamPlan, seed: int, take: Callable[[Any, str], Batch]
+    ) -> None:
+        self._name = name
+        self._stream = stream
+        self._plan = plan
+        self._seed = seed
+        self._take = take
+        self._places: dict[int, _Place] = {}  # by partition
+
+    def read(self, ref: BatchRef) -> Batch:
+        """See `Feed`.
+
+        Raises:
+            DataError: the stream ends before this batch, is empty, or gives what is no batch.
+        """
+        place = self._places.get(ref.partition)
+        if place is None or place.next_ref.epoch != ref.epoch or place.next_ref.batch > ref.batch:
+            start = BatchRef(ref.epoch, ref.partition, 0)
+            place = _Place(self._open(ref.partition, ref.epoch), ref.epoch, start)
+            self._places[ref.partition] = place
+        while True:
+            item = self._next(place)
+            here = place.next_ref
+            place.next_ref = BatchRef(here.epoch, here.partition, here.batch + 1)
+            if here == ref:
+                return self._take(item, self._where(place.epoch, here))
+
+    def _open(self, partition: int, epoch: int) -> Iterator[Any]:
+        def make() -> Iterable[Any]:
+            made = self._stream(partition, self._plan.num_partitions, epoch, self._seed)
+            if not isinstance(made, Iterable):
+                raise DataError(
+                    f"the stream {self._name!r} gave {type(made).__name__} for rank {partition}, data epoch "
+                    f"{epoch}; expected an iterator of batches"
+                )
+            return made
+
+        return seeded_iterator(make, self._seed, epoch, partition)
+
+    def _next(self, place: _Place) -> Any:
+        """The next item; an endless plan goes on into the stream's next epoch."""
+        fresh = False
+        while True:
+            for item in place.items:
+                return item
+            if not self._plan.endless or fresh:
+                raise self._ended(place, fresh)
+            place.epoch += 1
+            place.items, fresh = self._open(place.next_ref.partition, place.epoch), True
+
+    def _ended(self, place: _Place, fresh: bool) -> DataError:
+        ref = place.next_ref
+        if fresh:
+            return DataError(
+                f"the stream {self._name!r} has no batches for rank {ref.partition} "
+                f"in data epoch {place.epoch}"
+            )
+        return DataError(
+            f"the stream {self._name!r} of rank {ref.partition} ended after {ref.batch} of its "
+            f"{self._plan.counts[ref.partition]} batches (data epoch {ref.epoch}): say how many it has"
+        )
+
+    def _where(self, epoch: int, ref: BatchRef) -> str:
+        return f"batch {ref.batch} of {self._name!r} (rank {ref.partition}, data epoch {epoch})"
+
+
+def from_stream(
+    stream: Stream,
+    *,
+    batches: int | None = None,
+    test: Any = None,
+    targets: str | None = None,
+    name: str | None = None,
+) -> StreamDataset:
+    """A data set from a function that makes batches: (rank, world, epoch, seed) to an iterator.
+
+    Each worker calls it for itself, and again for each data epoch; what it yields is that worker's
+    batches, in that order. How large they are is the function's affair: the job's batch size is not
+    used. It should be a function of its arguments alone, and what is drawn from Python's, numpy's
+    and torch's global generators is: they are seeded by (seed, epoch, rank). A lost worker's batches
+    are then made up for by others, who call it with the lost one's rank and skip what was done.
+
+    A batch is as in `from_dataset`: a pair (inputs, targets) of trees, or all inputs. Its number of
+    samples is the length of its arrays' first axis, or of a list, which holds one array for each sample.
+
+    Args:
+        stream: the function. What it yields beyond `batches` is not read.
+        batches: how many it yields in each epoch; None where that is not known. A run is then given
+            `steps=`, not `epochs=`; when the iterator ends, the next epoch's is begun.
+        test: held-out samples, as in `from_dataset`.
+        targets: key of the targets where batches are dicts.
+        name: for messages and records.
+
+    Raises:
+        ConfigError, DataError: an argument is wrong.
+
+    Example:
+        >>> def batches(rank, world, epoch, seed):
+        ...     for number in range(rank, 100, world):
+        ...         yield np.full((8, 2), number), np.zeros(8)
+        >>> from_stream(batches, batches=50)
+        <batches: a stream of 50 batches, 0 test samples>
+    """
+    if not callable(stream):  # whatever its type says
+        raise ConfigError(
+            f"from_stream: {type(stream).__name__} is no function; expected one that makes an iterator of "
+            "batches out of (rank, world, epoch, seed)"
+        )
+    if batches is not None and (type(batches) is not int or batches < 1):
+        raise ConfigError(f"from_stream: batches={batches!r}; expected a whole number of at least 1, or None")
+    check_targets(targets)
+    name = name or str(getattr(stream, "__name__", "stream"))
+    return StreamDataset(name, stream, batches, targets, held_out_of(test, default_collate, targets, name))
+
+
+def dealt(items: Iterable[Any], rank: int, world: int) -> Iterator[Any]:
+    """Items rank, rank + world, … of what all workers go through alike."""
+    return islice(items, rank, None, world)

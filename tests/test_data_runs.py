@@ -1,0 +1,185 @@
+"""Whole runs on users' own data: loaders with processes, streams whose worker dies, tokens of any length."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  its usual name
+from torch.utils.data import DataLoader, IterableDataset
+
+import gradstream as gs
+from gradstream.jobfile import load_job
+from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, token_counts
+
+LOADED = """
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+import gradstream as gs
+
+class Line(Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        if index == BROKEN:
+            raise LookupError("nothing at this place")
+        assert torch.utils.data.get_worker_info() is not None or not PROCESSES
+        x = np.random.default_rng(index).standard_normal(3).astype("float32")
+        return x, x @ np.float32([1, 2, 3])
+
+BROKEN, PROCESSES = -1, 2
+
+def job():
+    loader = DataLoader(Line(), batch_size=20, shuffle=True, num_workers=PROCESSES)
+    model = gs.from_torch(lambda: torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0)),
+                          torch.nn.functional.mse_loss)
+    return gs.Job(model, gs.from_loader(loader), optimizer=gs.SGD(lr=0.2), workers=2, epochs=5,
+                  chunk_elems=64, deadlines=gs.Deadlines(lease_s=5, silence_s=10, retry_s=10))
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def write(**changes: object) -> gs.Job:
+        text = textwrap.dedent(LOADED)
+        for name, value in changes.items():
+            text += f"\n{name} = {value!r}"
+        Path("loaded.py").write_text(text)
+        return load_job("loaded.py")
+
+    return write
+
+
+def test_a_loader_with_processes_in_real_workers_and_in_none_give_the_same_bits(write: Any) -> None:
+    run = gs.train(write(), run_dir=Path("real"))
+    np.testing.assert_allclose(run.parameters["0.weight"], [[1, 2, 3]], atol=0.1)
+    assert (run.summary["samples"], run.summary["samples_accounted"]) == (1000, 1000)
+    simulated = gs.simulate(write(PROCESSES=0))
+    assert simulated.parameters["0.weight"].tobytes() == run.parameters["0.weight"].tobytes()
+
+
+def test_what_a_data_set_raises_in_a_loaders_process_of_a_real_worker_ends_the_run(write: Any) -> None:
+    with pytest.raises(
+        gs.UserCodeError, match=r"worker-\d, step \d.*raised LookupError: nothing at"
+    ) as raised:
+        gs.train(write(BROKEN=150), run_dir=Path("broken"))
+    assert "in __getitem__" in raised.value.traceback_text
+
+
+def numbered_stream(rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
+    """Of 48 samples those of one rank, six at a time."""
+    mine = np.arange(48)[rank::world]
+    for start in range(0, len(mine), 6):
+        ids = mine[start : start + 6]
+        yield gs.Batch(ids, ids, len(ids), ids)
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "downpour"])
+def test_each_worker_makes_its_own_stream(strategy: str) -> None:
+    data = gs.from_stream(numbered_stream, batches=4)
+    options: Any = {"optimizer": gs.SGD(lr=1.0), "chunk_elems": 64, "epochs": 3, "workers": 2}
+    if strategy == "synchronous":
+        model, _ = least_squares(8, 2)
+        stream = gs.from_stream(lambda r, w, e, s: iter([(np.ones((r + 1, 2)), np.ones(r + 1))]), batches=1)
+        run = gs.simulate(model, stream, strategy=strategy, **options)
+        assert [row["samples"] for row in run.history if row["rank"] == 1] == [2, 2, 2]
+        return
+    run = gs.simulate(Tokens(3), data, strategy=strategy, **options)
+    assert (token_counts(run, 48) == 3).all()
+    assert [event["samples"] for event in run.events if event["event"] == "ledger"] == [None] * 3
+    assert (run.summary["samples"], run.summary["samples_accounted"]) == (144, None)
+
+
+def test_a_dead_workers_stream_is_gone_through_by_the_others() -> None:
+    world = gs.World(costs={"gradient": gs.Cost(per_sample_s=1e-2)})
+    run = gs.simulate(
+        Tokens(2),
+        gs.from_stream(numbered_stream, batches=4),
+        strategy="downpour",
+        optimizer=gs.SGD(lr=1.0),
+        workers=2,
+        epochs=3,
+        chunk_elems=64,
+        deadlines=QUICK,
+        world=world,
+        script=kill_at("worker-1", 0.3),
+    )
+    counts = token_counts(run, 48)
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert run.summary["samples_reassigned"] > 0
+    assert counts.min() == 3
+    assert counts.max() <= 4  # what it had pushed without its receipt having arrived
+
+
+def test_a_stream_of_unknown_length_runs_for_steps_and_in_phantom_worlds() -> None:
+    def forever(rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
+        yield np.ones((3, 2)), np.ones(3)
+
+    model, _ = least_squares(8, 2, reduction="mean")
+    run = gs.simulate(model, gs.from_stream(forever), optimizer=gs.SGD(lr=0.1), workers=2, steps=5)
+    assert (run.summary["steps"], run.summary["samples"]) == (10, 30)
+    phantom = gs.simulate(
+        model, gs.from_stream(forever), workers=2, steps=5, batch_size=4, world=gs.World(phantom=True)
+    )
+    assert phantom.summary["samples"] == 40
+    with pytest.raises(gs.ConfigError, match=r"epochs=2: nobody knows.*give steps= instead"):
+        gs.simulate(model, gs.from_stream(forever), workers=2, epochs=2)
+
+
+class Ending(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from [(np.ones(2), 1.0)] * 9
+
+
+def test_a_loader_that_ends_early_ends_the_run_naming_rank_and_batch() -> None:
+    model, _ = least_squares(8, 2)
+    data = gs.from_loader(DataLoader(Ending(), batch_size=2))
+    with pytest.raises(
+        gs.UserCodeError, match=r"worker-\d, step 2.*of rank \d ended after 2 of its 3 batches"
+    ):
+        gs.simulate(model, data, workers=2, epochs=1, optimizer=gs.SGD(lr=0.01))
+
+
+class Bag(nn.Module):
+    """Which class the tokens of a line are of, whatever its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens: list[torch.Tensor]) -> torch.Tensor:
+        return self.head(torch.stack([self.embedding(line).mean(0) for line in tokens]))  # type: ignore[no-any-return]
+
+
+def test_tokens_of_varying_length_train_a_module() -> None:
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 80)
+    lines = [rng.integers(10 * label, 10 * label + 10, rng.integers(1, 7)) for label in labels]
+
+    def collate(samples: list[Any]) -> Any:
+        return [torch.as_tensor(line) for line, _ in samples], torch.tensor([int(y) for _, y in samples])
+
+    samples = list(zip(lines, labels, strict=True))
+    data = gs.from_dataset(samples[:60], collate, samples[60:], name="lines")
+    run = gs.simulate(
+        gs.from_torch(Bag, F.cross_entropy),
+        data,
+        optimizer=gs.Adam(lr=0.1),
+        workers=2,
+        batch_size=10,
+        epochs=5,
+    )
+    assert run.evaluate().accuracy == 1.0
