@@ -8,7 +8,7 @@ be answered. Neither sees a socket: a worker's verbs are all there is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import ClassVar, Literal, Protocol
 
 from gradstream.memory import Vector
@@ -131,6 +131,9 @@ class Strategy(ABC):
 
     survives_worker_loss: ClassVar[bool]
     """Whether the others go on when a worker dies."""
+
+    plain: ClassVar[Mapping[str, object] | None] = None
+    """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""
 
     @abstractmethod
     def optimizer(self) -> Optimizer:

@@ -24,6 +24,7 @@ mean of their progress, it is what brings accuracy back to that of one machine (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -57,6 +58,12 @@ class Downpour(Strategy):
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
+    plain: ClassVar[Mapping[str, object] | None] = {
+        "push_every": 1,
+        "fetch_every": 1,
+        "overlap": False,
+        "local_momentum": 0.0,
+    }
 
     def __post_init__(self) -> None:
         for name in ("push_every", "fetch_every"):

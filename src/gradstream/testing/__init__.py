@@ -1,5 +1,17 @@
-"""Public: conformance suites that the house's own carriers pass, and anybody's can."""
+"""Public: the suites that the house's own carriers and strategies pass, and anybody's can."""
 
 from gradstream.testing.endpoints import CHECKS, ConformanceError, MakePair, Pair, check_endpoint, run_check
+from gradstream.testing.strategies import BrokenLawsError, Report, Verdict, check_strategy
 
-__all__ = ["CHECKS", "ConformanceError", "MakePair", "Pair", "check_endpoint", "run_check"]
+__all__ = [
+    "CHECKS",
+    "BrokenLawsError",
+    "ConformanceError",
+    "MakePair",
+    "Pair",
+    "Report",
+    "Verdict",
+    "check_endpoint",
+    "check_strategy",
+    "run_check",
+]

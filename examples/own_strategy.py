@@ -1,0 +1,39 @@
+"""A strategy of one's own: gradients that others have overtaken count less.
+
+gradstream check examples/own_strategy.py:Damped
+gradstream train examples/linear_regression.py --strategy examples/own_strategy.py:Damped
+"""
+
+from dataclasses import dataclass
+
+from gradstream import SGD, Strategy
+from gradstream.server.rule import Immediate
+
+
+@dataclass(frozen=True)
+class Damping(Immediate):  # the server: every push is an update of its own
+    power: float
+
+    def weights(self, version, update):
+        return [(1 + version - one.basis) ** -self.power for one in update]
+
+
+@dataclass(frozen=True)
+class Damped(Strategy):
+    """Asynchronous SGD, w ← w - γ·g / (1 + τ)^power (Zhang, Gupta, Lian, Liu, IJCAI 2016)."""
+
+    power: float = 1.0
+    cut = "partitions"  # each worker has a share of the data
+    survives_worker_loss = True  # nobody waits for anybody
+
+    def optimizer(self):
+        return SGD(lr=0.05)
+
+    async def train(self, worker):  # the client
+        async for batch in worker.batches():
+            await worker.refresh()  # w, and its version
+            await worker.accumulate(await worker.gradient(batch))
+            await worker.server.push_soon(worker.take_accumulated())
+
+    def rule(self, num_workers, reduction):
+        return Damping(self.power)

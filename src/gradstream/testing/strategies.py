@@ -1,0 +1,94 @@
+"""`check_strategy`: whether a strategy, of the house or of yours, obeys the laws of strategies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gradstream.registry import find_strategy
+from gradstream.strategies.base import Strategy
+from gradstream.testing.strategy_laws import LAWS, BrokenLawError, Law
+
+__all__ = ["BrokenLawsError", "Report", "Verdict", "check_strategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One law, and what was seen of it.
+
+    Args:
+        law: its name.
+        says: the law in a sentence.
+        holds: whether the strategy obeys.
+        seen: figures, or how it is broken.
+    """
+
+    law: str
+    says: str
+    holds: bool
+    seen: str
+
+    def __str__(self) -> str:
+        return f"{'holds ' if self.holds else 'BROKEN'}  {self.law:<12}  {self.seen}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All laws of one strategy. As text, a line for each.
+
+    Args:
+        strategy: as it was checked.
+        verdicts: in the order of the laws.
+    """
+
+    strategy: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def broken(self) -> tuple[Verdict, ...]:
+        """The laws that it breaks."""
+        return tuple(verdict for verdict in self.verdicts if not verdict.holds)
+
+    def __str__(self) -> str:
+        return "\n".join([self.strategy, *(f"  {verdict}" for verdict in self.verdicts)])
+
+
+class BrokenLawsError(AssertionError):
+    """A strategy breaks laws; the message names each, `report` has all of them."""
+
+    def __init__(self, report: Report) -> None:
+        broken = "\n".join(f"  {one.law}: {one.says}\n    But: {one.seen}" for one in report.broken)
+        super().__init__(
+            f"{report.strategy} breaks {len(report.broken)} of {len(report.verdicts)} laws:\n{broken}"
+        )
+        self.report = report
+
+
+def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) -> Report:
+    """Runs a strategy through some hundred small simulations, and says which laws it obeys.
+
+    It takes seconds and no processes. The laws, and how each is looked at, are in
+    `gradstream.testing.strategy_laws`. They are of strategies whose pushes are sums of gradients
+    (what `accumulate` and `update` make of them, without momentum): those are counted sample by sample.
+
+    Args:
+        strategy: a class, an object, a name, or "file.py:Class".
+        options: fields of the strategy, where it is not an object.
+
+    Raises:
+        BrokenLawsError: it breaks some; names all of them with the figures, and has the `Report`.
+        ConfigError: there is no such strategy, or it refuses the options.
+    """
+    made = find_strategy(strategy, options)  # type: ignore[arg-type]  # it takes classes too
+    report = Report(repr(made), tuple(_verdict(law, made) for law in LAWS))
+    if report.broken:
+        raise BrokenLawsError(report)
+    return report
+
+
+def _verdict(law: Law, strategy: Strategy) -> Verdict:
+    says = (law.__doc__ or "").splitlines()[0]
+    try:
+        return Verdict(law.__name__, says, True, law(strategy))
+    except BrokenLawError as broken:
+        return Verdict(law.__name__, says, False, str(broken))

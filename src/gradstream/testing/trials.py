@@ -1,0 +1,232 @@
+"""One strategy in many small simulated runs, with its rule under observation.
+
+A trial cannot hang: after `LIMIT_S` of virtual time the coordinator is killed, and the outcome says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from gradstream.data.base import Dataset
+from gradstream.model.base import Model, Reduction
+from gradstream.optim import SGD
+from gradstream.roles import COORDINATOR
+from gradstream.run import Run
+from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.server.rule import Contribution, Rule
+from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.strategies.base import Strategy
+from gradstream.testing.runs import QUICK, Tokens, numbered
+
+__all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Outcome", "Record", "bad_world", "token_run", "trial"]
+
+LIMIT_S = 200.0
+NUM_SAMPLES = 24
+
+COSTS = {"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)}
+WORLD = World(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)))
+"""Computing takes as long as it likes; the network can be relied upon."""
+
+
+def bad_world(workers: int, servers: int) -> World:
+    """Between workers and shards frames are lost, and streams come late, overtaken or twice."""
+    ends = [(f"worker-{one}", f"shard-{other}") for one in range(workers) for other in range(servers)]
+    bad = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)
+    links = {pair: bad for one, other in ends for pair in ((one, other), (other, one))}
+    return World(costs=COSTS, network=Network(links=links))
+
+
+@dataclass(slots=True)
+class Record:
+    """What the rules of a run were asked, and what they said.
+
+    Args:
+        unweighted: updates take every contribution with weight 1, whatever the rule says, so that what
+            is in the model can be counted.
+        arrivals: (sender, sequence) of every chunk that came in, in order.
+        dropped_samples: of contributions that came too late, over all chunks.
+        awaited: for whom the next update waited, when somebody asked last.
+        faults: what no rule may do.
+    """
+
+    unweighted: bool = False
+    arrivals: list[tuple[str, int]] = field(default_factory=list)
+    dropped_samples: int = 0
+    awaited: Sequence[str] = ()
+    faults: list[str] = field(default_factory=list)
+
+    def fault(self, text: str) -> None:
+        """Notes a fault, once."""
+        if text not in self.faults:
+            self.faults.append(text)
+
+
+class RecordedRule:
+    """A rule that is asked twice, and whose answers are noted."""
+
+    def __init__(self, rule: Rule, record: Record) -> None:
+        self._rule = rule
+        self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def drops(self, version: int, new: Contribution) -> bool:
+        """See `Rule`."""
+        answer = self._rule.drops(version, new)
+        self._same("drops", answer, self._rule.drops(version, new))
+        self._record.arrivals.append((new.sender, new.sequence))
+        self._record.dropped_samples += new.samples if answer else 0
+        return answer
+
+    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+        """See `Rule`."""
+        answer = list(self._rule.due(version, list(parked)))
+        self._same("due", answer, list(self._rule.due(version, list(parked))))
+        if len(set(answer)) < len(answer):
+            self._record.fault("due chooses one contribution twice")
+        strange = [one for one in answer if one not in parked]
+        if strange:
+            self._record.fault(f"due chooses what is not parked: {strange[0]}")
+        return [one for one in dict.fromkeys(answer) if one in parked]
+
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        """See `Rule`."""
+        answer = list(self._rule.weights(version, update))
+        self._same("weights", answer, list(self._rule.weights(version, update)))
+        if len(answer) != len(update):
+            self._record.fault(f"weights are {len(answer)} for an update of {len(update)} contributions")
+        if not all(math.isfinite(weight) for weight in answer):
+            self._record.fault(f"weights are {answer}")
+        if self._record.unweighted:
+            return [1.0] * len(update)
+        return answer
+
+    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+        """See `Rule`."""
+        self._record.awaited = answer = list(self._rule.awaited(version, parked))
+        return answer
+
+    def _same(self, verb: str, first: object, second: object) -> None:
+        if first != second:
+            self._record.fault(f"{verb} answers {first!r} and then {second!r} to the same question")
+
+
+def observed(strategy: Strategy, record: Record) -> Strategy:
+    """The same strategy, of a class of its own whose rule is noted in `record`."""
+    cls = type(strategy)
+
+    def rule(self: Strategy, num_workers: int, reduction: Reduction) -> Rule:
+        return RecordedRule(cls.rule(self, num_workers, reduction), record)
+
+    made: Any = object.__new__(type(cls.__name__, (cls,), {"rule": rule, "__module__": cls.__module__}))
+    fields = [entry.name for entry in dataclasses.fields(cast(Any, strategy))]
+    for name in fields:
+        object.__setattr__(made, name, getattr(strategy, name))
+    return cast(Strategy, made)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a trial.
+
+    Args:
+        run: where it came to its end.
+        error: what ended it otherwise.
+        events: in either case.
+        record: of the rules.
+    """
+
+    run: Run | None
+    error: BaseException | None
+    events: list[Any]
+    record: Record
+
+    @property
+    def hung(self) -> bool:
+        """Whether it had to be stopped."""
+        return self.run is None and bool(self.events) and getattr(self.error, "peer", "") == COORDINATOR
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.run is not None:
+            return "it came to its end"
+        if self.hung:
+            whom = f", the server waiting for {', '.join(self.record.awaited)}" if self.record.awaited else ""
+            return f"it was still running after {LIMIT_S:g} s of virtual time{whom}"
+        return f"{type(self.error).__name__}: {self.error}"
+
+    @property
+    def lost(self) -> list[str]:
+        """Nodes that died, as the coordinator noticed."""
+        return [event["who"] for event in self.events if event["event"] == "left" and event["lost"]]
+
+    def total(self, event: str, field: str) -> int:
+        """Σ of a number over all events of one name."""
+        return sum(entry[field] for entry in self.events if entry["event"] == event)
+
+
+def trial(
+    strategy: Strategy,
+    model: Model,
+    data: Dataset,
+    *,
+    kill: tuple[str, float] | None = None,
+    unweighted: bool = False,
+    **options: Any,
+) -> Outcome:
+    """One simulated run, whatever comes of it.
+
+    Args:
+        strategy: a dataclass.
+        model, data, options: as for `simulate`; the world is `WORLD` unless given.
+        kill: a node, and when.
+        unweighted: see `Record`.
+    """
+    record, events = Record(unweighted), list[Any]()
+    options = {"world": WORLD, "chunk_elems": 64, "deadlines": QUICK, **options}
+    try:
+        run = simulate(
+            model,
+            data,
+            strategy=observed(strategy, record),
+            script=partial(_direct, kill=kill),
+            on_event=events.append,
+            **options,
+        )
+    except Exception as error:  # whatever a strategy does is an outcome
+        return Outcome(None, error, events, record)
+    return Outcome(run, None, events, record)
+
+
+async def _direct(cluster: SimulatedCluster, *, kill: tuple[str, float] | None) -> None:
+    director = cluster.virtual.runtime("director")
+    if kill is not None:
+        name, seconds = kill
+        await director.sleep(seconds)
+        cluster.kill(name)
+    await director.sleep(LIMIT_S)
+    cluster.kill(COORDINATOR)
+
+
+def token_run(
+    strategy: Strategy, *, workers: int = 3, servers: int = 2, epochs: int = 2, **options: Any
+) -> Outcome:
+    """A trial in which what is in the model can be counted; see `Tokens`."""
+    options = {"optimizer": SGD(lr=1.0), "batch_size": 2, **options}
+    return trial(
+        strategy,
+        Tokens(num_chunks=4),
+        numbered(NUM_SAMPLES),
+        unweighted=True,
+        workers=workers,
+        servers=servers,
+        epochs=epochs,
+        **options,
+    )

@@ -1,0 +1,335 @@
+"""The laws of strategies: the house's own obey, and each law notices a strategy that breaks it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from click.testing import CliRunner
+
+import gradstream as gs
+from gradstream.cli import main
+from gradstream.model.base import Reduction
+from gradstream.optim.base import Optimizer
+from gradstream.server.rule import Contribution, Immediate, Rule
+from gradstream.strategies import Strategy, Worker
+from gradstream.strategies.synchronous import Rounds
+from gradstream.testing import BrokenLawsError, check_strategy, strategy_laws
+from gradstream.testing.strategy_laws import BrokenLawError, Law
+from gradstream.worker.worker import Replica
+
+HOUSE = (
+    gs.Synchronous(),
+    gs.Downpour(),
+    gs.Downpour(push_every=5, fetch_every=3, overlap=False),
+)
+
+
+@pytest.mark.parametrize("strategy", HOUSE, ids=str)
+def test_the_houses_own_obey(strategy: Strategy) -> None:
+    report = check_strategy(strategy)
+    assert [verdict.law for verdict in report.verdicts] == [law.__name__ for law in strategy_laws.LAWS]
+    assert not report.broken
+    assert str(report).count("holds") == len(strategy_laws.LAWS)
+
+
+# ---- planted: one strategy for each law ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Silent(gs.Downpour):
+    pass
+
+
+@dataclass(frozen=True)
+class Pair(gs.Downpour):
+    """A tuple comes out of JSON as a list."""
+
+    periods: tuple[int, int] = (1, 2)
+
+
+@dataclass(frozen=True)
+class Bag(gs.Downpour):
+    """JSON has no sets."""
+
+    bag: frozenset[int] = field(default_factory=frozenset)
+
+
+class Undecorated(gs.Downpour):
+    """Its fields are its parent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor(Immediate):
+    factor: float
+
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        return (self.factor,)
+
+
+@dataclass(frozen=True)
+class Halved(gs.Downpour):
+    """Takes half of each push, at any setting."""
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Factor(0.5)
+
+
+@dataclass(frozen=True)
+class Uphill(gs.Downpour):
+    """Climbs."""
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Factor(-1.0)
+
+
+@dataclass(frozen=True)
+class MeansOnly(gs.Synchronous):
+    """Takes every gradient for a mean."""
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Rounds(num_workers, "mean")
+
+
+@dataclass(frozen=True)
+class Plain(Strategy):
+    """A push for each gradient, a fetch for each push: what the faults below are planted in."""
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    survives_worker_loss: ClassVar[bool] = True
+
+    def optimizer(self) -> Optimizer:
+        return gs.SGD(lr=0.01)
+
+    async def train(self, worker: Worker) -> None:
+        async for batch in worker.batches():
+            await worker.refresh()
+            gradient = await worker.gradient(batch)
+            await self.push(worker, gradient)
+            await worker.server.settle()
+
+    async def push(self, worker: Worker, gradient: Any) -> None:
+        await worker.accumulate(gradient)
+        await worker.server.push_soon(worker.take_accumulated())
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Immediate()
+
+
+@dataclass(frozen=True)
+class Twice(Plain):
+    """Pushes one gradient of three once more."""
+
+    async def push(self, worker: Worker, gradient: Any) -> None:
+        if worker.step % 3 == 2:
+            await worker.server.push_soon(worker.update(gradient))
+            await worker.server.settle()
+        await worker.server.push_soon(worker.update(gradient))
+
+
+@dataclass(frozen=True)
+class Forgetful(Plain):
+    """Pushes nothing but zeros once in three steps."""
+
+    async def push(self, worker: Worker, gradient: Any) -> None:
+        if worker.step % 3 == 2:
+            gradient.vector.tensor.zero_()
+        await super().push(worker, gradient)
+
+
+@dataclass(frozen=True)
+class Never(Plain):
+    """Keeps one gradient of three to itself."""
+
+    async def push(self, worker: Worker, gradient: Any) -> None:
+        if worker.step % 3 != 2:
+            await worker.server.push_soon(worker.update(gradient))
+
+
+@dataclass(frozen=True)
+class Anxious(Plain):
+    """Pushes again where the first push had to be tried again."""
+
+    async def push(self, worker: Worker, gradient: Any) -> None:
+        assert isinstance(worker, Replica)
+        before = worker.server.traffic.retries
+        await worker.server.push_soon(worker.update(gradient))
+        await worker.server.settle()
+        if worker.server.traffic.retries > before:
+            await worker.server.push_soon(worker.update(gradient))
+
+
+class Moody(Immediate):
+    asked = 0
+
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        Moody.asked += 1
+        return (1.0 / (1 + Moody.asked % 2),)
+
+
+@dataclass(frozen=True)
+class Counting(Plain):
+    """Its rule counts how often it is asked."""
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Moody()
+
+
+class Crowd(Immediate):
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        return (0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class TooManyWeights(Plain):
+    """Two weights for one contribution."""
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Crowd()
+
+
+@dataclass(frozen=True)
+class Rolling(Plain):
+    """Throws dice that are not the runtime's."""
+
+    async def push(self, worker: Worker, gradient: Any) -> None:
+        gradient.vector.tensor.mul_(random.random())
+        await super().push(worker, gradient)
+
+
+@dataclass(frozen=True)
+class Deaf(Strategy):
+    """Workers take turns, and nothing of what they push counts."""
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
+    survives_worker_loss: ClassVar[bool] = False
+
+    def optimizer(self) -> Optimizer:
+        return gs.SGD(lr=0.01)
+
+    async def train(self, worker: Worker) -> None:
+        async for batch in worker.batches():
+            turn = worker.step * worker.num_workers + worker.rank
+            await worker.adopt(worker.server.fetch_soon(min_version=turn))
+            await worker.accumulate(await worker.gradient(batch))
+            await worker.server.push_soon(worker.take_accumulated())
+            await worker.server.settle()
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return Factor(0.0)
+
+
+class InPairs(Immediate):
+    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+        return parked[:2] if len(parked) >= 2 else ()
+
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        return (1.0, 1.0)
+
+    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+        return ["another worker"]
+
+
+@dataclass(frozen=True)
+class Sociable(Plain):
+    """Waits for a second contribution, though it may be alone."""
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        return InPairs()
+
+
+@dataclass(frozen=True)
+class Boastful(gs.Synchronous):
+    """Says that it survives."""
+
+    survives_worker_loss: ClassVar[bool] = True
+
+
+PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
+    (strategy_laws.documented, Silent(), "class Silent has no docstring"),
+    (strategy_laws.travels, Pair(), r"come out of JSON as .*\[1, 2\]"),
+    (strategy_laws.travels, Bag(), "do not survive JSON"),
+    (strategy_laws.travels, Undecorated(), "is no frozen dataclass"),
+    (strategy_laws.plain, Halved(), r"none of 1 settings .* away from it"),
+    (strategy_laws.plain, MeansOnly(), r"none of 2 settings .* away from it"),
+    (strategy_laws.converges, Uphill(), r"the loss goes from 12.*; expected below"),
+    (strategy_laws.complete, Twice(), r"seed 0: .* too many"),
+    (strategy_laws.complete, Forgetful(), r"seed 0: .* lost"),
+    (strategy_laws.complete, Never(), "seed 0: "),
+    (strategy_laws.exactly_once, Anxious(), r"on a bad network: .* too many"),
+    (strategy_laws.pure_rule, Counting(), r"weights answers \[.*\] and then \[.*\] to the same question"),
+    (strategy_laws.pure_rule, TooManyWeights(), "weights are 2 for an update of 1 contributions"),
+    (strategy_laws.repeatable, Rolling(), "two runs of seed 0 end with different parameters"),
+    (strategy_laws.seeded, Deaf(), "4 seeds give one and the same history"),
+    (strategy_laws.ends, Sociable(), "1 workers, 1 shards: .*waiting for another worker"),
+    (strategy_laws.deaths, Boastful(), "worker-0 is killed: "),
+)
+
+
+@pytest.mark.parametrize(
+    ("law", "strategy", "message"), PLANTED, ids=[type(one).__name__ for _, one, _ in PLANTED]
+)
+def test_a_planted_fault_is_found_by_its_law(law: Law, strategy: Strategy, message: str) -> None:
+    with pytest.raises(BrokenLawError, match=message):
+        law(strategy)
+
+
+def test_every_law_has_a_planted_fault() -> None:
+    assert {law for law, _, _ in PLANTED} == set(strategy_laws.LAWS)
+
+
+def test_what_faults_are_planted_in_obeys() -> None:
+    report = check_strategy(Plain)
+    assert report.strategy == "Plain()"
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *laws: Law) -> None:
+    monkeypatch.setattr("gradstream.testing.strategies.LAWS", laws)
+
+
+def test_all_broken_laws_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, strategy_laws.plain, strategy_laws.converges, strategy_laws.complete)
+    with pytest.raises(
+        BrokenLawsError, match=r"(?s)breaks 2 of 3 laws.*plain: .*But: .*converges: .*But: "
+    ) as e:
+        check_strategy(Uphill)
+    assert [verdict.law for verdict in e.value.report.broken] == ["plain", "converges"]
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+FILE = '''
+from dataclasses import dataclass
+
+import gradstream as gs
+
+
+@dataclass(frozen=True)
+class Mine(gs.Downpour):
+    """Downpour, of mine."""
+
+
+@dataclass(frozen=True)
+class Nameless(gs.Downpour):
+    pass
+'''
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, strategy_laws.documented, strategy_laws.travels)
+    (tmp_path / "mine.py").write_text(FILE)
+    good = CliRunner().invoke(main, ["check", f"{tmp_path}/mine.py:Mine", "--json"])
+    assert good.exit_code == 0, good.output
+    assert all(verdict["holds"] for verdict in json.loads(good.stdout)["verdicts"])
+    bad = CliRunner().invoke(main, ["check", f"{tmp_path}/mine.py:Nameless"])
+    assert bad.exit_code == 1
+    assert "BROKEN  documented    class Nameless has no docstring" in bad.stdout
+    assert "documented: Its class says what it is." in bad.stderr
+    absent = CliRunner().invoke(main, ["check", f"{tmp_path}/mine.py:Min"])
+    assert absent.exit_code == 2
+    assert "did you mean 'Mine'" in absent.stderr
