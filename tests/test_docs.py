@@ -1,4 +1,4 @@
-"""The documentation does what it says: its Python blocks run, its command lines parse.
+"""The documentation does what it says: its Python blocks run, its command lines parse, quick ones run.
 
 In README.md and docs/*.md, a comment on the line before a fence says what becomes of its block:
 
@@ -10,14 +10,17 @@ All other Python blocks of a page run one after the other, in one namespace, in 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from gradstream.cli import main
 
@@ -27,6 +30,8 @@ BLOCK = re.compile(
     r"^(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 JOBS = {"JOB.py", "job.py"}
+QUICK = {"config show", "data info", "new", "plugins", "simulate"}
+OTHER_COMMANDS = {"cd", "eval", "export", "git", "make", "pip", "python", "torchrun"}
 
 
 @dataclass(frozen=True)
@@ -65,25 +70,85 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
             exec(code, names)
 
 
+def command_lines(page: Path) -> list[list[str]]:
+    """Lines of the page's console blocks, as words; what the reader sees after a prompt is typed."""
+    texts = [line for block in blocks(page, "console") for line in block.text.splitlines()]
+    words = [shlex.split(text.removeprefix("$ "), comments=True) for text in texts]
+    return [line for line in words if line]
+
+
+def files_of_pages() -> dict[str, str]:
+    """What the pages tell the reader to write, by file name."""
+    found = [block for page in PAGES for block in blocks(page, "python") if block.note.startswith("file: ")]
+    return {block.note.removeprefix("file: "): block.text for block in found}
+
+
+def parsed(words: list[str]) -> str:
+    """The name of the command of a line, "data get" for example. Raises for an option that there is not."""
+    command: click.Command | None = main
+    names: list[str] = []
+    while isinstance(command, click.Group):
+        rest = words[1 + len(names) :]
+        assert rest, f"{shlex.join(words)}: which command of {' '.join(names)}?"
+        names.append(rest[0])
+        command = command.get_command(click.Context(command), rest[0])
+    assert command is not None, shlex.join(words)
+    command.make_context(shlex.join(words), words[1 + len(names) :])
+    return " ".join(names)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_command_lines_parse(page: Path) -> None:
-    lines = [line for block in blocks(page, "console") for line in block.text.splitlines()]
-    for line in lines:
-        words = shlex.split(line, comments=True)
-        if words[:1] != ["gradstream"]:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in command_lines(page):
+        if words[0] != "gradstream":
+            assert words[0] in OTHER_COMMANDS, shlex.join(words)
+            assert words[0] != "make" or words[1] in targets, shlex.join(words)
             continue
-        command: click.Command | None = main
-        rest = words[1:]
-        while isinstance(command, click.Group):
-            command, rest = command.get_command(click.Context(command), rest[0]), rest[1:]
-        assert command is not None, line
-        command.make_context(line, rest)
+        parsed(words)
         # A job is a module, a file of the repository, or the reader's own.
         for job in (word for word in words[2:] if ".py" in word and "=" not in word):
             file = job.partition(":")[0]
-            written = f"<!-- file: {file} -->" in page.read_text()
-            made = f"gradstream new {file.removesuffix('.py')} " in "\n".join(lines)
-            assert written or made or file in JOBS or (ROOT / file).is_file(), line
+            known = file in files_of_pages() or file in JOBS or (ROOT / file).is_file()
+            made = ["gradstream", "new", file.removesuffix(".py")]
+            assert known or any(line[:3] == made for line in command_lines(page)), shlex.join(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_quick_command_lines_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = {f"{words[2]}.py" for words in command_lines(page) if words[:2] == ["gradstream", "new"]}
+    for name, text in files_of_pages().items():
+        if name not in made:
+            Path(name).write_text(text)
+    for words in command_lines(page):
+        if words[0] != "gradstream" or parsed(words) not in QUICK:
+            continue
+        if any((ROOT / word).is_file() for word in words):
+            continue  # the repository's own examples take longer, and have tests of their own
+        done = CliRunner().invoke(main, words[1:])
+        assert done.exit_code == 0, f"{shlex.join(words)}\n{done.output}\n{done.exception!r}"
+
+
+def test_a_command_line_that_is_wrong_is_noticed() -> None:
+    with pytest.raises(click.NoSuchOption):
+        parsed(["gradstream", "train", "job.py", "--strategi", "downpour"])
+    with pytest.raises(AssertionError, match="which command of data"):
+        parsed(["gradstream", "data"])
+    with pytest.raises(AssertionError, match="trane"):
+        parsed(["gradstream", "trane", "job.py"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_of_a_kind_that_is_looked_at(page: Path) -> None:
+    text = page.read_text()
+    kinds = [found["kind"] for found in BLOCK.finditer(text)]
+    assert set(kinds) <= {"python", "console", "toml", "json"}
+    assert len(re.findall(r"^ *(?:```|~~~)", text, re.MULTILINE)) == 2 * len(kinds)
+    for block in blocks(page, "toml"):
+        tomllib.loads(block.text)
+    for block in blocks(page, "json"):
+        json.loads(block.text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.numpy
 
 JOB = """
 import numpy as np
@@ -49,13 +50,13 @@ def test_it_trains_with_processes(folder: Path) -> None:
             "--set", "strategy.power=0.5", "--run-dir", "run", "--json",
         )
     )  # fmt: skip
-    assert figures["strategy"] == "damped"
-    assert figures["samples"] == 1600
-    import safetensors.numpy
-
+    assert figures["summary"]["strategy"] == "damped"
+    assert figures["summary"]["samples"] == 1600
     (saved,) = (folder / "run/checkpoints").glob("*/model.safetensors")
     assert safetensors.numpy.load_file(saved)["w"].round(1).tolist() == [2.0, -1.0, 0.5]
-    assert "power = 0.5" in (folder / "run/config.toml").read_text()
+    settings = (folder / "run/config.toml").read_text()
+    assert "own_strategy.py:Damped" in settings
+    assert "power = 0.5" in settings
 
 
 def test_it_obeys_the_laws(folder: Path) -> None:
