@@ -15,6 +15,7 @@ from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import groups_of
 from gradstream.registry import find_optimizer, find_strategy
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
@@ -61,6 +62,8 @@ class Job:
         strategy: how to distribute: a name, "file.py:Class", or a Strategy.
         strategy_options: fields of the strategy, where it is given by name.
         optimizer: the update rule: a name or an Optimizer; None leaves it to the strategy.
+        groups: settings of the update rule for some parameters, by patterns of their names:
+            [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
         workers: how many replicas of the model.
         servers: how many shards of the parameter server.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
@@ -87,6 +90,7 @@ class Job:
     strategy: str | Strategy = "synchronous"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Optimizer | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
     workers: int = 2
     servers: int = 1
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
@@ -111,6 +115,7 @@ class JobOptions(TypedDict, total=False):
     strategy: str | Strategy
     strategy_options: Mapping[str, Any]
     optimizer: str | Optimizer | None
+    groups: Sequence[Mapping[str, Any]]
     workers: int
     servers: int
     batch_size: int | Sequence[int]
@@ -187,6 +192,7 @@ def cast_of(job: Job, run_id: str) -> Cast:
         servers=job.servers,
         batch_size=job.batch_size,
         shares=job.shares,
+        groups=groups_of(job.groups, optimizer),
         accumulate=job.accumulate,
         clip=Clip(job.clip_norm, job.clip_value),
         epochs=job.epochs,

@@ -195,7 +195,7 @@ async def _run(
         say(address=endpoint.address)
         if role == "shard":
             cast = dataclasses.replace(cast, reduction=model.reduction)
-            await cast.shard(runtime, endpoint, int(rank)).run()
+            await cast.shard(runtime, endpoint, int(rank), model).run()
         else:
             await cast.worker(runtime, endpoint, int(rank), model, job.data).run()
         return OK

@@ -19,6 +19,7 @@ from gradstream.membership.member import Member
 from gradstream.membership.state import Membership
 from gradstream.model.base import Model, Reduction
 from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import Group, GroupedRule
 from gradstream.runtime.base import Runtime
 from gradstream.server.node import ShardNode
 from gradstream.server.service import ShardConfig
@@ -53,6 +54,7 @@ class Cast:
         strategy, optimizer: how to distribute, and how to update.
         workers, servers: how many of each.
         batch_size, shares: how data is divided; see `data.plan`.
+        groups: parameters with settings of their own.
         accumulate: so many minibatches of that size are joined in a step.
         clip: bounds of each worker's gradient.
         epochs, steps: when the run ends.
@@ -79,6 +81,7 @@ class Cast:
     data: Dataset
     num_parameters: int
     reduction: Reduction
+    groups: tuple[Group, ...] = ()
     accumulate: int = 1
     clip: Clip = field(default_factory=Clip)
     join_s: float = 60.0
@@ -144,13 +147,32 @@ class Cast:
         )
         return Coordinator(runtime, endpoint, membership, on_events=on_events, leases=self.leases)
 
-    def shard(self, runtime: Runtime, endpoint: Endpoint, rank: int) -> ShardNode:
-        """One shard of the parameter server; its endpoint has started and knows the coordinator."""
+    def grouped(self, model: Model) -> GroupedRule | None:
+        """The update rule of a model some of whose parameters have settings of their own; else None.
+
+        Args:
+            model: looked at only where there are groups, for the names of its parameters.
+
+        Raises:
+            UnknownNameError: a group matches none of them.
+        """
+        if not self.groups:
+            return None
+        tensors = [(slot.name, slot.start, slot.stop) for slot in model.layout.slots]
+        return GroupedRule(self.optimizer, self.groups, tensors)
+
+    def shard(self, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> ShardNode:
+        """One shard of the parameter server; its endpoint has started and knows the coordinator.
+
+        Args:
+            model: see `grouped`.
+        """
         config = ShardConfig(
             rank=rank,
             num_shards=self.servers,
             rule=self.strategy.rule(self.workers, self.reduction),
             optimizer=self.optimizer,
+            grouped=self.grouped(model),
             silence_s=self.silence_s,
         )
         return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
-from gradstream.config import Job, JobOptions, cast_of, make_job
+from gradstream.config import Job, JobOptions, build_model, cast_of, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import Event, FailedEvent, InsecureEvent, MachineEvent, WaitingEvent, encode
@@ -112,6 +112,8 @@ def train(
             job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
         listening.check(job, earlier=spec in _made)
     cast = cast_of(job, secrets.token_hex(8))
+    if cast.groups:
+        cast.grouped(build_model(job))  # says what is wrong before anything is started
     run_dir = _make_run_dir(job)
     as_threads = processes is False or spec is None
     _Launch(job, cast, run_dir, tuple(_made.get(spec or "", ())), on_event, as_threads, listening).run()

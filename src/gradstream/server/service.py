@@ -17,6 +17,7 @@ import torch
 
 from gradstream.errors import ConfigError, GradstreamError, RefusedError
 from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
@@ -54,6 +55,7 @@ class ShardConfig:
         num_shards: of how many.
         rule: the strategy's server half.
         optimizer: update rule.
+        grouped: the same, where some parameters have settings of their own.
         silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
             is told so four times in as long.
     """
@@ -63,6 +65,7 @@ class ShardConfig:
     rule: Rule
     optimizer: Optimizer
     silence_s: float = 30.0
+    grouped: GroupedRule | None = None
 
     @property
     def waiting_every_s(self) -> float:
@@ -124,7 +127,9 @@ class ShardService:
         dtype = from_wire(model.dtype)
         if dtype is None:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
-        self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, config.optimizer)
+        self.store = Store(
+            self._runtime.memory, self.chunks, config.rank, dtype, config.optimizer, config.grouped
+        )
         self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
         self._commands = Commands(self._runtime, self.store, self.versions)
         self._endpoint.identity.fingerprint = model.fingerprint

@@ -9,6 +9,7 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import GroupedRule
 from gradstream.server.chunks import ChunkMap
 
 __all__ = ["Store"]
@@ -23,14 +24,22 @@ class Store:
         shard: which shard this is.
         dtype: of all vectors.
         optimizer: update rule of the parameters.
+        grouped: the same, where some parameters have settings of their own.
     """
 
     def __init__(
-        self, memory: Memory, chunks: ChunkMap, shard: int, dtype: torch.dtype, optimizer: Optimizer
+        self,
+        memory: Memory,
+        chunks: ChunkMap,
+        shard: int,
+        dtype: torch.dtype,
+        optimizer: Optimizer,
+        grouped: GroupedRule | None = None,
     ) -> None:
         self._memory = memory
         self._chunks = chunks
         self._optimizer = optimizer
+        self._grouped = grouped
         self._elems = chunks.shard_elems(shard)
         self.dtype = dtype
         self.parameters = memory.allocate(self._elems, dtype, "parameters")
@@ -96,4 +105,8 @@ class Store:
                 total.add_(part, alpha=weight)
         parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
         named = dict(zip(self.state, state, strict=True))
-        self._optimizer.apply(parameters, total, named, lr=lr, step=step)
+        if self._grouped is None:
+            self._optimizer.apply(parameters, total, named, lr=lr, step=step)
+        else:
+            offset = self._chunks.bounds(chunk)[0]
+            self._grouped.apply(offset, parameters, total, named, lr=lr, step=step)

@@ -121,7 +121,7 @@ class SimulatedCluster:
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
-        await self.cast.shard(runtime, endpoint, rank).run()
+        await self.cast.shard(runtime, endpoint, rank, self._model).run()
 
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)

@@ -67,7 +67,9 @@ def simulate(
                 on_event(event)
 
     built = build_model(job)
-    cluster = SimulatedCluster(cast_of(job, "simulation"), built, job.data, world, take)
+    cast = cast_of(job, "simulation")
+    cast.grouped(built)  # says what is wrong before anything is started
+    cluster = SimulatedCluster(cast, built, job.data, world, take)
     outcome = cluster.run(script)
     if outcome is None or outcome.failed is not None:
         raise _error(cluster, events)
