@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from gradstream.errors import GradstreamError, UserCodeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rich.console import Console
 
     from gradstream.run import Evaluation, Run
 
-__all__ = ["error_text", "evaluate", "figures", "json_text", "show"]
+__all__ = ["error_text", "evaluate", "evaluation_rows", "figures", "json_text", "print_rows", "show"]
 
 
 def error_text(error: GradstreamError) -> str:
@@ -44,23 +44,44 @@ def json_text(run: Run, evaluation: Evaluation | None) -> str:
 
 def show(run: Run, evaluation: Evaluation | None, console: Console | None = None) -> None:
     """Prints the figures as a table (standard output by default)."""
+    rows = figures(run.summary)
+    if evaluation:
+        rows += evaluation_rows(evaluation)
+    if run.path:
+        rows.append(("run directory", str(run.path)))
+    print_rows(rows, console)
+
+
+def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:
+    """Prints (what, figure) in two columns (on standard output by default).
+
+    Long figures are folded on a terminal; elsewhere a row is a line.
+    """
     from rich.console import Console
     from rich.table import Table
 
+    console = console or Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in figures(run.summary):
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
         table.add_row(name, value)
-    if evaluation and evaluation.accuracy is not None:
-        table.add_row("test accuracy", f"{evaluation.accuracy:.2%} of {evaluation.num_samples:,} samples")
-    if evaluation and evaluation.loss is not None:
-        table.add_row(
-            "test error", f"{evaluation.loss:.4g} (mean square, {evaluation.num_samples:,} samples)"
-        )
-    if run.path:
-        table.add_row("run directory", str(run.path))
-    (console or Console(highlight=False)).print(table)
+        if not console.is_terminal:
+            console.print(f"{name:{width}}  {value}", markup=False, soft_wrap=True)
+    if console.is_terminal:
+        console.print(table)
+
+
+def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """(what, figure) of an evaluation."""
+    rows = []
+    if evaluation.accuracy is not None:
+        rows.append(("test accuracy", f"{evaluation.accuracy:.2%} of {evaluation.num_samples:,} samples"))
+    if evaluation.loss is not None:
+        text = f"{evaluation.loss:.4g} (mean square, {evaluation.num_samples:,} samples)"
+        rows.append(("test error", text))
+    return rows
 
 
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,0 +1,44 @@
+"""`gradstream evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from gradstream.cli.options import json_option
+
+__all__ = ["evaluate"]
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--checkpoint", metavar="NAME", help="step-…, or final; the newest if not given.")
+@click.option("--data", metavar="DATA", help="Another data set: a name, or file.py:function.")
+@json_option
+def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool) -> None:
+    """Evaluates what a run has trained on the held-out samples of its data.
+
+    RUN is a run directory. The job is read again from its file, so that has to be as it was. The run
+    may have failed: then its newest checkpoint counts.
+
+    \b
+    Examples:
+      gradstream evaluate runs/20261120-120000-mine
+      gradstream evaluate runs/20261120-120000-mine --checkpoint step-00000400
+      gradstream evaluate runs/20261120-120000-mine --data other.py:holdout
+    """
+    import dataclasses
+    import json
+
+    from gradstream.cli.report import evaluation_rows, print_rows
+    from gradstream.registry import find_dataset
+    from gradstream.reopen import reopen
+
+    opened, file = reopen(run, checkpoint=checkpoint, data=None if data is None else find_dataset(data))
+    evaluation = opened.evaluate()
+    if as_json:
+        record = {"parameters": str(file), "evaluation": dataclasses.asdict(evaluation)}
+        click.echo(json.dumps(record))
+    else:
+        print_rows([*evaluation_rows(evaluation), ("parameters", str(file))])
