@@ -41,7 +41,7 @@ class Halving:
 
 def tiny(count=4):
     """Four numbers."""
-    return gs.from_arrays(np.zeros(count), np.zeros(count))
+    return gs.from_arrays(np.zeros((count, 1)), np.zeros(count))
 
 
 not_a_strategy = dict
@@ -178,8 +178,20 @@ def test_what_is_offered_must_be_of_its_family(install: Install) -> None:
         find_strategy("odd")
     with pytest.raises(ConfigError, match="is a dict without lr, state_names, apply"):
         find_optimizer("odd")
-    with pytest.raises(ConfigError, match="is a dict; expected something with num_samples"):
+    with pytest.raises(ConfigError, match="makes a dict; expected a Dataset"):
         find_dataset("odd")
+
+
+def test_a_job_takes_a_data_set_by_name(install: Install, tmp_path: Path) -> None:
+    install("acme", ACME)
+    model, _ = least_squares(1, 1)
+    (tmp_path / "mine.py").write_text(CODE)
+    for name in ("tiny", f"{tmp_path}/mine.py:tiny"):
+        assert gs.Job(model, name, steps=1).data.num_samples == 4  # type: ignore[arg-type]
+        run = gs.simulate(model, name, strategy="gentle", batch_size=1, steps=1, optimizer=gs.SGD(lr=0.1))
+        assert run.summary["samples"] == 2
+    with pytest.raises(UnknownNameError, match="unknown data set 'tyny'"):
+        gs.simulate(model, "tyny", steps=1)
 
 
 def test_a_data_set_of_a_file(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import groups_of
-from gradstream.registry import find_optimizer, find_strategy
+from gradstream.registry import find_dataset, find_optimizer, find_strategy
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
 from gradstream.strategies.base import Strategy
@@ -58,7 +58,7 @@ class Job:
 
     Args:
         model: a `Model`, or a function without arguments that makes one.
-        data: what to train on.
+        data: what to train on; a name or "file.py:function" is looked up (`gradstream data info`).
         strategy: how to distribute: a name, "file.py:Class", or a Strategy.
         strategy_options: fields of the strategy, where it is given by name.
         optimizer: the update rule: a name or an Optimizer; None leaves it to the strategy.
@@ -108,6 +108,10 @@ class Job:
     spec: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", find_dataset(self.data))
+
 
 class JobOptions(TypedDict, total=False):
     """The fields of a `Job` besides model and data, as keyword arguments."""
@@ -133,7 +137,9 @@ class JobOptions(TypedDict, total=False):
 
 
 def make_job(
-    model: Model | Callable[[], Model] | Job, data: Dataset | None = None, **options: Unpack[JobOptions]
+    model: Model | Callable[[], Model] | Job,
+    data: Dataset | str | None = None,
+    **options: Unpack[JobOptions],
 ) -> Job:
     """A job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
 
@@ -153,7 +159,7 @@ def make_job(
         return dataclasses.replace(model, **changed)
     if data is None:
         raise ConfigError("data is missing: expected a Dataset, as gradstream.from_arrays makes one")
-    return Job(model, data, **options)
+    return Job(model, cast(Dataset, data), **options)
 
 
 def build_model(job: Job) -> Model:

@@ -108,10 +108,9 @@ def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset
         DataError: its data cannot be read.
     """
     found = _find("data set", spec, options or {})
-    if not hasattr(found, "batch") or not hasattr(found, "num_samples"):
+    if not (hasattr(found, "batch") or hasattr(found, "feed")) or not hasattr(found, "num_samples"):
         raise ConfigError(
-            f"data set {spec!r} is a {type(found).__name__}; expected something with num_samples and "
-            "batch(ids): see gradstream.data.base"
+            f"data set {spec!r} makes a {type(found).__name__}; expected a Dataset: see gradstream.data.base"
         )
     return cast(Dataset, found)
 

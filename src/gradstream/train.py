@@ -58,7 +58,7 @@ _made: dict[str, list[Path]] = {}
 
 def train(
     model: Asked,
-    data: Dataset | None = None,
+    data: Dataset | str | None = None,
     *,
     on_event: OnEvent | None = None,
     processes: bool | None = None,
@@ -70,7 +70,7 @@ def train(
 
     Args:
         model: a `Model`, a function that makes one, a whole `Job`, or a function that makes that.
-        data: what to train on, where `model` is no job.
+        data: what to train on, or its name, where `model` is no job.
         on_event: called with each event of the run, as `events.jsonl` holds it.
         processes: whether nodes are processes, or threads of this one. None takes processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,

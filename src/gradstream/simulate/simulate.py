@@ -25,7 +25,7 @@ OnEvent = Callable[[Mapping[str, Any]], None]
 
 def simulate(
     model: Asked,
-    data: Dataset | None = None,
+    data: Dataset | str | None = None,
     *,
     world: World | None = None,
     on_event: OnEvent | None = None,
