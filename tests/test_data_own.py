@@ -83,6 +83,8 @@ def test_arrays_may_be_trees() -> None:
     assert (batch.targets["y"].tolist(), batch.num_samples, data.num_test_samples) == ([4, 1], 2, 6)
     assert gs.from_arrays(np.ones(3)).batch(np.array([0])).targets is None
     assert "scalar int64" in repr(data)
+    assert data.checksum == gs.from_arrays(x, {"y": np.arange(6)}, x, {"y": np.arange(6)}).checksum
+    assert data.checksum != gs.from_arrays(x, {"z": np.arange(6)}, x, {"z": np.arange(6)}).checksum
 
 
 @pytest.mark.parametrize(

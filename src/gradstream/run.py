@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError
 from gradstream.model.base import Model
+from gradstream.model.buffers import load_buffers
 from gradstream.summary import EventDict, history_of, summary_of
 
 __all__ = ["Evaluation", "Run", "read_events"]
@@ -117,6 +118,7 @@ class Run:
         if not data.num_test_samples:
             raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
         flat = flatten(self.model, self.parameters)
+        load_buffers(self.model, self.parameters)
         correct, squares, elems, classes = 0, 0.0, 0, False
         for start in range(0, data.num_test_samples, batch_size):
             ids = np.arange(start, min(start + batch_size, data.num_test_samples), dtype=np.int64)

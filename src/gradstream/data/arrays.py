@@ -39,8 +39,10 @@ class ArrayDataset:
 
     @property
     def checksum(self) -> str:
-        """Of all four arrays, see `checksum_of`: machines of one run compare theirs."""
-        return checksum_of([self.inputs, self.targets, self.test_inputs, self.test_targets])
+        """Of all arrays, see `checksum_of`: machines of one run compare theirs."""
+        parts = [self.inputs, self.targets, self.test_inputs, self.test_targets]
+        named = [leaf for part in parts if part is not None for leaf in leaves_of(part)]
+        return checksum_of([array for _, array in named], "".join(path for path, _ in named))
 
     def batch(self, ids: Ids) -> Batch:
         """The training samples with these ids, in this order; copies. Raises DataError for an unknown id."""

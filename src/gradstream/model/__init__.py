@@ -2,6 +2,7 @@
 
 from gradstream.model.base import Layout, Model, Reduction, Slot
 from gradstream.model.batch import Batch
+from gradstream.model.buffers import average_buffers
 from gradstream.model.check import finite
 from gradstream.model.functions import FunctionsModel, from_functions
 from gradstream.model.torch_module import TorchModel, from_torch
@@ -14,6 +15,7 @@ __all__ = [
     "Reduction",
     "Slot",
     "TorchModel",
+    "average_buffers",
     "finite",
     "from_functions",
     "from_torch",

@@ -75,7 +75,13 @@ class Layout:
 
 
 class Model(Protocol):
-    """A model's outputs and gradients, on flat vectors. One worker drives one instance."""
+    """A model's outputs and gradients, on flat vectors. One worker drives one instance.
+
+    One that holds more than its parameters has two more methods (see `model.buffers`):
+
+        buffers() -> Mapping[str, np.ndarray]               copies
+        load_buffers(buffers: Mapping[str, np.ndarray])     names that it does not know are passed over
+    """
 
     reduction: Reduction
 

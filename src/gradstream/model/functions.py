@@ -12,7 +12,8 @@ import torch
 
 from gradstream.errors import ConfigError, GradientError
 from gradstream.model.arrays import for_numpy, numpy_dtype
-from gradstream.model.base import Batch, Layout, Reduction
+from gradstream.model.base import Layout, Reduction
+from gradstream.model.batch import Batch
 from gradstream.model.tree import Tree, leaves, rebuild
 from gradstream.runtime.base import Report
 

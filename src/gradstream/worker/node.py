@@ -16,6 +16,7 @@ from gradstream.events import TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
+from gradstream.model.buffers import buffers_of
 from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
@@ -233,7 +234,8 @@ class WorkerNode:
 
         def write(_: object) -> None:
             trim()
-            tree = self._config.model.tree(replica.parameters.tensor)
+            model = self._config.model
+            tree = {**model.tree(replica.parameters.tensor), **buffers_of(model)}
             arrays = {name: np.ascontiguousarray(array) for name, array in tree.items()}
             self._runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
 
