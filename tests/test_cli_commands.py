@@ -285,7 +285,7 @@ def test_help_shows_exit_codes_and_every_command_an_example() -> None:
 def test_shell_completion() -> None:
     environment = {"_GRADSTREAM_COMPLETE": "bash_complete", "COMP_WORDS": "gradstream tr", "COMP_CWORD": "1"}
     result = CliRunner().invoke(main, [], env=environment, prog_name="gradstream")
-    assert result.stdout == "plain,train\n"
+    assert result.stdout == "plain,trace\nplain,train\n"
 
 
 def test_nothing_but_text_where_there_is_no_terminal(recorder: Recorder) -> None:

@@ -18,6 +18,9 @@ from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError
 from gradstream.model.base import Model
 from gradstream.model.buffers import load_buffers
+from gradstream.report.notebook import run_html
+from gradstream.report.page import Source, page
+from gradstream.report.trace import trace_json
 from gradstream.summary import EventDict, history_of, summary_of
 
 __all__ = ["Evaluation", "Run", "read_events"]
@@ -135,8 +138,39 @@ class Run:
             return Evaluation(correct / elems, None, data.num_test_samples)
         return Evaluation(None, squares / elems, data.num_test_samples)
 
+    def report(self, path: str | Path, *, price: float | None = None) -> Path:
+        """Writes the run as one HTML file, which needs no network, and returns its path.
+
+        Args:
+            path: of the file; an existing one is overwritten.
+            price: of one machine for an hour, in any currency: says what the run cost.
+        """
+        config = self.path / "config.toml" if self.path else None
+        source = Source(
+            events=self.events,
+            title=self.path.resolve().name if self.path else "run",
+            config=config.read_text() if config and config.is_file() else "",
+            info=self.info,
+            price=price,
+        )
+        Path(path).write_text(page(source))
+        return Path(path)
+
+    def trace(self, path: str | Path) -> Path:
+        """Writes the run as a Chrome trace (for ui.perfetto.dev), and returns its path."""
+        Path(path).write_text(trace_json(self.events))
+        return Path(path)
+
     def __repr__(self) -> str:
         """A short table of the figures one asks for first."""
+        lines = [f"  {name:<10} {value}" for name, value in self._rows()]
+        return "\n".join(["Run", *lines])
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook, with the curve of the loss."""
+        return run_html(self._rows(), self.events)
+
+    def _rows(self) -> list[tuple[str, str]]:
         figures = self.summary
         rows = [
             ("path", self.path),
@@ -148,8 +182,7 @@ class Run:
             ("loss", figures["loss"]),
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]
-        lines = [f"  {key:<10} {_short(value)}" for key, value in rows if value is not None]
-        return "\n".join(["Run", *lines])
+        return [(key, _short(value)) for key, value in rows if value is not None]
 
 
 def flatten(model: Model, parameters: Arrays) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["EventDict", "history_of", "staleness_of", "summary_of"]
+__all__ = ["EventDict", "begin_s", "history_of", "staleness_of", "summary_of"]
 
 EventDict = Mapping[str, Any]
 """One record of `events.jsonl`, parsed."""
@@ -92,7 +92,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     steps = _of(events, "step")
     finished = _first(events, "finished")
     samples = sum(step["samples"] for step in steps)
-    train_s = finished["train_s"] - _begin_s(steps) if finished else _span_s(steps)
+    train_s = finished["train_s"] - begin_s(steps) if finished else _span_s(steps)
     return {
         "steps": len(steps),
         "samples": samples,
@@ -106,14 +106,14 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     }
 
 
-def _begin_s(steps: Sequence[EventDict]) -> float:
-    """When the first step began."""
+def begin_s(steps: Sequence[EventDict]) -> float:
+    """When the first of these steps began; 0 if there is none."""
     return max(0.0, min((step["time_s"] - step["compute_s"] - step["wait_s"] for step in steps), default=0.0))
 
 
 def _span_s(steps: Sequence[EventDict]) -> float | None:
     """Seconds from the begin of the first step to the end of the last, for a run cut short."""
-    return float(max(step["time_s"] for step in steps) - _begin_s(steps)) if steps else None
+    return float(max(step["time_s"] for step in steps) - begin_s(steps)) if steps else None
 
 
 def _last_epoch_loss(steps: Sequence[EventDict]) -> float | None:

@@ -234,6 +234,7 @@ class _Launch:
         info = {
             "name": self._job.name,
             "id": spec.id,
+            "began_unix_s": datetime.datetime.now(datetime.UTC).timestamp(),
             "nodes": "threads" if self._as_threads else "processes",
             "git_commit": git_commit(Path.cwd()),
             **describe_machine(environment),

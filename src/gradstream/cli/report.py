@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.report.units import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -96,12 +97,12 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("time", _of(s["train_s"], "{:.2f} s")),
         ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),
         ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
-        ("pushed", f"{_bytes(s['pushed_bytes'])} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
-        ("fetched", f"{_bytes(s['fetched_bytes'])} in {s['fetches']:,} fetches"),
+        ("pushed", f"{size_text(s['pushed_bytes'])} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
+        ("fetched", f"{size_text(s['fetched_bytes'])} in {s['fetches']:,} fetches"),
         ("staleness", _of(s["staleness_mean"], f"mean {{:.2f}}, largest {s['staleness_max']}")),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
         ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
-        ("peak memory", ", ".join(f"{r} ≤ {_bytes(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),
+        ("peak memory", ", ".join(f"{r} ≤ {size_text(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),
         ("loop lateness", ", ".join(f"{r} ≤ {ms:.1f} ms" for r, ms in s["loop_late_max_ms"].items())),
         ("workers lost", ", ".join(s["workers_lost"])),
     ]
@@ -119,11 +120,3 @@ def _peaks(by_node: Mapping[str, int]) -> list[tuple[str, int]]:
 
 def _of(value: Any, template: str) -> str:
     return "" if value is None else template.format(value)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -1,0 +1,49 @@
+"""`gradstream report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["report"]
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File; RUN/report.html by default.",
+)
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    metavar="PER_MACHINE_HOUR",
+    help="Of a machine: says what the run cost.",
+)
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Writes TensorBoard event files there, too.",
+)
+def report(run: Path, output: Path | None, price: float | None, tensorboard: Path | None) -> None:
+    """Makes one HTML file of a run: curves, timeline, and why it is slow.
+
+    RUN is a run directory, also of a run that failed or is still going on. The file needs no network.
+
+    \b
+    Examples:
+      gradstream report runs/20261120-101500-net
+      gradstream report runs/20261120-101500-net -o net.html --price 0.35
+      gradstream report runs/20261120-101500-net --tensorboard boards/net
+    """
+    from gradstream.report.tensorboard import write_run
+    from gradstream.run import Run
+
+    loaded = Run.load(run)
+    click.echo(loaded.report(output or run / "report.html", price=price))
+    if tensorboard is not None:
+        click.echo(write_run(loaded.events, loaded.info, tensorboard))

@@ -1,0 +1,47 @@
+"""`gradstream runs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["runs"]
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def runs(folder: Path, as_json: bool) -> None:
+    """Lists the run directories in FOLDER (runs by default), the newest last.
+
+    \b
+    Examples:
+      gradstream runs
+      gradstream runs elsewhere/runs --json
+    """
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from gradstream.report.listing import list_runs
+
+    found = list_runs(folder)
+    if as_json:
+        for run in found:
+            click.echo(json.dumps({**run, "path": str(run["path"])}))
+        return
+    table = Table("run", "status", "strategy", "accuracy", "loss", "samples/s", "time", box=None)
+    for run in found:
+        rate, seconds = run["samples_per_s"], run["train_s"]
+        table.add_row(
+            run["path"].name,
+            run["status"],
+            run["strategy"] or "",
+            "" if run["accuracy"] is None else f"{run['accuracy']:.2%}",
+            "" if run["loss"] is None else f"{run['loss']:.4g}",
+            "" if rate is None else f"{rate:,.0f}",
+            "" if seconds is None else f"{seconds:.1f} s",
+        )
+    Console(highlight=False).print(table)

@@ -1,0 +1,29 @@
+"""`gradstream trace`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["trace"]
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="File; RUN/trace.json by default."
+)
+def trace(run: Path, output: Path | None) -> None:
+    """Makes a Chrome trace of a run: who computed, waited, pushed and fetched when.
+
+    Open the file at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing.
+
+    \b
+    Examples:
+      gradstream trace runs/20261120-101500-net
+      gradstream trace runs/20261120-101500-net -o net.json
+    """
+    from gradstream.run import Run
+
+    click.echo(Run.load(run).trace(output or run / "trace.json"))

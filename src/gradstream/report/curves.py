@@ -1,0 +1,91 @@
+"""Loss, accuracy and throughput of a run over samples and over time, in few enough points to draw."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gradstream.summary import EventDict, begin_s
+
+__all__ = ["MAX_POINTS", "Point", "evaluated", "loss", "throughput"]
+
+MAX_POINTS = 200
+"""Of a curve: more would be closer together than the pixels of a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A value, after so many samples of all workers and so many seconds."""
+
+    samples: int
+    time_s: float
+    value: float
+
+
+def loss(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> list[Point]:
+    """Training loss: means over equal numbers of successive minibatches, weighted by samples.
+
+    A point stands at the end of what it is the mean of. Minibatches whose loss is unknown count as
+    samples only.
+    """
+    steps = sorted((event for event in events if event["event"] == "step"), key=lambda e: e["time_s"])
+    size = max(1, math.ceil(len(steps) / max_points))
+    points, samples = [], 0
+    for first in range(0, len(steps), size):
+        part = steps[first : first + size]
+        samples += sum(step["samples"] for step in part)
+        known = [step for step in part if step["loss"] is not None and step["samples"]]
+        weight = sum(step["samples"] for step in known)
+        if weight:
+            mean = math.fsum(step["samples"] * step["loss"] for step in known) / weight
+            points.append(Point(samples, part[-1]["time_s"], mean))
+    return points
+
+
+def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
+    """What evaluations on held-out samples found: "accuracy", "loss", or a metric's own name."""
+    points = []
+    for event in events:
+        if event["event"] == "evaluated":
+            value = event[key] if key in ("accuracy", "loss") else (event.get("metrics") or {}).get(key)
+            if value is not None:
+                points.append(Point(event["samples"], event["time_s"], float(value)))
+    return points
+
+
+def throughput(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """(time_s at the middle of an interval, samples a second of all workers in it).
+
+    The samples of a step are spread over its duration. Intervals are equal, and as long as the mean
+    step at least.
+    """
+    steps = [event for event in events if event["event"] == "step"]
+    if not steps:
+        return []
+    start, stop = begin_s(steps), max(step["time_s"] for step in steps)
+    lengths = [step["compute_s"] + step["wait_s"] for step in steps]
+    mean_s = math.fsum(lengths) / len(lengths)
+    if stop <= start or mean_s <= 0:
+        return []
+    count = max(1, min(max_points, math.floor((stop - start) / mean_s)))
+    return _spread(steps, lengths, start, (stop - start) / count, count)
+
+
+def _spread(
+    steps: Sequence[EventDict], lengths: Sequence[float], start: float, width_s: float, count: int
+) -> list[tuple[float, float]]:
+    """The share of each step that lies in each interval."""
+    totals = [0.0] * count
+    for step, length_s in zip(steps, lengths, strict=True):
+        end = (step["time_s"] - start) / width_s
+        begin = max(0.0, end - length_s / width_s)
+        if end <= begin:
+            totals[min(count - 1, int(end))] += step["samples"]
+            continue
+        per_width = step["samples"] / (end - begin)
+        for index in range(int(begin), min(count, math.ceil(end))):
+            totals[index] += per_width * (min(end, index + 1) - max(begin, index))
+    middles = itertools.count(start + width_s / 2, width_s)
+    return [(middle, total / width_s) for middle, total in zip(middles, totals, strict=False)]

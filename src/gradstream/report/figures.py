@@ -1,0 +1,310 @@
+"""What became of each worker, shard, link and node of a run, as pure functions of its events.
+
+Totals over the whole run are `gradstream.summary`'s; here they are by who.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from gradstream.summary import EventDict, begin_s, summary_of
+
+__all__ = [
+    "Figures",
+    "LinkFigures",
+    "Moment",
+    "NodeFigures",
+    "ShardFigures",
+    "Status",
+    "WorkerFigures",
+    "cost_of",
+    "figures_of",
+]
+
+Status = Literal["finished", "failed", "unfinished"]
+
+Series = tuple[tuple[float, float], ...]
+"""(time_s, value), in the order of time."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFigures:
+    """One worker.
+
+    Args:
+        name: of its node.
+        steps, samples: of its own.
+        compute_s: in gradients.
+        wait_s: in the rest of its steps.
+        waited_for: seconds of `wait_s` by name; itself is its own sums and local steps.
+        push_s, fetch_s: mean seconds of a push and of a fetch; None where none was reported.
+    """
+
+    name: str
+    steps: int
+    samples: int
+    compute_s: float
+    wait_s: float
+    waited_for: Mapping[str, float]
+    push_s: float | None
+    fetch_s: float | None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all of its steps."""
+        return self.compute_s + self.wait_s
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of own arithmetic besides gradients."""
+        return self.waited_for.get(self.name, 0.0)
+
+    @property
+    def compute_s_per_sample(self) -> float | None:
+        """Seconds of a gradient for each sample; None without samples."""
+        return self.compute_s / self.samples if self.samples else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFigures:
+    """One shard. `apply_s` are seconds of arithmetic, `cpu_s` of its whole process."""
+
+    name: str
+    updates: int
+    apply_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """What passed between a worker and a shard. `staleness` counts chunks."""
+
+    worker: str
+    shard: str
+    pushed_bytes: int
+    fetched_bytes: int
+    staleness: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFigures:
+    """One process.
+
+    Args:
+        name, role: who it is.
+        host: of its address; "" where the events do not tell.
+        joined_s, left_s: when it came and went; None where it did not, or is not told.
+        lost: it went without a goodbye.
+        cpu_s: CPU seconds, total.
+        cpu: cores in use over time.
+        memory: own resident bytes over time.
+        peak_bytes: of own memory.
+    """
+
+    name: str
+    role: str
+    host: str
+    joined_s: float | None
+    left_s: float | None
+    lost: bool
+    cpu_s: float
+    cpu: Series
+    memory: Series
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that a reader wants to know happened, and when."""
+
+    time_s: float
+    what: Literal["joined", "left", "lost", "failed", "finished", "reassigned"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run by who. Tuples are in the order of ranks; times count from the begin of training."""
+
+    summary: Mapping[str, Any]
+    status: Status
+    begin_s: float
+    end_s: float
+    workers: tuple[WorkerFigures, ...] = ()
+    shards: tuple[ShardFigures, ...] = ()
+    links: tuple[LinkFigures, ...] = ()
+    nodes: tuple[NodeFigures, ...] = ()
+    story: tuple[Moment, ...] = ()
+    hosts: tuple[str, ...] = field(default=())
+
+    @property
+    def seconds(self) -> float:
+        """From the begin of the first step to the last thing known of training."""
+        return max(0.0, self.end_s - self.begin_s)
+
+
+def figures_of(events: Sequence[EventDict]) -> Figures:
+    """All figures of a run by who. Of a run without steps most of them are empty."""
+    by_kind: defaultdict[str, list[EventDict]] = defaultdict(list)
+    for event in events:
+        by_kind[event["event"]].append(event)
+    nodes = _nodes(by_kind)
+    steps = by_kind["step"]
+    last_s = [event["time_s"] for event in (*steps, *by_kind["finished"])]
+    return Figures(
+        summary=summary_of(events),
+        status="failed" if by_kind["failed"] else "finished" if by_kind["finished"] else "unfinished",
+        begin_s=begin_s(steps),
+        end_s=max(last_s, default=0.0),
+        workers=_workers(steps, by_kind["transfer"]),
+        shards=_shards(by_kind),
+        links=_links(by_kind["link"]),
+        nodes=nodes,
+        story=_story(by_kind),
+        hosts=tuple(sorted({node.host for node in nodes if node.host})),
+    )
+
+
+def cost_of(figures: Figures, price_per_machine_hour: float) -> tuple[float, int]:
+    """(cost, machines): every machine that hosted a node, from the begin of training to its end."""
+    machines = max(1, len(figures.hosts))
+    return price_per_machine_hour * machines * figures.end_s / 3600, machines
+
+
+def _order(name: str) -> tuple[str, int]:
+    """worker-10 comes after worker-9."""
+    role, _, rank = name.rpartition("-")
+    return (role, int(rank)) if rank.isdigit() else (name, 0)
+
+
+def _workers(steps: Iterable[EventDict], transfers: Iterable[EventDict]) -> tuple[WorkerFigures, ...]:
+    by_node: defaultdict[str, list[EventDict]] = defaultdict(list)
+    for step in steps:
+        by_node[step["node"]].append(step)
+    durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for transfer in transfers:
+        durations[transfer["node"], transfer["kind"]].append(transfer["seconds"])
+    found = []
+    for name in sorted(by_node, key=_order):
+        own = by_node[name]
+        waited: Counter[str] = Counter()
+        for step in own:
+            waited.update(step.get("waited_for", {}))
+        found.append(
+            WorkerFigures(
+                name=name,
+                steps=len(own),
+                samples=sum(step["samples"] for step in own),
+                compute_s=math.fsum(step["compute_s"] for step in own),
+                wait_s=math.fsum(step["wait_s"] for step in own),
+                waited_for=dict(waited.most_common()),
+                push_s=_mean(durations[name, "push"]),
+                fetch_s=_mean(durations[name, "fetch"]),
+            )
+        )
+    return tuple(found)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _shards(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[ShardFigures, ...]:
+    updates: Counter[str] = Counter()
+    for event in by_kind["applied"]:
+        updates[event["node"]] += event["updates"]
+    last_cpu = {event["node"]: event for event in by_kind["cpu"]}
+    found = []
+    for name in sorted(updates, key=_order):
+        cpu = last_cpu.get(name, {"user_s": 0.0, "system_s": 0.0, "compute_s": {}})
+        apply_s = math.fsum(cpu["compute_s"].values())
+        found.append(ShardFigures(name, updates[name], apply_s, cpu["user_s"] + cpu["system_s"]))
+    return tuple(found)
+
+
+def _links(events: Iterable[EventDict]) -> tuple[LinkFigures, ...]:
+    pushed: Counter[tuple[str, str]] = Counter()
+    fetched: Counter[tuple[str, str]] = Counter()
+    staleness: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    for event in events:
+        key = (event["node"], event["shard"])
+        pushed[key] += event["pushed_bytes"]
+        fetched[key] += event["fetched_bytes"]
+        staleness[key].update({int(tau): count for tau, count in event["staleness"].items()})
+    keys = sorted(pushed, key=lambda key: (_order(key[0]), _order(key[1])))
+    return tuple(
+        LinkFigures(*key, pushed[key], fetched[key], dict(sorted(staleness[key].items()))) for key in keys
+    )
+
+
+def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...]:
+    joined = {event["who"]: event for event in by_kind["joined"]}
+    left = {event["who"]: event for event in by_kind["left"]}
+    cpu: defaultdict[str, list[EventDict]] = defaultdict(list)
+    memory: defaultdict[str, list[EventDict]] = defaultdict(list)
+    for event in by_kind["cpu"]:
+        cpu[event["node"]].append(event)
+    for event in by_kind["memory"]:
+        memory[event["node"]].append(event)
+    found = []
+    for name in sorted({*joined, *cpu, *memory}, key=_order):
+        address = joined[name]["address"] if name in joined else ""
+        last = cpu[name][-1] if cpu[name] else {"user_s": 0.0, "system_s": 0.0}
+        found.append(
+            NodeFigures(
+                name=name,
+                role=name.rpartition("-")[0] or name,
+                host=_host(address),
+                joined_s=joined[name]["time_s"] if name in joined else None,
+                left_s=left[name]["time_s"] if name in left else None,
+                lost=name in left and left[name]["lost"],
+                cpu_s=last["user_s"] + last["system_s"],
+                cpu=_rates(cpu[name]),
+                memory=tuple(
+                    (event["time_s"], event.get("own_bytes") or event["peak_own_bytes"])
+                    for event in memory[name]
+                ),
+                peak_bytes=max((event["peak_own_bytes"] for event in memory[name]), default=0),
+            )
+        )
+    return tuple(found)
+
+
+def _host(address: str) -> str:
+    """Host of host:port or [host]:port; the virtual network has no hosts."""
+    return "" if address.startswith("memory:") else address.rpartition(":")[0].strip("[]")
+
+
+def _rates(samples: Sequence[EventDict]) -> Series:
+    """Cores in use between one sample of CPU seconds and the next."""
+    points = []
+    for before, after in itertools.pairwise(samples):
+        passed_s = after["time_s"] - before["time_s"]
+        used_s = after["user_s"] + after["system_s"] - before["user_s"] - before["system_s"]
+        if passed_s > 0:
+            points.append((after["time_s"], used_s / passed_s))
+    return tuple(points)
+
+
+def _story(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
+    moments = [Moment(e["time_s"], "joined", e["who"]) for e in by_kind["joined"]]
+    for event in by_kind["left"]:
+        if event["lost"]:
+            moments.append(Moment(event["time_s"], "lost", f"{event['who']}: {event['reason']}"))
+        else:
+            moments.append(Moment(event["time_s"], "left", event["who"]))
+    for event in by_kind["ledger"]:
+        if event["reassigned"]:
+            text = f"{event['reassigned']} minibatches of data epoch {event['epoch']} by other workers"
+            moments.append(Moment(event["time_s"], "reassigned", text))
+    for event in by_kind["failed"]:
+        text = f"{event['culprit']}: {event['error']}: {event['message']}"
+        moments.append(Moment(event["time_s"], "failed", text))
+    for event in by_kind["finished"]:
+        moments.append(Moment(event["time_s"], "finished", f"{event['samples']:,} samples accounted for"))
+    return tuple(sorted(moments, key=lambda moment: moment.time_s))

@@ -1,0 +1,127 @@
+"""The timeline as HTML: one drawing of all lanes, which the page's script only has to zoom."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from html import escape
+
+from gradstream.report.figures import Figures
+from gradstream.report.timeline import REST, Band, Lane, Timeline, pieces
+from gradstream.report.units import time_text
+
+__all__ = ["Styles", "keys", "styles_of", "timeline_html"]
+
+WIDTH = 100_000
+"""Units across, however long the run was."""
+LANE, STEP, BAND = 34, 20, 4
+"""Heights: of a lane, of the steps in it, of each of the two bands below them."""
+NUM_COLOURS = 5
+
+Styles = Mapping[str, str]
+"""Class of a rectangle by who was waited for."""
+
+
+def styles_of(figures: Figures) -> dict[str, str]:
+    """Workers that are waited for most have a colour each; shards have one in common."""
+    waited: Counter[str] = Counter()
+    names = [worker.name for worker in figures.workers]
+    for worker in figures.workers:
+        waited.update({name: s for name, s in worker.waited_for.items() if name != worker.name})
+    found = {shard.name: "shard" for shard in figures.shards}
+    ranked = sorted(names, key=lambda name: -waited[name])
+    found.update({name: f"wait{min(index, NUM_COLOURS - 1)}" for index, name in enumerate(ranked)})
+    return {**found, REST: "rest"}
+
+
+def keys(figures: Figures, styles: Styles) -> str:
+    """What the colours mean: those that occur."""
+    seen = {
+        name for worker in figures.workers for name, s in worker.waited_for.items() if name != worker.name
+    }
+    workers = [name for name, style in styles.items() if name in seen and style.startswith("wait")]
+    entries = [("compute", "computing gradients")]
+    if any(worker.own_s for worker in figures.workers):
+        entries.append(("own", "sums and local steps"))
+    entries += [(styles[name], f"waiting for {name}") for name in workers[: NUM_COLOURS - 1]]
+    if len(workers) >= NUM_COLOURS:
+        last = workers[NUM_COLOURS - 1] if len(workers) == NUM_COLOURS else "other workers"
+        entries.append((f"wait{NUM_COLOURS - 1}", f"waiting for {last}"))
+    if any(styles.get(name) == "shard" for name in seen):
+        entries.append(("shard", "waiting for the parameter server"))
+    entries.append(("rest", "waiting, nobody named"))
+    return "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
+
+
+def timeline_html(timeline: Timeline, styles: Styles) -> str:
+    """Names, lanes, times and buttons; "" where no step was done."""
+    seconds = timeline.end_s - timeline.begin_s
+    if not timeline.lanes or seconds <= 0:
+        return ""
+    scale = WIDTH / seconds
+    height = LANE * len(timeline.lanes)
+    drawn = "".join(
+        _lane(lane, index * LANE, timeline.begin_s, scale, styles)
+        for index, lane in enumerate(timeline.lanes)
+    )
+    names = "".join(f"<div>{escape(lane.name)}</div>" for lane in timeline.lanes)
+    marks = "".join(
+        f'<span style="left:{25 * index}%">{time_text(seconds * index / 4) if index else "0 s"}</span>'
+        for index in range(5)
+    )
+    data = {"seconds": seconds, "lanes": [_data(lane, timeline.begin_s) for lane in timeline.lanes]}
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<div class="timeline"><div class="names" aria-hidden="true">{names}</div>'
+        '<div class="lanes" tabindex="0" role="application" aria-label="Timeline of the workers. Plus '
+        'and minus zoom, arrow keys move, 0 shows all.">'
+        f'<svg viewBox="0 0 {WIDTH} {height}" height="{height}" preserveAspectRatio="none" role="img" '
+        f'aria-label="Computing and waiting of each worker over {time_text(seconds)}">{drawn}</svg></div>'
+        f'<div class="times">{marks}</div>'
+        f'<script type="application/json">{embedded}</script></div>'
+        '<div class="tools">'
+        '<button value="+">zoom in</button><button value="-">zoom out</button>'
+        '<button value="ArrowLeft">earlier</button><button value="ArrowRight">later</button>'
+        '<button value="0">all</button><output></output></div>'
+    )
+
+
+def _lane(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
+    """Computing at the back, waits over it: where a pixel holds many steps, their colours mix rightly."""
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+
+    def rectangle(style: str, begin_s: float, end_s: float, y: float, high: float) -> None:
+        x, wide = (begin_s - origin_s) * scale, (end_s - begin_s) * scale
+        paths[style].append(f"M{x:.1f} {y:g}h{wide:.1f}v{high:.4g}h{-wide:.1f}z")
+
+    for span in lane.steps:
+        rectangle("compute", span.begin_s, span.end_s, top, STEP)
+    for span in lane.steps:
+        for piece in pieces(span, lane.name):
+            style = "own" if piece.name == lane.name else styles.get(piece.name, "rest")
+            y = round(top + STEP * piece.top, 3)
+            rectangle(style, piece.begin_s, piece.end_s, y, STEP * (piece.bottom - piece.top))
+    bands: tuple[tuple[str, tuple[Band, ...], int], ...] = (
+        ("push", lane.pushes, STEP + 1),
+        ("fetch", lane.fetches, STEP + 1 + BAND + 1),
+    )
+    for style, transfers, below in bands:
+        for band in transfers:
+            rectangle(style, max(origin_s, band.begin_s), band.end_s, top + below, BAND)
+    return "".join(f'<path class="{style}" d="{"".join(d)}"/>' for style, d in paths.items())
+
+
+def _data(lane: Lane, origin_s: float) -> dict[str, object]:
+    steps = [
+        [
+            round(span.begin_s - origin_s, 6),
+            round(span.end_s - origin_s, 6),
+            span.step,
+            span.count,
+            round(span.compute_s, 6),
+            [[name, round(seconds, 6)] for name, seconds in span.waited_for],
+        ]
+        for span in lane.steps
+    ]
+    return {"name": lane.name, "steps": steps}

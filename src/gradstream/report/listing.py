@@ -1,0 +1,67 @@
+"""The runs of a folder, with the figures by which one tells them apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from gradstream.errors import ConfigError
+from gradstream.report.figures import Status
+from gradstream.summary import EventDict, summary_of
+
+__all__ = ["RunEntry", "list_runs"]
+
+
+class RunEntry(TypedDict):
+    """One run. What its events do not tell is None."""
+
+    path: Path
+    status: Status
+    strategy: str | None
+    accuracy: float | None
+    loss: float | None
+    samples_per_s: float | None
+    train_s: float | None
+
+
+def list_runs(folder: Path) -> list[RunEntry]:
+    """Every run directory in `folder`, by name, which for runs that were given none is by time.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; runs are kept in runs/ of the folder they were started in"
+        )
+    found = sorted(path.parent for path in folder.glob("*/run.json"))
+    return [_entry(path, list(_events(path / "events.jsonl"))) for path in found]
+
+
+def _events(path: Path) -> Iterator[EventDict]:
+    """Its events; a line that cannot be read, or is being written, is passed over."""
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def _entry(path: Path, events: Sequence[EventDict]) -> RunEntry:
+    figures: dict[str, Any] = summary_of(events)
+    accuracy = [event["accuracy"] for event in events if event["event"] == "evaluated"]
+    finished = any(event["event"] == "finished" for event in events)
+    return RunEntry(
+        path=path,
+        status="failed" if figures["failed"] else "finished" if finished else "unfinished",
+        strategy=figures["strategy"],
+        accuracy=accuracy[-1] if accuracy else None,
+        loss=figures["loss"],
+        samples_per_s=figures["samples_per_s"],
+        train_s=figures["train_s"],
+    )

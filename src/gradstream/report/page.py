@@ -1,0 +1,138 @@
+"""The report of a run: one HTML file that needs nothing else, no network, and no script to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib import resources
+from typing import Any
+
+from gradstream.report import sections
+from gradstream.report.figures import Figures, cost_of, figures_of
+from gradstream.report.lanes import keys, styles_of, timeline_html
+from gradstream.report.reason import Reason, reason_of
+from gradstream.report.timeline import lanes_of
+from gradstream.report.units import time_text, value_text
+from gradstream.summary import EventDict
+
+__all__ = ["Source", "page"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a report is made of.
+
+    Args:
+        events: of the run.
+        title: what the run is called.
+        config: text of its `config.toml`; "" where there is none.
+        info: contents of its `run.json`.
+        price: of one machine for an hour, in any currency; None leaves the cost out.
+    """
+
+    events: Sequence[EventDict]
+    title: str
+    config: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    price: float | None = None
+
+    @property
+    def cores(self) -> int | None:
+        """Of the machine, where the nodes were processes of one."""
+        machine = self.info.get("machine")
+        return None if machine is None or self.info.get("simulated") else machine.get("cores")
+
+
+def page(source: Source) -> str:
+    """The report as HTML."""
+    figures = figures_of(source.events)
+    cores = source.cores if len(figures.hosts) <= 1 else None
+    reason = reason_of(figures, cores, processes=source.info.get("nodes") != "threads")
+    styles = styles_of(figures)
+    timeline = lanes_of(source.events)
+    notes = []
+    if timeline.merged > 1:
+        notes.append(f"Up to {timeline.merged} successive steps are drawn as one, divided in proportion.")
+    if timeline.left_out:
+        notes.append(f"{timeline.left_out} more workers are not shown.")
+    lanes = timeline_html(timeline, styles)
+    parts = [
+        _header(source, figures),
+        _reason(reason),
+        sections.learning(source.events),
+        sections.section(
+            "Timeline",
+            lanes
+            and f'<figure><figcaption>What each worker did when<div class="keys">{keys(figures, styles)}'
+            '<span><i class="push"></i>push under way</span><span><i class="fetch"></i>fetch under way</span>'
+            f"</div></figcaption>{lanes}</figure>"
+            f'<p class="note">{" ".join(notes)}</p>',
+        ),
+        sections.workers(figures, styles),
+        sections.staleness(figures),
+        sections.links(figures),
+        sections.nodes(figures),
+        sections.story(figures),
+        sections.configuration(source.config, source.info),
+    ]
+    style = resources.files("gradstream.report").joinpath("page.css").read_text()
+    script = resources.files("gradstream.report").joinpath("page.js").read_text()
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(source.title)}: gradstream report</title>\n<style>\n{style}</style>\n</head>\n"
+        f"<body>\n<main>\n{''.join(part for part in parts if part)}\n</main>\n<script>\n{script}</script>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _header(source: Source, figures: Figures) -> str:
+    s = figures.summary
+    accuracy = [e["accuracy"] for e in source.events if e["event"] == "evaluated"]
+    state = {
+        "finished": '<span class="good">finished</span>',
+        "failed": '<span class="bad">failed</span>',
+        "unfinished": '<span class="bad">not finished</span>',
+    }[figures.status]
+    facts = [
+        ("time", time_text(figures.seconds)),
+        ("samples/s", s["samples_per_s"] and value_text(s["samples_per_s"])),
+        ("loss, last epoch", s["loss"] is not None and value_text(s["loss"])),
+        ("accuracy", accuracy and accuracy[-1] is not None and f"{accuracy[-1]:.2%}"),
+        ("samples", f"{s['samples']:,}"),
+        ("steps", f"{s['steps']:,}"),
+        ("staleness, mean", s["staleness_mean"] is not None and f"{s['staleness_mean']:.2f}"),
+    ]
+    if source.price is not None:
+        cost, machines = cost_of(figures, source.price)
+        facts.append((f"cost, {machines} machine{'s' if machines > 1 else ''}", f"{cost:,.4g}"))
+    shown = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts if value
+    )
+    what = [
+        source.title,
+        s["strategy"],
+        s["optimizer"],
+        s["workers"] and f"{s['workers']} workers",
+        s["servers"] and f"{s['servers']} shard{'s' if s['servers'] > 1 else ''}",
+        s["num_parameters"] and f"{s['num_parameters']:,} parameters",
+        "simulated, times are virtual" if source.info.get("simulated") else None,
+    ]
+    failed = s["failed"]
+    said = f'<p class="bad">{escape(failed["culprit"])}: {escape(failed["message"])}</p>' if failed else ""
+    return (
+        f"<header><h1>{escape(source.info.get('name') or source.title)}</h1>"
+        f'<p class="quiet">{state} · {escape(" · ".join(str(one) for one in what if one))}</p>{said}'
+        f'<dl class="facts">{shown}</dl></header>'
+    )
+
+
+def _reason(reason: Reason) -> str:
+    remedy = f"<p>{escape(reason.remedy)}</p>" if reason.remedy else ""
+    return (
+        f'<section class="reason" aria-label="Why is it slow?"><p><strong>Why is it slow?</strong> '
+        f"{escape(reason.text)}</p>{remedy}</section>"
+    )

@@ -1,0 +1,300 @@
+"""The sections of a report, each from figures to HTML; "" where a run has nothing to say about it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from gradstream.report import curves
+from gradstream.report.charts import Curve, histogram, line_chart, shares, sparkline
+from gradstream.report.figures import Figures, LinkFigures, WorkerFigures
+from gradstream.report.lanes import Styles
+from gradstream.report.units import count_text, size_text, time_text
+from gradstream.summary import EventDict
+
+__all__ = [
+    "configuration",
+    "learning",
+    "links",
+    "nodes",
+    "section",
+    "staleness",
+    "story",
+    "workers",
+]
+
+TOGETHER_S = 0.1
+"""Who joins so soon was there from the begin."""
+MAX_CELLS = 64
+"""Of a table of workers by shards; beyond, each side is shown by itself."""
+
+
+def section(title: str, body: str) -> str:
+    """A heading and what is under it."""
+    return f"<section><h2>{escape(title)}</h2>{body}</section>\n" if body else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
+    """A head that begins with ">" is that of figures, to the right. Cells are HTML."""
+    right = [name.startswith(">") for name in head]
+    names = "".join(
+        f'<th scope="col"{" class=n" if to_right else ""}>{escape(name.removeprefix(">"))}</th>'
+        for name, to_right in zip(head, right, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{' class=n' if r else ''}>{c}</td>" for c, r in zip(row, right, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    said = f'<p class="note">{escape(caption)}</p>' if caption else ""
+    return (
+        f'{said}<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _figure(chart: str, caption: str, named: Sequence[Curve] = ()) -> str:
+    if not chart:
+        return ""
+    entries = "".join(f'<span><i class="{curve.style}"></i>{escape(curve.name)}</span>' for curve in named)
+    legend = f'<div class="keys">{entries}</div>' if len(named) > 1 else ""
+    return f"<figure><figcaption>{escape(caption)}{legend}</figcaption>{chart}</figure>"
+
+
+# ---- learning ---------------------------------------------------------------------------
+
+
+def learning(events: Sequence[EventDict]) -> str:
+    """Loss, accuracy and own metrics over samples and over time, and the rate."""
+    training, held_out = curves.loss(events), curves.evaluated(events, "loss")
+    metrics = {name for e in events if e["event"] == "evaluated" for name in (e.get("metrics") or {})}
+    figures = _over_both("loss", [("training", training, False), ("held out", held_out, True)])
+    for name in ("accuracy", *sorted(metrics)):
+        figures += _over_both(name, [("held out", curves.evaluated(events, name), True)])
+    rate = [Curve("all workers", curves.throughput(events), "c2")]
+    figures += _figure(
+        line_chart(
+            rate,
+            title="Throughput over time",
+            x_label="time",
+            x_text=time_text,
+            y_text=count_text,
+            from_zero=True,
+        ),
+        "samples a second over time",
+    )
+    if not figures:
+        return ""
+    note = (
+        ""
+        if held_out or curves.evaluated(events, "accuracy")
+        else ('<p class="note">No evaluation on held-out samples on the way.</p>')
+    )
+    return section("Learning", f'<div class="charts">{figures}</div>{note}')
+
+
+def _over_both(name: str, drawn: Sequence[tuple[str, Sequence[curves.Point], bool]]) -> str:
+    figures = ""
+    for axis in ("samples", "time"):
+        lines = [
+            Curve(
+                what,
+                [(p.samples if axis == "samples" else p.time_s, p.value) for p in points],
+                f"c{index}",
+                dots,
+            )
+            for index, (what, points, dots) in enumerate(drawn)
+            if points
+        ]
+        chart = line_chart(
+            lines,
+            title=f"{name} over {axis}",
+            x_label=axis,
+            x_text=count_text if axis == "samples" else time_text,
+            may_log=name == "loss",
+        )
+        figures += _figure(chart, f"{name} over {axis}", lines)
+    return figures
+
+
+# ---- workers ----------------------------------------------------------------------------
+
+
+def workers(figures: Figures, styles: Styles) -> str:
+    """Where each worker's time went."""
+    rows, seconds = [], figures.seconds or 1.0
+    for worker in figures.workers:
+        per_sample = worker.compute_s_per_sample
+        rows.append(
+            [
+                escape(worker.name),
+                f"{worker.steps:,}",
+                f"{worker.samples:,}",
+                time_text(per_sample) if per_sample is not None else "",
+                shares(_parts(worker, styles), title=f"Where the time of {worker.name} went"),
+                f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
+                f"{max(0.0, 1 - worker.total_s / seconds):.0%}",
+                escape(_waits(worker)),
+                "" if worker.push_s is None else time_text(worker.push_s),
+                "" if worker.fetch_s is None else time_text(worker.fetch_s),
+            ]
+        )
+    head = ["worker", ">steps", ">samples", ">per sample", "its steps", ">computing", ">idle", "waited for"]
+    return section("Workers", _table([*head, ">a push", ">a fetch"], rows) if rows else "")
+
+
+def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]]:
+    total = worker.total_s or 1.0
+    rest = max(0.0, worker.wait_s - math.fsum(worker.waited_for.values()))
+    parts = [("compute", worker.compute_s / total, "gradients")]
+    for name, seconds in worker.waited_for.items():
+        own = name == worker.name
+        what = "own sums and local steps" if own else f"waiting for {name}"
+        parts.append(("own" if own else styles.get(name, "rest"), seconds / total, what))
+    return [*parts, ("rest", rest / total, "waiting, nobody named")]
+
+
+def _waits(worker: WorkerFigures) -> str:
+    """The three that it waited for longest."""
+    named = [
+        (name, seconds / worker.total_s) for name, seconds in worker.waited_for.items() if name != worker.name
+    ]
+    return ", ".join(f"{name} {share:.0%}" for name, share in named[:3] if share >= 0.005)
+
+
+# ---- staleness and links ----------------------------------------------------------------
+
+
+def staleness(figures: Figures) -> str:
+    """Histograms by worker and shard: how many updates a chunk had seen since the gradient's version."""
+    if not any(link.staleness for link in figures.links):
+        return ""
+    if all(tau == 0 for link in figures.links for tau in link.staleness):
+        return section("Staleness", "<p>None: each update was of the version that it was computed on.</p>")
+    cells = {(link.worker, link.shard): link.staleness for link in figures.links}
+    names, shards = _sides(figures.links)
+    if len(cells) > MAX_CELLS:
+        rows = [[escape(name), _stale(_sum(figures.links, worker=name), name)] for name in names]
+        rows += [[escape(name), _stale(_sum(figures.links, shard=name), name)] for name in shards]
+        return section("Staleness", _table(["by worker, then by shard", "chunks by staleness"], rows))
+    rows = [
+        [escape(name), *(_stale(cells.get((name, shard), {}), f"{name} at {shard}") for shard in shards)]
+        for name in names
+    ]
+    about = (
+        "Updates that a chunk had seen since the version a gradient was computed on; "
+        "bars count chunks, from 0 on."
+    )
+    return section("Staleness", _table(["pushed by", *(f"at {shard}" for shard in shards)], rows, about))
+
+
+def _sides(links: Sequence[LinkFigures]) -> tuple[list[str], list[str]]:
+    return list(dict.fromkeys(e.worker for e in links)), list(dict.fromkeys(e.shard for e in links))
+
+
+def _sum(links: Iterable[LinkFigures], *, worker: str = "", shard: str = "") -> Mapping[int, int]:
+    total: Counter[int] = Counter()
+    for link in links:
+        if worker in ("", link.worker) and shard in ("", link.shard):
+            total.update(link.staleness)
+    return total
+
+
+def _stale(counts: Mapping[int, int], title: str) -> str:
+    chunks = sum(counts.values())
+    if not chunks:
+        return ""
+    mean = sum(tau * count for tau, count in counts.items()) / chunks
+    said = f"mean {mean:.2f}, largest {max(counts)}"
+    return f'{histogram(counts, title=f"Staleness, {title}: {said}")}<span class="quiet">{said}</span>'
+
+
+def links(figures: Figures) -> str:
+    """Bytes up and down between workers and shards."""
+    seconds = figures.seconds or 1.0
+    names, shards = _sides(figures.links)
+    if len(names) * len(shards) > MAX_CELLS:
+        sums = [(name, "all", [e for e in figures.links if e.worker == name]) for name in names]
+        sums += [("all", name, [e for e in figures.links if e.shard == name]) for name in shards]
+    else:
+        sums = [(link.worker, link.shard, [link]) for link in figures.links]
+    rows = []
+    for worker, shard, some in sums:
+        up, down = sum(e.pushed_bytes for e in some), sum(e.fetched_bytes for e in some)
+        rate = (up / seconds, down / seconds)
+        rows.append(
+            [
+                escape(worker),
+                escape(shard),
+                size_text(up),
+                size_text(down),
+                *(f"{size_text(r)}/s" for r in rate),
+            ]
+        )
+    head = ["worker", "shard", ">up (pushed)", ">down (fetched)", ">mean up", ">mean down"]
+    return section("Links", _table(head, rows) if rows else "")
+
+
+# ---- nodes ------------------------------------------------------------------------------
+
+
+def nodes(figures: Figures) -> str:
+    """CPU and memory of each process, and when it came and went."""
+    rows = []
+    for node in figures.nodes:
+        cores = max((value for _, value in node.cpu), default=0.0)
+        left = _when(node.left_s)
+        rows.append(
+            [
+                escape(node.name),
+                escape(node.host),
+                _when(node.joined_s),
+                f'<span class="bad">lost, {left}</span>' if node.lost else left,
+                time_text(node.cpu_s),
+                sparkline(node.cpu, title=f"Cores in use by {node.name}, largest {cores:.2f}", style="c0"),
+                f"{cores:.2f}" if node.cpu else "",
+                sparkline(node.memory, title=f"Memory of {node.name} over time", style="c3"),
+                size_text(node.peak_bytes) if node.peak_bytes else "",
+            ]
+        )
+    head = ["node", "host", ">joined", ">left", ">CPU", "cores in use", ">most", "own memory", ">peak"]
+    about = "Curves go over the time of the run, from 0 up to the largest value, which stands beside them."
+    return section("Nodes", _table(head, rows, about) if rows else "")
+
+
+def story(figures: Figures) -> str:
+    """Who joined late, left, was lost or failed."""
+    begin_s = max(figures.begin_s, TOGETHER_S)
+    late = [one for one in figures.story if one.what == "joined" and one.time_s > begin_s]
+    told = [*late, *(one for one in figures.story if one.what not in ("joined", "left"))]
+    together = [one.text for one in figures.story if one.what == "joined" and one.time_s <= begin_s]
+    rows = [["0 s", "joined", escape(_few(together))]] if together else []
+    for one in sorted(told, key=lambda moment: moment.time_s):
+        bad = one.what in ("lost", "failed")
+        what = f'<span class="bad">{one.what}</span>' if bad else one.what
+        rows.append([_when(one.time_s), what, escape(one.text)])
+    return section("What happened", _table([">when", "what", "who"], rows) if rows else "")
+
+
+def _when(time_s: float | None) -> str:
+    return "" if time_s is None else time_text(round(time_s, 3))
+
+
+def _few(names: Sequence[str], most: int = 12) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def configuration(config: str, info: Mapping[str, Any]) -> str:
+    """What was asked for, and the machine it ran on."""
+    parts = ""
+    if config:
+        parts += f"<details open><summary>config.toml</summary><pre>{escape(config)}</pre></details>"
+    if info:
+        text = json.dumps(info, indent=2, ensure_ascii=False)
+        parts += f"<details open><summary>Machine and versions</summary><pre>{escape(text)}</pre></details>"
+    return section("Configuration", parts)

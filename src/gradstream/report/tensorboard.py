@@ -1,0 +1,226 @@
+"""A run as TensorBoard event files, written without TensorBoard and without TensorFlow.
+
+A file is a sequence of records, each framed as
+
+    length: uint64 | masked crc32c of length: uint32 | data | masked crc32c of data: uint32
+
+in little-endian, where masked(c) = ((c >> 15) | (c << 17)) + 0xa282ead8 mod 2³². The data of a record
+is a protobuf message `tensorflow.Event`, of which three fields are needed: wall_time = 1 (double),
+step = 2 (int64), and either file_version = 3 (string) or summary = 5, {value = 1: {tag = 1 (string),
+simple_value = 2 (float)}}. `step` is the number of samples that all workers have gone through.
+
+References: TensorFlow's record_writer.cc and event.proto; RFC 3720 for crc32c.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from gradstream.summary import EventDict
+
+__all__ = ["EventFile", "Scalar", "Scalars", "crc32c", "write_run"]
+
+EVERY_S = 0.25
+"""Loss and rate are means over so much of a run's time: a file of a point per minibatch is of no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A point of a curve: after so many samples, `time_s` after the begin of training."""
+
+    tag: str
+    value: float
+    samples: int
+    time_s: float
+
+
+class Scalars:
+    """Turns a run's events into points, one event at a time.
+
+    Tags: loss/train, loss/val, accuracy/val, metrics/<name>, perf/samples_per_second,
+    system/cpu_cores/<node>, system/memory_bytes/<node>.
+    """
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s = every_s
+        self._samples = 0
+        self._since_s = 0.0
+        self._gathered = 0  # samples since then
+        self._losses: list[tuple[int, float]] = []  # (samples, loss) since then
+        self._cpu: dict[str, tuple[float, float]] = {}  # node -> (time_s, CPU seconds)
+
+    def update(self, event: EventDict) -> list[Scalar]:
+        """The points that this event completes."""
+        now_s = event["time_s"]
+        match event["event"]:
+            case "step":
+                return self._step(event, now_s)
+            case "evaluated":
+                named = {f"{key}/val": event.get(key) for key in ("loss", "accuracy")}
+                named |= {f"metrics/{key}": value for key, value in (event.get("metrics") or {}).items()}
+                return self._points(named, now_s, event["samples"])
+            case "cpu":
+                return self._cores(event, now_s)
+            case "memory":
+                size_bytes = event.get("own_bytes") or event["peak_own_bytes"]
+                return self._points({f"system/memory_bytes/{event['node']}": size_bytes}, now_s)
+            case "finished" | "failed":
+                return self._take(max(now_s, self._since_s))
+        return []
+
+    def _points(
+        self, named: Mapping[str, float | None], now_s: float, samples: int | None = None
+    ) -> list[Scalar]:
+        at = self._samples if samples is None else samples
+        return [Scalar(tag, float(value), at, now_s) for tag, value in named.items() if value is not None]
+
+    def _step(self, event: EventDict, now_s: float) -> list[Scalar]:
+        if not self._samples:
+            self._since_s = max(0.0, now_s - event["compute_s"] - event["wait_s"])
+        self._samples += event["samples"]
+        self._gathered += event["samples"]
+        if event["loss"] is not None and event["samples"]:
+            self._losses.append((event["samples"], event["loss"]))
+        return self._take(now_s) if now_s - self._since_s >= self._every_s else []
+
+    def _take(self, now_s: float) -> list[Scalar]:
+        weight = sum(samples for samples, _ in self._losses)
+        passed_s = now_s - self._since_s
+        rate = self._gathered / passed_s if self._gathered and passed_s > 0 else None
+        loss = sum(samples * loss for samples, loss in self._losses) / weight if weight else None
+        self._since_s, self._gathered, self._losses = now_s, 0, []
+        return self._points({"loss/train": loss, "perf/samples_per_second": rate}, now_s)
+
+    def _cores(self, event: EventDict, now_s: float) -> list[Scalar]:
+        used_s = event["user_s"] + event["system_s"]
+        then_s, before_s = self._cpu.get(event["node"], (now_s, used_s))
+        self._cpu[event["node"]] = (now_s, used_s)
+        if now_s <= then_s:
+            return []
+        return self._points(
+            {f"system/cpu_cores/{event['node']}": (used_s - before_s) / (now_s - then_s)}, now_s
+        )
+
+
+class EventFile:
+    """One file of events; a context manager.
+
+    Args:
+        folder: made if it is not there.
+        began_unix_s: when training began, in seconds since 1970: the wall time of `time_s` 0.
+        name: ends the file's name; a host or a run.
+
+    Raises:
+        OSError: the file cannot be made or written. What was written before stays readable.
+    """
+
+    def __init__(self, folder: Path, began_unix_s: float, name: str = "gradstream") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"events.out.tfevents.{int(began_unix_s)}.{name}"
+        self._began_unix_s = began_unix_s
+        self._file: BinaryIO = open(self.path, "wb")  # noqa: SIM115  # closed by `close`
+        self._write(_double(1, began_unix_s) + _bytes(3, b"brain.Event:2"))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def add(self, points: Iterable[Scalar]) -> None:
+        """Writes points; readers see them after `flush`."""
+        for point in points:
+            value = _bytes(1, point.tag.encode()) + _float(2, point.value)
+            event = _double(1, self._began_unix_s + point.time_s) + _varint_field(2, point.samples)
+            self._write(event + _bytes(5, _bytes(1, value)))
+
+    def flush(self) -> None:
+        """Hands what was written to the system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file. Closing twice is closing once."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked(length) + data + _masked(data))
+
+
+def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path) -> Path:
+    """Writes the events of a whole run, and returns the file.
+
+    Args:
+        events: of the run.
+        info: contents of its `run.json`, which says when it began.
+        folder: where to; TensorBoard takes each folder for a run.
+    """
+    scalars = Scalars()
+    with EventFile(folder, float(info.get("began_unix_s", 0.0)), str(info.get("name", "run"))) as file:
+        for event in sorted(events, key=lambda event: event["time_s"]):
+            file.add(scalars.update(event))
+    return file.path
+
+
+# ---- protobuf, as much as is needed -----------------------------------------------------
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _double(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 1) + struct.pack("<d", value)
+
+
+def _bytes(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _float(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 5) + struct.pack("<f", value)
+
+
+# ---- checksums --------------------------------------------------------------------------
+
+
+def _table() -> list[int]:
+    """CRC of each byte, by Castagnoli's polynomial, reflected."""
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        table.append(crc)
+    return table
+
+
+_CRC = _table()
+
+
+def crc32c(data: bytes) -> int:
+    """Castagnoli's CRC of 32 bits, RFC 3720."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def _masked(data: bytes) -> bytes:
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

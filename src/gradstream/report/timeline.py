@@ -1,0 +1,188 @@
+"""What each worker did when, as rectangles: computing, waiting (for whom), pushing, fetching.
+
+A step is drawn as it was: its gradient where it was computed, waits around it. (How long it waited
+for whom is known, in which order only from what a step looks like: own sums come after the gradient,
+answers to a fetch before it.) Where there are more steps than a page can hold, successive ones are
+drawn as one, whose height is divided in proportion.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from gradstream.summary import EventDict, begin_s
+
+__all__ = ["MAX_STEPS", "Band", "Lane", "Piece", "StepSpan", "Timeline", "lanes_of", "pieces"]
+
+MAX_STEPS = 12_000
+"""Drawn one by one, over all workers."""
+MAX_LANES = 64
+REST = ""
+"""Waiting that is due to nobody: the name of its band."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a step: from when to when, what part of the height (0 is the top), and for whom.
+
+    `name` is the node that was waited for, or REST.
+    """
+
+    begin_s: float
+    end_s: float
+    top: float
+    bottom: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpan:
+    """A step, or several successive ones drawn as one: `count` of them, from number `step` on."""
+
+    step: int
+    count: int
+    begin_s: float
+    end_s: float
+    compute_at_s: float
+    compute_s: float
+    waited_for: tuple[tuple[str, float], ...]
+
+    @property
+    def wait_s(self) -> float:
+        """What is not computing."""
+        return max(0.0, self.end_s - self.begin_s - self.compute_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A push or a fetch."""
+
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A worker's time."""
+
+    name: str
+    steps: tuple[StepSpan, ...]
+    pushes: tuple[Band, ...]
+    fetches: tuple[Band, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What all workers did when.
+
+    Args:
+        begin_s, end_s: the time shown.
+        lanes: by rank.
+        merged: how many steps are drawn as one, at most.
+        left_out: workers that are not shown.
+    """
+
+    begin_s: float
+    end_s: float
+    lanes: tuple[Lane, ...]
+    merged: int
+    left_out: int
+
+
+def lanes_of(
+    events: Iterable[EventDict], *, max_steps: int = MAX_STEPS, max_lanes: int = MAX_LANES
+) -> Timeline:
+    """The timeline of a run's workers.
+
+    Args:
+        events: of the run.
+        max_steps: how many rectangles of steps there may be.
+        max_lanes: how many workers; those of the lowest ranks.
+    """
+    steps: defaultdict[int, list[EventDict]] = defaultdict(list)
+    bands: defaultdict[tuple[int, str], list[Band]] = defaultdict(list)
+    for event in events:
+        if event["event"] == "step":
+            steps[event["rank"]].append(event)
+        elif event["event"] == "transfer":
+            span = Band(event["time_s"] - event["seconds"], event["time_s"])
+            bands[event["rank"], event["kind"]].append(span)
+    shown = sorted(steps)[:max_lanes]
+    every = [step for rank in shown for step in steps[rank]]
+    merged = max(1, math.ceil(len(every) / max_steps))
+    lanes = [
+        Lane(
+            steps[rank][0]["node"],
+            tuple(_merge(steps[rank], merged)),
+            tuple(_fewer(bands[rank, "push"], merged)),
+            tuple(_fewer(bands[rank, "fetch"], merged)),
+        )
+        for rank in shown
+    ]
+    end_s = max((step["time_s"] for step in every), default=0.0)
+    return Timeline(begin_s(every), end_s, tuple(lanes), merged, len(steps) - len(shown))
+
+
+def _merge(steps: Sequence[EventDict], size: int) -> Iterator[StepSpan]:
+    for first in range(0, len(steps), size):
+        part = steps[first : first + size]
+        waited: Counter[str] = Counter()
+        for step in part:
+            waited.update(step.get("waited_for", {}))
+        begin = part[0]["time_s"] - part[0]["compute_s"] - part[0]["wait_s"]
+        yield StepSpan(
+            step=part[0]["step"],
+            count=len(part),
+            begin_s=begin,
+            end_s=part[-1]["time_s"],
+            compute_at_s=begin + part[0].get("compute_at_s", 0.0),
+            compute_s=math.fsum(step["compute_s"] for step in part),
+            waited_for=tuple(waited.most_common()),
+        )
+
+
+def _fewer(bands: Sequence[Band], size: int) -> Iterator[Band]:
+    """Successive ones as one, where there are too many to draw."""
+    for first in range(0, len(bands), size):
+        part = bands[first : first + size]
+        yield Band(part[0].begin_s, max(band.end_s for band in part))
+
+
+def pieces(span: StepSpan, me: str) -> list[Piece]:
+    """The waits of a step of the worker `me`. What they leave free of the step is computing."""
+    rest_s = max(0.0, span.wait_s - sum(seconds for _, seconds in span.waited_for))
+    named = [pair for pair in (*span.waited_for, (REST, rest_s)) if pair[1] > 0]
+    if span.count > 1:
+        length_s = span.end_s - span.begin_s
+        if length_s <= 0:
+            return []
+        edges = list(itertools.accumulate((seconds / length_s for _, seconds in named), initial=0.0))
+        return [
+            Piece(span.begin_s, span.end_s, top, min(1.0, bottom), name)
+            for (name, _), top, bottom in zip(named, edges, edges[1:], strict=False)
+        ]
+    gaps = [(span.begin_s, span.compute_at_s), (span.compute_at_s + span.compute_s, span.end_s)]
+    own = [pair for pair in named if pair[0] == me]
+    others = [pair for pair in named if pair[0] != me]
+    return [
+        *_fill(gaps[1:], own),
+        *_fill([gaps[0], (gaps[1][0] + sum(s for _, s in own), gaps[1][1])], others),
+    ]
+
+
+def _fill(gaps: Sequence[tuple[float, float]], named: Sequence[tuple[str, float]]) -> Iterator[Piece]:
+    """Fills gaps with waits, one after the other."""
+    left = [pair for pair in gaps if pair[0] < pair[1]]
+    for name, needed_s in named:
+        while needed_s > 0 and left:
+            begin, end = left[0]
+            taken_s = min(needed_s, end - begin)
+            yield Piece(begin, begin + taken_s, 0.0, 1.0, name)
+            needed_s -= taken_s
+            left[0] = (begin + taken_s, end)
+            if left[0][0] >= end:
+                left.pop(0)

@@ -1,0 +1,135 @@
+"""A run as a Chrome trace: a JSON file that Perfetto (ui.perfetto.dev) and chrome://tracing load.
+
+Each node is a process. A worker has the tracks compute, wait (named by whom it waits for), push and
+fetch; a shard the track apply, where each slice is the arithmetic that it did since its report before.
+CPU and memory are counters. Times are microseconds since the begin of training.
+
+Reference: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from gradstream.report.figures import figures_of
+from gradstream.report.timeline import REST, StepSpan, lanes_of, pieces
+from gradstream.summary import EventDict
+
+__all__ = ["trace_events", "trace_json"]
+
+TRACKS = ("compute", "wait", "push", "fetch", "apply")
+EVERY = 1 << 62
+"""As many steps as there are: a trace viewer copes with any number."""
+
+Slice = dict[str, Any]
+
+
+def trace_json(events: Sequence[EventDict]) -> str:
+    """The whole file."""
+    lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in trace_events(events))
+    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+
+
+def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
+    """The records of the file: metadata, slices, counters, instants."""
+    figures = figures_of(events)
+    pids = {node.name: pid for pid, node in enumerate(figures.nodes, start=1)}
+    for name, pid in pids.items():
+        yield _named("process_name", pid, 0, name)
+        role = name.partition("-")[0]
+        tracks = {"worker": TRACKS[:4], "shard": TRACKS[4:]}.get(role, ())
+        for track in tracks:
+            yield _named("thread_name", pid, TRACKS.index(track), track)
+    yield from _steps(events, pids)
+    yield from _transfers(events, pids)
+    yield from _applies(events, pids)
+    for node in figures.nodes:
+        for what, series in (("cores in use", node.cpu), ("own memory, bytes", node.memory)):
+            for time_s, value in series:
+                yield {
+                    "ph": "C",
+                    "name": what,
+                    "pid": pids[node.name],
+                    "ts": _us(time_s),
+                    "args": {"": value},
+                }
+    for moment in figures.story:
+        text = f"{moment.what}: {moment.text}"
+        yield {"ph": "i", "s": "g", "name": text, "pid": 0, "tid": 0, "ts": _us(moment.time_s)}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> Slice:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _slice(pid: int, track: str, name: str, begin_s: float, end_s: float, **args: Any) -> Slice:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": track,
+        "pid": pid,
+        "tid": TRACKS.index(track),
+        "ts": _us(begin_s),
+        "dur": _us(end_s - begin_s),
+        "args": args,
+    }
+
+
+def _steps(events: Sequence[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+    timeline = lanes_of(events, max_steps=EVERY, max_lanes=EVERY)
+    for lane in timeline.lanes:
+        pid = pids.setdefault(lane.name, len(pids) + 1)
+        for span in lane.steps:
+            yield from _step(span, lane.name, pid)
+
+
+def _step(span: StepSpan, me: str, pid: int) -> Iterator[Slice]:
+    if span.compute_s > 0:
+        end_s = span.compute_at_s + span.compute_s
+        yield _slice(pid, "compute", "gradient", span.compute_at_s, end_s, step=span.step)
+    for piece in pieces(span, me):
+        if piece.name == me:
+            yield _slice(pid, "compute", "sums and local step", piece.begin_s, piece.end_s, step=span.step)
+        else:
+            name = "waiting" if piece.name == REST else f"waiting for {piece.name}"
+            yield _slice(pid, "wait", name, piece.begin_s, piece.end_s, step=span.step)
+
+
+def _transfers(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+    for event in events:
+        if event["event"] == "transfer":
+            pid = pids.setdefault(event["node"], len(pids) + 1)
+            begin_s, end_s = event["time_s"] - event["seconds"], event["time_s"]
+            yield _slice(pid, event["kind"], event["kind"], begin_s, end_s, bytes=event["size_bytes"])
+
+
+def _applies(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+    """What a shard has applied between two reports, as one slice at its begin."""
+    since_s: dict[str, float] = {}
+    done_s: dict[str, float] = {}
+    updates: dict[str, int] = {}
+    for event in events:
+        node = event["node"]
+        if event["event"] == "applied":
+            updates[node] = event["updates"]
+        elif event["event"] == "cpu" and node in updates:
+            total_s = event["compute_s"].get("apply", 0.0)
+            begin_s, spent_s = since_s.get(node, 0.0), total_s - done_s.get(node, 0.0)
+            count = updates.pop(node)
+            if spent_s > 0:
+                pid = pids.setdefault(node, len(pids) + 1)
+                yield _slice(
+                    pid,
+                    "apply",
+                    f"{count} chunk updates",
+                    begin_s,
+                    begin_s + spent_s,
+                    until_s=event["time_s"],
+                )
+            since_s[node], done_s[node] = event["time_s"], total_s
