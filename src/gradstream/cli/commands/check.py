@@ -19,7 +19,9 @@ def check(strategy: str, as_json: bool) -> None:
 
     Some hundred small runs on virtual time; takes seconds. Exit status 1 if a law is broken.
 
-    Example: gradstream check mine.py:Mine
+    \b
+    Examples:
+      gradstream check mine.py:Mine
     """
     from gradstream.testing import BrokenLawsError, check_strategy
 
