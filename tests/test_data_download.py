@@ -275,6 +275,19 @@ def test_a_disk_that_fills_up(site: Site, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
+def test_ctrl_c_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        download(RemoteFile(site.url, LENGTH, sha256(CONTENT)), tmp_path / "file", on_progress=interrupt)
+    kept = (tmp_path / "file.part").stat().st_size
+    assert 0 < kept < LENGTH
+    site.get(tmp_path / "file")
+    assert site.faults.asked == ["", f"bytes={kept}-"]
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
 def test_what_is_asked_for() -> None:
     assert "Range" not in range_headers(Part())
     assert range_headers(Part(5, '"tag"')).items() >= {"Range": "bytes=5-", "If-Range": '"tag"'}.items()

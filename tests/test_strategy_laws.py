@@ -64,6 +64,14 @@ class Undecorated(gs.Downpour):
     """Its fields are its parent's."""
 
 
+def hidden() -> Strategy:
+    @dataclass(frozen=True)
+    class Hidden(gs.Downpour):
+        """Nobody finds it in here."""
+
+    return Hidden()
+
+
 @dataclass(frozen=True, slots=True)
 class Factor(Immediate):
     factor: float
@@ -255,6 +263,7 @@ PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
     (strategy_laws.travels, Pair(), r"come out of JSON as .*\[1, 2\]"),
     (strategy_laws.travels, Bag(), "do not survive JSON"),
     (strategy_laws.travels, Undecorated(), "is no frozen dataclass"),
+    (strategy_laws.travels, hidden(), "other processes do not find it"),
     (strategy_laws.plain, Halved(), r"none of 1 settings .* away from it"),
     (strategy_laws.plain, MeansOnly(), r"none of 2 settings .* away from it"),
     (strategy_laws.converges, Uphill(), r"the loss goes from 12.*; expected below"),

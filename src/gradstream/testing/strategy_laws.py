@@ -18,10 +18,10 @@ import numpy as np
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.plan import epoch_order
-from gradstream.errors import PeerLostError
+from gradstream.errors import ConfigError, PeerLostError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
-from gradstream.registry import describe
+from gradstream.registry import describe, find_strategy
 from gradstream.run import Run
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, least_squares, token_counts
@@ -69,11 +69,27 @@ def travels(strategy: Strategy) -> str:
         raise BrokenLawError(f"its options {fields} do not survive JSON: {error}") from error
     if again != strategy:
         raise BrokenLawError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
+    _check_place(strategy)
     if getattr(strategy, "cut", None) not in ("rounds", "partitions"):
         raise BrokenLawError(f"cut is {getattr(strategy, 'cut', None)!r}; expected 'rounds' or 'partitions'")
     if not isinstance(getattr(strategy, "survives_worker_loss", None), bool):
         raise BrokenLawError("survives_worker_loss is not set: expected True or False")
     return f"{len(fields)} options, cut in {strategy.cut}"
+
+
+def _check_place(strategy: Strategy) -> None:
+    """Raises unless other processes find the class by its place. One of the job file itself has none."""
+    described = describe(strategy)
+    if not described["class"]:
+        return
+    try:
+        found = find_strategy(described["class"], described["fields"])
+    except ConfigError as error:
+        raise BrokenLawError(
+            f"other processes do not find it: {error}; define it at the top of a file"
+        ) from error
+    if found != strategy:
+        raise BrokenLawError(f"other processes find {found!r} at {described['class']}")
 
 
 # ---- arithmetic -----------------------------------------------------------------------------
