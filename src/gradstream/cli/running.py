@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from gradstream.config import Job
     from gradstream.run import Run
     from gradstream.summary import EventDict
 
-__all__ = ["OnEvent", "run_and_show"]
+__all__ = ["OnEvent", "run_and_show", "show_dry_run"]
 
 OnEvent = Callable[["EventDict"], None]
 
@@ -28,3 +29,28 @@ def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
         click.echo(json_text(run, evaluation))
     else:
         show(run, evaluation)
+
+
+def show_dry_run(job: Job, as_json: bool) -> None:
+    """Checks a job by running a little of it, and prints what was found.
+
+    Raises:
+        PreflightError: a check failed. The findings have been printed.
+    """
+    import dataclasses
+    import json
+
+    from gradstream.cli.report import print_rows
+    from gradstream.errors import PreflightError
+    from gradstream.preflight import dry_run
+
+    findings = dry_run(job)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+    else:
+        print_rows([(one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.detail}") for one in findings])
+    last = findings[-1]
+    if not last.ok:
+        if last.trace:
+            click.echo(f"\n{last.trace.rstrip()}", err=True)
+        raise PreflightError(f"the dry run failed at: {last.name}")

@@ -67,7 +67,7 @@ def to_toml(job: Job, entries: Iterable[Entry]) -> str:
     """The entries as TOML, the origin of each as a comment. It can be given to --config."""
     lines = [
         f"# job: {job.spec or 'not in a file'}",
-        f"# data: {job.data.name}, {job.data.num_samples} samples",
+        f"# data: {job.data.name}, {job.data.num_samples or 'an unknown number of'} samples",
     ]
     table = ""
     for entry in sorted(entries, key=lambda one: "." in one.key):

@@ -8,7 +8,7 @@ import click
 
 from gradstream.cli.machines import listen_options, listening_of
 from gradstream.cli.options import job_options, load_job_with
-from gradstream.cli.running import run_and_show
+from gradstream.cli.running import run_and_show, show_dry_run
 
 __all__ = ["train"]
 
@@ -16,17 +16,23 @@ __all__ = ["train"]
 @click.command()
 @job_options
 @listen_options
-def train(job: str, as_json: bool, **given: Any) -> None:
+@click.option("--dry-run", is_flag=True, help="Try a few minibatches of it, and say what it will need.")
+def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     """Trains with worker and server processes, on this machine or on several.
 
     With --listen it prints the line that joins another machine, and begins when N are there.
     --workers always means the workers of all machines together.
+
+    With --dry-run nothing is kept: it builds the model, looks at memory and disk, pushes, fetches,
+    keeps parameters and evaluates once with real processes on this machine, and exits 0, or 3 if
+    something will not do.
 
     Progress goes to stderr, figures to stdout.
 
     \b
     Examples:
       gradstream train JOB.py
+      gradstream train JOB.py --dry-run
       gradstream train JOB.py --strategy downpour --set push_every=10 --workers 4
       gradstream train JOB.py --listen 10.0.0.1 --wait 4
       gradstream train JOB.py --config slow-network.toml --json > figures.json
@@ -36,4 +42,7 @@ def train(job: str, as_json: bool, **given: Any) -> None:
     names = ("listen", "wait", "workers_per_machine", "wait_s", "insecure", "token_file")
     listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
     chosen = load_job_with(job, **given)
+    if dry_run:
+        show_dry_run(chosen, as_json)
+        return
     run_and_show(lambda on_event: run_job(chosen, on_event=on_event, listen=listening), as_json)

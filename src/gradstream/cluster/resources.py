@@ -1,0 +1,63 @@
+"""What this machine has free: memory and disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+__all__ = ["free_disk_bytes", "free_memory_bytes"]
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None = None) -> int | None:
+    """Memory that new processes can have without swapping; None where the system does not tell.
+
+    The least of what the machine has available and what the limits of this process's control group leave.
+    """
+    found = [_available(meminfo), *_left_in_groups(group or _own_group())]
+    known = [size for size in found if size is not None]
+    return min(known, default=None)
+
+
+def free_disk_bytes(folder: Path) -> int:
+    """Bytes that can be written into a folder, or into the nearest one above it that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _available(meminfo: Path) -> int | None:
+    fields = _fields(meminfo)
+    return 1024 * fields["MemAvailable:"] if "MemAvailable:" in fields else None
+
+
+def _own_group() -> Path:
+    """The folder of this process's control group (version 2)."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return CGROUPS
+    return CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+
+
+def _left_in_groups(group: Path) -> list[int]:
+    """What each limit on the way from a control group to the root leaves. Cached files count as free."""
+    left = []
+    for folder in (group, *group.parents):
+        try:
+            limit = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+        except (OSError, ValueError):  # none here, or "max"
+            continue
+        left.append(max(0, limit - used + _fields(folder / "memory.stat").get("inactive_file", 0)))
+    return left
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of the form "name number …"."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
