@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 import gradstream
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
@@ -16,10 +16,11 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import groups_of
-from gradstream.registry import find_dataset, find_optimizer, find_strategy
+from gradstream.registry import find_dataset, find_function, find_optimizer, find_strategy, place_of
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
 from gradstream.strategies.base import Strategy
+from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.gradient import Clip
 
 __all__ = [
@@ -74,6 +75,10 @@ class Job:
         clip_value: greatest size of an element of it. Both keep exchange from overlapping backprop.
         epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
         steps: steps per worker: minibatches, or k of them.
+        evaluate_every: steps (synchronous: rounds) between two looks at held-out samples, or "epoch". The
+            worker of the lowest rank looks while the others go on or wait for it; besides, at the end.
+        metrics: functions (outputs, targets) to a number, by name, asked in each evaluation and in
+            `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
         seed: of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
@@ -100,6 +105,8 @@ class Job:
     clip_value: float | None = None
     epochs: int | None = None
     steps: int | None = None
+    evaluate_every: int | Literal["epoch"] | None = None
+    metrics: Mapping[str, str | Metric] = field(default_factory=dict)
     seed: int = 0
     name: str | None = None
     run_dir: Path | None = None
@@ -129,6 +136,8 @@ class JobOptions(TypedDict, total=False):
     clip_value: float | None
     epochs: int | None
     steps: int | None
+    evaluate_every: int | Literal["epoch"] | None
+    metrics: Mapping[str, str | Metric]
     seed: int
     name: str | None
     run_dir: Path | None
@@ -201,6 +210,7 @@ def cast_of(job: Job, run_id: str) -> Cast:
         groups=groups_of(job.groups, optimizer),
         accumulate=job.accumulate,
         clip=Clip(job.clip_norm, job.clip_value),
+        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
         epochs=job.epochs,
         steps=job.steps,
         seed=job.seed,
@@ -249,17 +259,37 @@ def check(job: Job) -> None:
         if bound is not None and not _is_positive(bound):
             raise ConfigError(f"{name}={bound!r}: expected a finite number > 0, or None for no clipping")
 
+    _check_evaluation(job)
+
+
+def _check_evaluation(job: Job) -> None:
+    every = job.evaluate_every
+    if every is None:
+        return
+    if every != "epoch":
+        _whole("evaluate_every", every, least=1, other=", or 'epoch'")
+    if not job.data.num_test_samples:
+        raise ConfigError(
+            f"evaluate_every={every!r}, but the data set {job.data.name!r} holds no samples out; give it "
+            "some (test_inputs and test_targets of gradstream.from_arrays)"
+        )
+
+
+def metrics_of(job: Job) -> dict[str, Metric]:
+    """The job's metrics as functions. Raises ConfigError for a place where there is none."""
+    return {name: find_function(f) if isinstance(f, str) else f for name, f in job.metrics.items()}
+
 
 def _is_positive(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(cast(float, value)) and cast(float, value) > 0
 
 
-def _whole(name: str, value: object, *, least: int) -> None:
+def _whole(name: str, value: object, *, least: int, other: str = "") -> None:
     try:
         number = operator.index(cast(Any, value))
     except TypeError:
-        raise ConfigError(f"{name}={value!r}: expected a whole number") from None
+        raise ConfigError(f"{name}={value!r}: expected a whole number{other}") from None
     if isinstance(value, bool) or number < least:
         raise ConfigError(f"{name}={value!r}: expected at least {least}")
 
@@ -271,7 +301,16 @@ _NOT_PLAIN = ("model", "data", "strategy", "strategy_options", "optimizer", "spe
 def overrides(job: Job) -> dict[str, Any]:
     """The fields of a job that are plain values, as JSON holds them."""
     names = [entry.name for entry in dataclasses.fields(job) if entry.name not in _NOT_PLAIN]
-    return {name: plain(getattr(job, name)) for name in names}
+    fields = {name: plain(getattr(job, name)) for name in names}
+    return {**fields, "metrics": {name: _place_of(metric) for name, metric in job.metrics.items()}}
+
+
+def _place_of(metric: str | Metric) -> str:
+    """Where to find it; "" if only running the job file again brings it forth."""
+    try:
+        return metric if isinstance(metric, str) else place_of(metric)
+    except ConfigError:
+        return ""
 
 
 def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
@@ -280,7 +319,19 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
     values["deadlines"] = Deadlines(**values["deadlines"])
     if values["run_dir"] is not None:
         values["run_dir"] = Path(values["run_dir"])
+    values["metrics"] = {
+        name: place or _own_metric(job, name) for name, place in values.get("metrics", {}).items()
+    }
     return dataclasses.replace(job, **values)
+
+
+def _own_metric(job: Job, name: str) -> str | Metric:
+    if name not in job.metrics:
+        raise ConfigError(
+            f"metrics[{name!r}] is not in the job file, and has no place that other processes find it by: "
+            "define it at the top level of a file"
+        )
+    return job.metrics[name]
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 __all__ = [
     "AppliedEvent",
     "CpuEvent",
+    "EvaluatedEvent",
     "Event",
     "ExchangeEvent",
     "FailedEvent",
@@ -235,6 +236,21 @@ class MemoryEvent(Event):
     peak_own_bytes: int
     own_bytes: int = 0
     vectors_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedEvent(Event):
+    """Held-out samples were looked at (worker of the lowest rank)."""
+
+    name: ClassVar[str] = "evaluated"
+    step: int  # minibatches of its partition in the model; synchronous: rounds
+    epoch: int  # data epoch of the last of them
+    samples: int  # that the run has gone through by then; asynchronous: if all were as far as this worker
+    accuracy: float | None
+    loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    held_out: int = 0  # samples looked at
+    final: bool = False  # of the parameters that the run ends with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from gradstream.config import Job, build_model
+from gradstream.config import Job, build_model, metrics_of
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError
 from gradstream.node import NodeSpec
@@ -39,7 +39,11 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     job = job_of_run(path)
     return dataclasses.replace(
-        run, parameters=parameters, model=build_model(job), data=data or job.data
+        run,
+        parameters=parameters,
+        model=build_model(job),
+        data=data or job.data,
+        metrics=metrics_of(job),
     ), file
 
 

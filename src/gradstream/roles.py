@@ -26,6 +26,7 @@ from gradstream.server.service import ShardConfig
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
+from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
 from gradstream.worker.node import WorkerConfig, WorkerNode
 
@@ -57,6 +58,7 @@ class Cast:
         groups: parameters with settings of their own.
         accumulate: so many minibatches of that size are joined in a step.
         clip: bounds of each worker's gradient.
+        evaluation: when held-out samples are looked at.
         epochs, steps: when the run ends.
         seed: of initial parameters, order of samples and dropout.
         chunk_elems: elements per chunk.
@@ -84,6 +86,7 @@ class Cast:
     groups: tuple[Group, ...] = ()
     accumulate: int = 1
     clip: Clip = field(default_factory=Clip)
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     join_s: float = 60.0
     silence_s: float = 30.0
     lease_s: float = 10.0
@@ -190,6 +193,7 @@ class Cast:
             plan=self.plan(),
             lr=self.optimizer.lr,
             clip=self.clip,
+            evaluation=self.evaluation,
             seed=self.seed,
             chunk_elems=self.chunk_elems,
             epochs=self.epochs,

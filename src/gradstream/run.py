@@ -21,7 +21,8 @@ from gradstream.model.buffers import load_buffers
 from gradstream.report.notebook import run_html
 from gradstream.report.page import Source, page
 from gradstream.report.trace import trace_json
-from gradstream.summary import EventDict, history_of, summary_of
+from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
+from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 
 __all__ = ["Evaluation", "Run", "read_events"]
 
@@ -29,21 +30,6 @@ FINAL_MODEL = Path("checkpoints/final/model.safetensors")
 """Where a run directory holds the trained parameters, under the user's own names."""
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """How good a model is on held-out samples.
-
-    Args:
-        accuracy: fraction of samples whose largest output is at the target; None in regression.
-        loss: mean squared error in regression; None in classification.
-        num_samples: how many samples were looked at.
-    """
-
-    accuracy: float | None
-    loss: float | None
-    num_samples: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +44,7 @@ class Run:
         info: contents of `run.json`: versions, machine, environment.
         model: what `evaluate` computes outputs with.
         data: what `evaluate` looks at by default.
+        metrics: what `evaluate` asks besides, by name.
     """
 
     path: Path | None = None
@@ -66,11 +53,17 @@ class Run:
     info: Mapping[str, Any] = field(default_factory=dict)
     model: Model | None = None
     data: Dataset | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
         """One row per minibatch: step, epoch, rank, samples, loss, lr, time_s, ... (see `history_of`)."""
         return history_of(self.events)
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One row per evaluation on the way, `evaluate_every`: step, epoch, samples, accuracy, loss, ..."""
+        return evaluations_of(self.events)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -109,11 +102,12 @@ class Run:
         """Looks at every held-out sample of `data` (default: the data trained on).
 
         Integer targets mean classification, one output per class along the last axis; any other
-        targets regression.
+        tensor regression. The run's metrics are asked besides.
 
         Raises:
             ConfigError: the run has no model, no data or no parameters, or `data` holds no
                 samples out.
+            UserCodeError: the model, the data set or a metric raised.
         """
         data = data or self.data
         if self.model is None or data is None:
@@ -122,21 +116,7 @@ class Run:
             raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
         flat = flatten(self.model, self.parameters)
         load_buffers(self.model, self.parameters)
-        correct, squares, elems, classes = 0, 0.0, 0, False
-        for start in range(0, data.num_test_samples, batch_size):
-            ids = np.arange(start, min(start + batch_size, data.num_test_samples), dtype=np.int64)
-            batch = data.test_batch(ids)
-            outputs = self.model.outputs(flat, batch.inputs)
-            targets = torch.as_tensor(batch.targets)
-            classes = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
-            if classes:
-                correct += int((outputs.argmax(-1) == targets).sum())
-            else:
-                squares += float((outputs.double() - targets.double().view_as(outputs)).square().sum())
-            elems += targets.numel()
-        if classes:
-            return Evaluation(correct / elems, None, data.num_test_samples)
-        return Evaluation(None, squares / elems, data.num_test_samples)
+        return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)
 
     def report(self, path: str | Path, *, price: float | None = None) -> Path:
         """Writes the run as one HTML file, which needs no network, and returns its path.

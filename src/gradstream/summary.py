@@ -11,12 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["EventDict", "begin_s", "history_of", "staleness_of", "summary_of"]
+__all__ = ["EventDict", "begin_s", "evaluations_of", "history_of", "staleness_of", "summary_of"]
 
 EventDict = Mapping[str, Any]
 """One record of `events.jsonl`, parsed."""
 
 _ROW = ("step", "epoch", "rank", "samples", "loss", "lr", "gradient_norm", "time_s")
+_EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_out", "final", "time_s")
 
 
 def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
@@ -28,6 +29,16 @@ def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
     """
     rows = [{key: event.get(key) for key in _ROW} for event in events if event["event"] == "step"]
     return sorted(rows, key=lambda row: (row["time_s"], row["rank"], row["step"]))
+
+
+def evaluations_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
+    """One row per evaluation, in the order of time.
+
+    Keys: step, epoch, samples (gone through by then), accuracy, loss, metrics, held_out (samples looked
+    at), final (of the parameters that the run ended with), time_s.
+    """
+    rows = [{key: event[key] for key in _EVALUATION} for event in _of(events, "evaluated")]
+    return sorted(rows, key=lambda row: row["time_s"])
 
 
 def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:

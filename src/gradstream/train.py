@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
-from gradstream.config import Job, JobOptions, build_model, cast_of, make_job
+from gradstream.config import Job, JobOptions, build_model, cast_of, make_job, metrics_of
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import Event, FailedEvent, InsecureEvent, MachineEvent, WaitingEvent, encode
@@ -148,7 +148,8 @@ def _place(job: Job, processes: bool | None) -> str | None:
 
 def _load(path: Path, job: Job) -> Run:
     model = job.model if hasattr(job.model, "gradient") else None
-    return Run.load(path, model=model, data=job.data)  # type: ignore[arg-type]
+    run = Run.load(path, model=model, data=job.data)  # type: ignore[arg-type]
+    return dataclasses.replace(run, metrics=metrics_of(job))
 
 
 def _make_run_dir(job: Job) -> Path:

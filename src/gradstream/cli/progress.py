@@ -43,6 +43,7 @@ class Progress:
         step: minibatches done over all workers; of a synchronous run: rounds.
         total_steps: of the whole run, 0 while not known.
         loss: smoothed, None while not known.
+        held_out: what the latest evaluation found, in words; "" while there is none.
         workers: names of the workers that are in.
     """
 
@@ -50,6 +51,7 @@ class Progress:
         self.step = 0
         self.total_steps = 0
         self.loss: float | None = None
+        self.held_out = ""  # the latest evaluation
         self.workers: set[str] = set()
         self._machines: dict[str, str] = {}  # of workers elsewhere
         self._expected_workers = 0
@@ -77,6 +79,8 @@ class Progress:
                 self.workers.discard(event["who"])
             case "step":
                 self._update_step(event)
+            case "evaluated":
+                self.held_out = _evaluation(event)
             case "exchange":
                 self._update_exchange(event)
             case _:
@@ -154,6 +158,8 @@ class Progress:
         parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4g}")
+        if self.held_out:
+            parts.append(self.held_out)
         parts.append(f"{self.samples_per_s:,.0f} samples/s")
         if self.eta_s is not None:
             parts.append(f"ETA {_clock(self.eta_s)}")
@@ -165,6 +171,17 @@ class Progress:
         if chunks > 0:
             parts.append(f"staleness {self._rate(self._staleness) / chunks:.1f}")
         return " · ".join(parts)
+
+
+def _evaluation(event: EventDict) -> str:
+    """Such as "held out: accuracy 91.2%, top5 0.99"; what was not told is left out."""
+    named = {"accuracy": event["accuracy"], "error": event["loss"], **event["metrics"]}
+    shown = [
+        f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"
+        for name, value in named.items()
+        if value is not None
+    ]
+    return f"held out: {', '.join(shown)}" if shown else ""
 
 
 def _clock(seconds: float) -> str:

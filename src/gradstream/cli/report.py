@@ -82,7 +82,7 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     if evaluation.loss is not None:
         text = f"{evaluation.loss:.4g} (mean square, {evaluation.num_samples:,} samples)"
         rows.append(("test error", text))
-    return rows
+    return rows + [(f"test {name}", f"{value:.4g}") for name, value in evaluation.metrics.items()]
 
 
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -68,6 +68,10 @@ class Position:
         """`count` steps or data epochs, in steps."""
         return count if unit == "steps" else count * self.steps_per_epoch
 
+    def after(self) -> Position:
+        """That of the next minibatch; what has been done with this one."""
+        return Position(self.step + 1, self.num_steps, self.steps_per_epoch)
+
     def since(self, start: int) -> Position:
         """The same place in a run that begins at step `start`."""
         return Position(self.step - start, max(1, self.num_steps - start), self.steps_per_epoch)

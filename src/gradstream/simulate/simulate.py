@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import safetensors.numpy
 
-from gradstream.config import JobOptions, build_model, cast_of, make_job
+from gradstream.config import JobOptions, build_model, cast_of, make_job, metrics_of
 from gradstream.data.base import Dataset
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.failures import typed_error
@@ -77,7 +77,15 @@ def simulate(
     if not world.phantom:
         parameters = dict(safetensors.numpy.load(cluster.virtual.storage.read(FINAL_MODEL)))
     info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
-    return Run(path=None, parameters=parameters, events=events, info=info, model=built, data=job.data)
+    return Run(
+        path=None,
+        parameters=parameters,
+        events=events,
+        info=info,
+        model=built,
+        data=job.data,
+        metrics=metrics_of(job),
+    )
 
 
 def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import safetensors.numpy
 
-from gradstream.data.base import Dataset, Plan
+from gradstream.data.base import BatchRef, Dataset, Plan
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.events import TransferEvent
+from gradstream.events import EvaluatedEvent, TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
@@ -26,6 +27,7 @@ from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.accounts import Accounts
+from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
 from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.worker import Replica
@@ -51,6 +53,7 @@ class WorkerConfig:
         plan: who goes through which sample.
         lr: learning rate of the update rule, or its schedule.
         clip: bounds of each gradient.
+        evaluation: when held-out samples are looked at.
         seed: of the run.
         chunk_elems: of the chunk map.
         epochs, steps: when the run ends; one may be None.
@@ -65,6 +68,7 @@ class WorkerConfig:
     plan: Plan
     lr: Rate
     clip: Clip
+    evaluation: EvaluationPlan
     seed: int
     chunk_elems: int
     epochs: int | None
@@ -176,9 +180,9 @@ class WorkerNode:
     def _is_over(self) -> bool:
         return self._member.notice.phase == v1.Notice.FINISHED
 
-    def _replica(self, client: ServerClient) -> Replica:
+    def _schedule(self) -> Schedule:
         config = self._config
-        schedule = Schedule(
+        return Schedule(
             config.plan,
             config.strategy.cut,
             config.rank,
@@ -186,6 +190,9 @@ class WorkerNode:
             config.steps,
             self._member if config.num_workers > 1 else None,
         )
+
+    def _replica(self, client: ServerClient) -> Replica:
+        config, schedule = self._config, self._schedule()
         differentiator = Differentiator(
             config.model,
             feed_of(config.data, unjoined(config.plan), config.rank, config.seed),
@@ -206,7 +213,45 @@ class WorkerNode:
             joins=isinstance(config.plan, JoinedPlan),
             on_receipt=self._member.receipt,
             on_step=self._member.emit,
+            on_boundary=partial(self._at_boundary, schedule),
         )
+
+    # ---- evaluation ---------------------------------------------------------------------
+
+    async def _at_boundary(self, schedule: Schedule, replica: Replica, ref: BatchRef) -> None:
+        """Evaluates where that is due: the worker of the lowest rank does, whoever that is now.
+
+        Its parameters are, synchronous, those of the round just done; asynchronous, what it has
+        adopted last and its own steps since.
+        """
+        if self._config.evaluation.due(schedule, ref) and self._is_lowest():
+            await self._evaluate(replica, schedule, ref)
+
+    async def _evaluate(
+        self, replica: Replica, schedule: Schedule, ref: BatchRef, *, final: bool = False
+    ) -> None:
+        config, data = self._config, self._config.data
+        found = await self._runtime.compute(
+            lambda _: evaluate(config.model, replica.parameters.tensor, data, config.evaluation.metrics),
+            work=Work("evaluate", samples=data.num_test_samples),
+            reads=[replica.parameters.all],
+            phantom=Evaluation(None, None, data.num_test_samples),
+        )
+        done, num_samples = schedule.position(ref).after(), data.num_samples
+        self._member.emit(
+            EvaluatedEvent(
+                step=done.step,
+                epoch=ref.epoch,
+                samples=round(done.epoch * num_samples) if num_samples else 0,
+                accuracy=found.accuracy,
+                loss=found.loss,
+                metrics=found.metrics,
+                held_out=found.num_samples,
+                final=final,
+            )
+        )
+
+    # ---- parameters ---------------------------------------------------------------------
 
     async def _init(self, parameters: Vector) -> None:
         def init(_: object) -> None:
@@ -230,6 +275,9 @@ class WorkerNode:
         """Fetches the final parameters and writes them under the user's own names."""
         await replica.server.reclaim_spare()
         await replica.adopt(replica.server.fetch_soon())
+        if self._config.evaluation.every is not None:
+            schedule = self._schedule()
+            await self._evaluate(replica, schedule, schedule.last, final=True)
         replica.retire()  # makes room for the copy that is written
 
         def write(_: object) -> None:

@@ -60,6 +60,13 @@ class Schedule:
         return Position(ref.epoch * per_epoch + ref.batch, self._count(ref.partition), per_epoch)
 
     @property
+    def last(self) -> BatchRef:
+        """The last minibatch of the longest partition: the run ends with its data epoch."""
+        rank = max(range(self.plan.num_partitions), key=self._count)
+        epoch, batch = divmod(self._count(rank) - 1, self.plan.batches_per_epoch(rank))
+        return BatchRef(epoch, rank, batch)
+
+    @property
     def last_epoch(self) -> int:
         """The data epoch in which the longest partition ends."""
         ends = []

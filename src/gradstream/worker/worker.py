@@ -116,6 +116,8 @@ class Replica:
         joins: whether minibatches have several parts, whose gradients are summed up in one more vector.
         on_receipt: told which minibatches are in the model, once their push is acknowledged.
         on_step: told of each step.
+        on_boundary: awaited between a minibatch and the next one, with this replica: its parameters
+            stand still, as the strategy has left them.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Replica:
         joins: bool,
         on_receipt: Callable[[Sequence[BatchRef]], None],
         on_step: Callable[[StepEvent], None],
+        on_boundary: Callable[[Replica, BatchRef], Awaitable[None]],
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
@@ -145,6 +148,7 @@ class Replica:
         self._lr = lr
         self._on_receipt = on_receipt
         self._on_step = on_step
+        self._on_boundary = on_boundary
         self._basis: Sequence[int] = [0] * server.chunks.num_chunks
         self.parameters = self._allocate("parameters")
         self._gradient = self._allocate("gradient")
@@ -176,6 +180,7 @@ class Replica:
             yield batch
             self._report(batch)
             self.step += 1
+            await self._on_boundary(self, ref)
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
         plan = self._schedule.plan

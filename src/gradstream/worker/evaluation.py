@@ -1,0 +1,164 @@
+"""Evaluation on held-out samples: how good a model is, and when a run looks."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gradstream.data.base import BatchRef, Dataset
+from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.model.base import Model
+from gradstream.model.batch import Batch
+from gradstream.worker.schedule import Schedule
+
+__all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "evaluate"]
+
+BATCH_SIZE = 256
+
+Every = int | Literal["epoch"]
+"""Steps between two evaluations, or one after each data epoch."""
+
+Metric = Callable[[Any, Any], Any]
+"""(outputs, targets) of a batch to its mean over the batch's samples, one number.
+
+Outputs are what the model gives, on torch tensors; targets come as tensors too.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How good a model is on held-out samples.
+
+    Args:
+        accuracy: fraction of samples whose largest output is at the target; None in regression.
+        loss: mean squared error in regression; None in classification.
+        num_samples: how many samples were looked at.
+        metrics: mean over samples of each metric of the user's own, by name.
+    """
+
+    accuracy: float | None
+    loss: float | None
+    num_samples: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def evaluate(
+    model: Model,
+    parameters: torch.Tensor,
+    data: Dataset,
+    metrics: Mapping[str, Metric] | None = None,
+    *,
+    batch_size: int = BATCH_SIZE,
+) -> Evaluation:
+    """Looks at every held-out sample.
+
+    Integer targets mean classification, one output per class along the last axis; any other tensor
+    regression. Where outputs or targets are trees, or there are no targets, only metrics tell.
+
+    Args:
+        parameters: (E,), read.
+
+    Raises:
+        UserCodeError: the model, the data set or a metric raised, or a metric gave no finite number.
+    """
+    tally = _Tally(metrics or {})
+    for start in range(0, data.num_test_samples, batch_size):
+        ids = np.arange(start, min(start + batch_size, data.num_test_samples), dtype=np.int64)
+        with _users_code("model or the data set"):
+            batch = data.test_batch(ids)
+            outputs = model.outputs(parameters, batch.inputs)
+        tally.add(batch, outputs)
+    return tally.evaluation()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Sums over batches."""
+
+    metrics: Mapping[str, Metric]
+    correct: int = 0
+    squares: float = 0.0
+    elems: int = 0  # of targets that were compared
+    samples: int = 0
+    classes: bool = False
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, batch: Batch, outputs: Any) -> None:
+        targets: Any = batch.targets
+        if isinstance(targets, np.ndarray | np.generic | torch.Tensor):
+            targets = torch.as_tensor(targets)
+            if isinstance(outputs, torch.Tensor):
+                self._compare(outputs, targets)
+        self.samples += batch.num_samples
+        for name, metric in self.metrics.items():
+            with _users_code(f"metric {name!r}"):
+                value = float(metric(outputs, targets))
+            if not math.isfinite(value):
+                raise UserCodeError(f"the metric {name!r} gave {value}; expected a finite number")
+            self.sums[name] = self.sums.get(name, 0.0) + value * batch.num_samples
+
+    def _compare(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.classes = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
+        if self.classes:
+            self.correct += int((outputs.argmax(-1) == targets).sum())
+        elif outputs.numel() == targets.numel():
+            self.squares += float((outputs.double() - targets.double().view_as(outputs)).square().sum())
+        else:
+            return
+        self.elems += targets.numel()
+
+    def evaluation(self) -> Evaluation:
+        compared = self.elems > 0
+        return Evaluation(
+            self.correct / self.elems if compared and self.classes else None,
+            self.squares / self.elems if compared and not self.classes else None,
+            self.samples,
+            {name: total / self.samples for name, total in self.sums.items()},
+        )
+
+
+class _users_code:  # noqa: N801  reads as a statement
+    """What the user's code raises says whose it was, and keeps its traceback."""
+
+    def __init__(self, whose: str) -> None:
+        self._whose = whose
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, GradstreamError):
+            message = f"in an evaluation, the {self._whose} raised {type(error).__name__}: {error}"
+            raise UserCodeError(message, traceback.format_exc()) from error
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """When a run is evaluated, and what is asked.
+
+    Args:
+        every: see `Every`; None never.
+        metrics: the user's own, by name.
+    """
+
+    every: Every | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    def due(self, schedule: Schedule, ref: BatchRef) -> bool:
+        """Whether this worker's own minibatch `ref` was the last before an evaluation.
+
+        Not after the very last one of the run: the final parameters are evaluated then.
+        """
+        if self.every is None or ref.partition != schedule.rank:
+            return False
+        position = schedule.position(ref)
+        done = position.step + 1
+        if done == position.num_steps:
+            return False
+        return done % (position.steps_per_epoch if self.every == "epoch" else self.every) == 0
