@@ -49,7 +49,7 @@ EXIT_CODES = {
     0: "done",
     1: "failure: an error in your code, or of gradstream's",
     2: "wrong usage or configuration; nothing was started",
-    3: "a check before the start failed (--dry-run)",
+    3: "a check before the start failed (--dry-run, doctor)",
     4: "a node that the run needs was lost, or too few came",
     75: "stopped, and a checkpoint is saved: resume it",
     130: "interrupted by Ctrl-C; nothing more was saved",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.cluster.machine import num_cores
+from gradstream.cluster.machine import available_bytes, num_cores
 from gradstream.config import Job
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.jobfile import load_job
@@ -26,7 +26,6 @@ from gradstream.remote.address import Address, local_address
 from gradstream.remote.authority import ENROLMENT, Key
 from gradstream.remote.enrolment import JOB
 from gradstream.remote.facts import facts_of, file_hash
-from gradstream.remote.measure import memory_bytes
 from gradstream.remote.reach import reach
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Priority, Stream
@@ -126,7 +125,7 @@ class _Machine:
             facts=facts_of(self._job),
             request=self._key.request(),
             cores=num_cores(),
-            memory_bytes=memory_bytes(),
+            memory_bytes=available_bytes(),
             address=self._address,
         )
 

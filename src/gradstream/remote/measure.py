@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 
 import torch
 
-from gradstream.cluster.machine import num_cores, versions
+from gradstream.cluster.machine import available_bytes, num_cores, versions
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["CHUNK_BYTES", "Speed", "machine_facts", "measure", "memory_bytes", "serve_measure"]
+__all__ = ["CHUNK_BYTES", "Speed", "machine_facts", "measure", "serve_measure"]
 
 CHUNK_BYTES = 1 << 20
 MAX_CHUNKS = 512
@@ -35,21 +34,13 @@ class Speed:
     facts: dict[str, str]
 
 
-def memory_bytes() -> int:
-    """Memory of this machine that is free, or could be; 0 where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
-
-
 def machine_facts() -> dict[str, str]:
     """This machine in words: what helps to see why two do not fit together."""
     found = versions()
     return {
         "host": socket.gethostname(),
         "cores": str(num_cores()),
-        "free memory": f"{memory_bytes() / 1e9:.1f} GB",
+        "free memory": f"{available_bytes() / 1e9:.1f} GB",
         **{name: found[name] for name in ("python", "gradstream", "torch", "grpcio", "protobuf")},
     }
 

@@ -1,0 +1,69 @@
+"""`gradstream doctor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gradstream.cli.machines import token_of, token_options
+
+if TYPE_CHECKING:
+    from gradstream.remote.doctor import Finding
+
+__all__ = ["doctor"]
+
+MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
+
+
+@click.command()
+@click.argument("address", metavar="[ADDR:PORT]", required=False)
+@token_options
+@click.option("--fingerprint", metavar="sha256:…", help="Of the launcher's certificate.")
+@click.option("--insecure", is_flag=True, help="Show a launcher in plain text the token too.")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(),
+    help="Where runs would be kept: here.",
+)
+def doctor(
+    address: str | None,
+    token: str | None,
+    token_file: Path | None,
+    fingerprint: str | None,
+    insecure: bool,
+    folder: Path,
+) -> None:
+    """Looks for what keeps this machine from training, alone or with the launcher at ADDR.
+
+    Alone: versions, memory, disk, limits, addresses. With ADDR:PORT, of a launcher that waits or
+    trains: name, TCP, TLS, gRPC, round trip and clock; with the token also the speed each way and
+    the versions there. Exit status 3 if something failed.
+
+    \b
+    Examples:
+      gradstream doctor
+      gradstream doctor 10.0.0.1:41873 --token 0123… --fingerprint sha256:4567…
+    """
+    from gradstream.errors import ConfigError
+    from gradstream.remote.address import Address
+    from gradstream.remote.doctor import Visit, look_here, look_there
+
+    findings: Iterable[Finding] = look_here(folder.resolve())
+    if address is not None:
+        where = Address.parse(address, "ADDR:PORT")
+        if not where.port:
+            raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")
+        known = token_of(token, token_file)
+        visit = Visit(address=where, token=known, fingerprint=fingerprint, insecure=insecure)
+        findings = chain(findings, look_there(visit))
+    failed = False
+    for finding in findings:
+        failed |= finding.state == "failed"
+        click.echo(f"{MARKS[finding.state]} {finding.what:<12}{finding.text}")
+    sys.exit(3 if failed else 0)

@@ -1,0 +1,251 @@
+"""Several machines on one: network namespaces with an address, a network card and a memory limit each.
+
+    machine 0 ──eth0──┐
+    machine 1 ──eth0──┤ bridge, in a namespace of its own
+    machine 2 ──eth0──┘
+
+Nothing of this machine's own network is touched or reached. Each card sends and receives at `rate`
+at most, which `tc tbf` sees to. It takes root, `ip` and `tc`: `unavailable` says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from gradstream.errors import ConfigError
+
+__all__ = ["Machine", "Machines", "unavailable"]
+
+GIGABIT = "1gbit"
+BURST = "256kb"  # of a card: more than one packet that the kernel has not cut up yet
+LATENCY = "50ms"  # what a card's queue holds
+
+CGROUPS = (
+    (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),  # version 1
+    (Path("/sys/fs/cgroup"), "memory.max"),  # version 2
+)
+
+
+def unavailable() -> str:
+    """Why machines cannot be made here, in words; "" where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            return f"there is no program {program!r} (package iproute2)"
+    name = f"gs{os.getpid()}-try"
+    try:
+        _ip("netns", "add", name)
+        try:
+            _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+            _ip("-n", name, "link", "add", "br0", "type", "bridge")
+            _limit(name, "eth0", GIGABIT)
+        finally:
+            _ip("netns", "del", name)
+    except ConfigError as error:
+        return f"network namespaces cannot be made here: {error}"
+    return ""
+
+
+class Machine:
+    """One of them.
+
+    Attributes:
+        name: "a", "b", ...
+        address: number on the bridge.
+        memory_limited: whether its processes are held to the limit; not where cgroups are read-only.
+    """
+
+    def __init__(self, name: str, address: str, namespace: str, group: Path | None) -> None:
+        self.name = name
+        self.address = address
+        self.memory_limited = group is not None
+        self._namespace = namespace
+        self._group = group
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Starts a program there; the process that is returned is the program's own."""
+        command = ["ip", "netns", "exec", self._namespace, *argv]
+        if self._group is not None:
+            into = 'echo $$ > "$1" && shift && exec "$@"'
+            command = ["sh", "-c", into, "sh", str(self._group / "cgroup.procs"), *command]
+        return subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+        )
+
+    def kill(self) -> int:
+        """Kills every process there with SIGKILL; returns how many there were."""
+        pids = _ip("netns", "pids", self._namespace).split()
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return len(pids)
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory that its processes have had together, page cache included; None if unknown."""
+        for name in ("memory.max_usage_in_bytes", "memory.peak"):
+            if self._group is not None and (self._group / name).is_file():
+                return int((self._group / name).read_text())
+        return None
+
+
+class Machines:
+    """A context manager: machines that are there while it is open, and gone afterwards with all they run.
+
+    Args:
+        count: how many, 1 to 250.
+        rate: of each card and direction, as `tc` writes it.
+        memory_bytes: of each machine.
+
+    Raises:
+        ConfigError: they cannot be made; `unavailable` says so beforehand.
+    """
+
+    def __init__(self, count: int, *, rate: str = GIGABIT, memory_bytes: int = 6 << 30) -> None:
+        self.machines: list[Machine] = []
+        self._count = count
+        self._rate = rate
+        self._memory_bytes = memory_bytes
+        self._prefix = f"gs{os.getpid()}-"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        _sweep()
+        try:
+            switch = self._namespace("switch")
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for index in range(self._count):
+                self.machines.append(self._machine(switch, index))
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __getitem__(self, index: int) -> Machine:
+        return self.machines[index]
+
+    def _namespace(self, name: str) -> str:
+        full = self._prefix + name
+        _ip("netns", "add", full)
+        self._stack.callback(_remove, full)
+        return full
+
+    def _machine(self, switch: str, index: int) -> Machine:
+        name, address = chr(ord("a") + index) if index < 26 else f"m{index}", f"10.77.0.{index + 1}"
+        group = self._cgroup(name)
+        space, port = self._namespace(name), f"port{index}"
+        _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
+        _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", space, "link", "set", device, "up")
+        _limit(space, "eth0", self._rate)
+        _limit(switch, port, self._rate)
+        return Machine(name, address, space, group)
+
+    def _cgroup(self, name: str) -> Path | None:
+        """A cgroup with the memory limit; None where none can be made."""
+        for root, limit in CGROUPS:
+            group = root / (self._prefix + name)
+            try:
+                if not (root / "cgroup.procs").is_file():
+                    continue
+                group.mkdir()
+                self._stack.callback(_remove_group, group)
+                (group / limit).write_text(str(self._memory_bytes))
+            except OSError:
+                continue
+            return group
+        return None
+
+
+def _ip(*arguments: str) -> str:
+    return _run("ip", *arguments)
+
+
+def _limit(namespace: str, device: str, rate: str) -> None:
+    shape = ("rate", rate, "burst", BURST, "latency", LATENCY)
+    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    if done.returncode:
+        raise ConfigError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _remove(namespace: str) -> None:
+    """Kills what runs in a namespace and removes it; what is gone already is no error."""
+    for _ in range(3):  # what is being killed may have just forked
+        pids = subprocess.run(
+            ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False, timeout=20
+        )
+        if not pids.stdout.strip():
+            break
+        for pid in pids.stdout.split():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False, timeout=20)
+
+
+def _remove_group(group: Path) -> None:
+    for _ in range(100):
+        try:
+            group.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError:  # killed processes are in it until they have been waited for
+            _nap()
+        else:
+            return
+
+
+def _nap() -> None:
+    subprocess.run(["sleep", "0.05"], check=False)
+
+
+def _sweep() -> None:
+    """Removes what a process that was killed has left."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False, timeout=20)
+    for found in re.finditer(r"^(gs(\d+)-\w+)", listed.stdout, re.MULTILINE):
+        if not Path(f"/proc/{found[2]}").exists():
+            _remove(found[1])
+    for root, _ in CGROUPS:
+        for group in root.glob("gs*-*"):
+            owner = re.match(r"gs(\d+)-", group.name)
+            if owner and not Path(f"/proc/{owner[1]}").exists():
+                _remove_group(group)

@@ -1,0 +1,138 @@
+"""`gradstream doctor`: what it finds here, on the way, and at a launcher."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from gradstream.cli import main
+from gradstream.remote.address import Address
+from gradstream.remote.authority import Authority
+from gradstream.remote.doctor import (
+    Finding,
+    Visit,
+    clock_finding,
+    look_here,
+    look_there,
+    version_findings,
+)
+from gradstream.remote.enrolment import Enrolment, Invitation
+from gradstream.remote.roster import Roster
+
+TOKEN = "a token of sixteen characters or more"
+WHOLE_WAY = ["name", "TCP", "TLS", "gRPC", "round trip", "clock"]
+MEASURED_BYTES = 2 << 20
+
+
+@contextmanager
+def launcher(authority: Authority | None) -> Iterator[Address]:
+    roster = Roster("here", machines=2, workers_per_machine=1, facts={}, token=TOKEN)
+    made = Enrolment(Address("127.0.0.1"), authority, roster, Invitation("{}", {}), lambda _: None)
+    with made:
+        yield made.address
+
+
+def visit(address: Address, **options: str | bool) -> dict[str, Finding]:
+    found = look_there(Visit(address=address, num_bytes=MEASURED_BYTES, **options))  # type: ignore[arg-type]
+    return {finding.what: finding for finding in found}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    found = {finding.what: finding for finding in look_here(tmp_path / "runs")}
+    assert {"machine", "versions", "memory", "disk", "disk speed", "open files"} <= set(found)
+    assert "gradstream 0." in found["versions"].text
+    assert found["disk speed"].text.endswith("MB/s written and synced")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = {finding.what: finding for finding in look_here(tmp_path / "file" / "runs")}
+    assert found["disk"].state == "failed"
+    assert "cannot write at" in found["disk"].text
+
+
+def test_the_whole_way_with_the_token() -> None:
+    authority = Authority()
+    with launcher(authority) as address:
+        found = visit(address, token=TOKEN, fingerprint=authority.fingerprint)
+    assert list(found) == [*WHOLE_WAY, "speed", "launcher"]
+    assert {finding.state for finding in found.values()} == {"ok"}
+    assert "waiting for 1 of 2 machines (here: here)" in found["gRPC"].text
+    assert "MB/s to the launcher" in found["speed"].text
+    assert "torch" in found["launcher"].text
+
+
+def test_the_token_is_shown_to_nobody_unknown() -> None:
+    with launcher(Authority()) as address:
+        found = visit(address, token=TOKEN)
+        assert list(found) == [*WHOLE_WAY, "speed"]
+        assert "only a known launcher is shown the token" in found["speed"].text
+        stranger = visit(address, token=TOKEN, fingerprint=Authority().fingerprint)
+        assert list(stranger) == ["name", "TCP", "TLS"]
+        assert "BAD_CERTIFICATE" in stranger["TLS"].text
+    with launcher(None) as address:
+        plain = visit(address, token=TOKEN)
+        assert "plain text" in plain["TLS"].text
+        assert plain["speed"].state == "warning"
+        assert "MB/s" in visit(address, token=TOKEN, insecure=True)["speed"].text
+
+
+def test_a_wrong_token_and_none() -> None:
+    authority = Authority()
+    with launcher(authority) as address:
+        wrong = visit(address, token=TOKEN + "x", fingerprint=authority.fingerprint)
+        assert "BAD_TOKEN" in wrong["speed"].text
+        assert wrong["speed"].state == "failed"
+        assert list(visit(address)) == WHOLE_WAY
+
+
+def test_it_stops_where_the_way_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    found = visit(Address("127.0.0.1", free))
+    assert list(found) == ["name", "TCP"]
+    assert found["TCP"].state == "failed"
+    assert list(visit(Address("no-such-host.invalid", 1))) == ["name"]
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "state", "part"),
+    [
+        (0.002, "ok", "0.002 s ahead"),
+        (-5.0, "ok", "5.000 s behind"),
+        (90.0, "warning", "ahead"),
+        (-7200.0, "failed", "NTP"),
+    ],
+)
+def test_clocks(offset_s: float, state: str, part: str) -> None:
+    found = clock_finding(offset_s)
+    assert found.state == state
+    assert part in found.text
+
+
+def test_versions() -> None:
+    here = {"gradstream": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}
+    assert list(version_findings(here, {**here, "torch": "2.13.0+cu130"})) == []
+    (python,) = version_findings(here, {**here, "python": "3.12.0"})
+    assert python.state == "warning"
+    (torch,) = version_findings(here, {**here, "torch": "2.6.0"})
+    assert torch.state == "failed"
+    assert "install the same version" in torch.text
+
+
+def test_the_command(tmp_path: Path) -> None:
+    authority = Authority()
+    with launcher(authority) as address:
+        known = ["--fingerprint", authority.fingerprint, "--folder", str(tmp_path)]
+        result = CliRunner().invoke(main, ["doctor", str(address), *known])
+    assert result.exit_code == 0, result.output
+    assert "round trip" in result.stdout
+    failed = CliRunner().invoke(main, ["doctor", str(address), "--folder", str(tmp_path)])
+    assert failed.exit_code == 3
+    assert "✗ TCP" in failed.stdout

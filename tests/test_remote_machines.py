@@ -1,0 +1,145 @@
+"""Four machines, as network namespaces: joined by the printed line, TLS on, 1 Gbit/s each.
+
+Skipped with the reason where namespaces cannot be made.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gradstream as gs
+from gradstream.testing.machines import Machine, Machines, unavailable
+
+SOURCE = str(Path(gs.__file__).resolve().parents[1])
+
+JOB = """
+import time
+import numpy as np
+import gradstream as gs
+
+def outputs(parameters, inputs):
+    return inputs @ parameters["w"]
+
+def gradients(parameters, inputs, targets):
+    time.sleep(0.02)  # so that a machine can die on the way
+    error = outputs(parameters, inputs) - targets
+    return float((error**2).mean()), {"w": (2 * inputs.T @ error / len(error)).astype(np.float32)}
+
+def job():
+    inputs = np.random.default_rng(0).normal(size=(800, 3)).astype(np.float32)
+    targets = inputs @ np.array([1, 2, 3], np.float32)
+    return gs.Job(
+        gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients),
+        gs.from_arrays(inputs, targets, inputs, targets),
+        strategy="downpour", batch_size=10, epochs=4, optimizer=gs.SGD(lr=0.02), chunk_elems=64,
+    )
+"""
+
+
+class Command:
+    """A command line of gradstream on one of the machines."""
+
+    def __init__(self, machine: Machine, folder: Path, *arguments: str, job: str = JOB) -> None:
+        folder.mkdir()
+        (folder / "job.py").write_text(job)
+        self.process = machine.start(
+            [sys.executable, "-m", "gradstream", *arguments],
+            cwd=folder,
+            env={"PYTHONPATH": SOURCE, "COLUMNS": "200"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.said: list[str] = []
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """The first line from here on in which the pattern is found."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join(self.said))
+
+    def end(self) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=90)
+        return self.process.returncode, "".join(self.said) + out
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    with Machines(4) as made:
+        yield made
+
+
+@pytest.mark.limit_s(300)
+def test_four_machines_and_everybody_who_is_refused(machines: Machines, tmp_path: Path) -> None:
+    a = machines[0]
+    launcher = Command(
+        a, tmp_path / "a", "train", "job.py", "--listen", a.address, "--wait", "4", "--run-dir", "run"
+    )
+    words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
+    token, fingerprint = words[words.index("--token") + 1], words[words.index("--fingerprint") + 1]
+    assert words[1].startswith("10.77.0.1:")
+
+    # Those who are not let in, each with its word. They run beside one another.
+    wrong_token = [word.replace(token, "0" * 32) for word in words]
+    wrong_certificate = [word.replace(fingerprint, "sha256:" + "0" * 64) for word in words]
+    refused = {
+        "BAD_TOKEN": Command(machines[1], tmp_path / "token", *wrong_token),
+        "BAD_JOB_FILE": Command(machines[2], tmp_path / "file", *words, job=JOB + "\n# changed\n"),
+        "BAD_CERTIFICATE": Command(machines[3], tmp_path / "certificate", *wrong_certificate),
+        "TLS": Command(machines[3], tmp_path / "plain", *words[:5], "--insecure"),
+    }
+    for word, command in refused.items():
+        status, said = command.end()
+        assert status == 1, said
+        assert f"refused ({word})" in said, said
+
+    joined = {
+        name: Command(machines[index], tmp_path / name, *words, "--name", name)
+        for index, name in ((1, "b"), (2, "c"), (3, "d"))
+    }
+    for name, command in joined.items():
+        status, said = command.end()
+        assert status == 0, said
+        assert f"in as {name}, with worker-" in said
+        assert "the run has finished" in said
+    status, said = launcher.end()
+    assert status == 0, said
+    for name, address in (("b", "10.77.0.2"), ("c", "10.77.0.3"), ("d", "10.77.0.4")):
+        assert f"machine {name} ({address}) has joined" in said
+    assert "4/4 workers on 4 machines" in said
+    summary = gs.Run.load(tmp_path / "a" / "run").summary
+    assert summary["samples_accounted"] == 4 * 800
+    assert summary["workers_lost"] == []
+
+
+@pytest.mark.limit_s(300)
+def test_kill_9_of_a_joined_machine_does_not_stop_downpour(machines: Machines, tmp_path: Path) -> None:
+    a, b = machines[0], machines[1]
+    arguments = ("train", "job.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
+    launcher = Command(a, tmp_path / "a", *arguments)
+    words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
+    joined = Command(b, tmp_path / "b", *words, "--name", "b")
+    launcher.line(r"^step \d+/")
+    assert b.kill() >= 3  # join, its forkserver, its worker
+    assert joined.end()[0] == -signal.SIGKILL
+    status, said = launcher.end()
+    assert status == 0, said
+    assert "lost worker-1 on b" in said
+    assert "machine b (10.77.0.2) has left" in said
+    summary = gs.Run.load(tmp_path / "a" / "run").summary
+    assert summary["samples_accounted"] == 4 * 800
+    assert summary["samples_reassigned"] > 0
+    assert summary["workers_lost"] == ["worker-1"]
