@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -177,6 +178,24 @@ def test_a_schedule_comes_back_from_config_toml_and_a_function_by_its_place(
     rates.write_text("def halved(position):\n    return 0.5\n")
     optimizer = under(a_job(), ["optimizer=sgd", f"optimizer.lr={rates}:halved"]).optimizer
     assert optimizer.lr(None) == 0.5  # type: ignore[arg-type, operator, union-attr]
+
+
+def test_parameter_groups_as_tables_and_as_words(toml: typing.Callable[[str], list[Setting]]) -> None:
+    groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]
+    text = """[[groups]]
+match = "*.bias"
+weight_decay = 0.0
+[[groups]]
+match = "head.*"
+lr_scale = 10.0
+"""
+    job = apply(a_job(), [toml(text)])
+    assert job.groups == groups
+    assert job.origins == {"groups": "gradstream.toml:1"}
+    again = under(a_job(), [f"groups={json.dumps(groups)}"])
+    assert again.groups == groups
+    shown = to_toml(again, effective(again, gs.Synchronous(), gs.SGD(lr=1.0)))
+    assert apply(a_job(), [toml(shown)]).groups == groups
 
 
 # ---- values -----------------------------------------------------------------------------

@@ -229,6 +229,21 @@ def test_a_script_that_trains_twice_with_a_strategy_of_its_own(write: Callable[.
     assert len(os.listdir("runs")) == 2
 
 
+def test_a_strategy_of_a_file_runs_in_processes(write: Callable[..., str]) -> None:
+    Path("own").mkdir()
+    Path("own/mine.py").write_text(
+        "import dataclasses, gradstream\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Mine(gradstream.Synchronous):\n"
+        "    note: str = 'none'\n"
+    )
+    run = gs.train(load_job(write()), strategy="own/mine.py:Mine", strategy_options={"note": "seen"})
+    parameters_are_right(run)
+    assert run.path is not None
+    assert 'note = "seen"  # argument' in (run.path / "config.toml").read_text()
+    assert run.summary["strategy"] == "mine"
+
+
 FAULTS = {
     "raises": (
         "raise LookupError('a fault of mine')",

@@ -19,7 +19,7 @@ PREFIX = "GRADSTREAM_"
 OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN"})
 """Variables of ours that are no settings of a job."""
 
-_HEADER = re.compile(r"\s*\[\s*([\w.\-\s\"']+?)\s*\]\s*(?:#.*)?$")
+_HEADER = re.compile(r"\s*\[{1,2}\s*([\w.\-\s\"']+?)\s*\]{1,2}\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([\w.\-\"']+(?:\s*\.\s*[\w\-\"']+)*)\s*=")
 
 
