@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         RefusedError,
         UserCodeError,
     )
-    from gradstream.model import Batch, from_functions, from_torch
+    from gradstream.model import Batch, from_functions, from_jax, from_torch
     from gradstream.optim import (
         SGD,
         Adagrad,
@@ -94,6 +94,7 @@ __all__ = [
     "from_arrays",
     "from_dataset",
     "from_functions",
+    "from_jax",
     "from_loader",
     "from_stream",
     "from_torch",
@@ -112,7 +113,7 @@ _ROOMS = {
         "from_stream",
     ),
     "gradstream.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "gradstream.model": ("Batch", "from_functions", "from_torch"),
+    "gradstream.model": ("Batch", "from_functions", "from_jax", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
     "gradstream.optim.schedules": (
         "Chain",

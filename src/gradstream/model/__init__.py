@@ -1,15 +1,17 @@
-"""What the user brings, as a `Model` on one flat vector: from functions, or a PyTorch module."""
+"""What the user brings, as a `Model` on one flat vector: from functions, a PyTorch module, or JAX."""
 
 from gradstream.model.base import Layout, Model, Reduction, Slot
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import average_buffers
 from gradstream.model.check import finite
 from gradstream.model.functions import FunctionsModel, from_functions
+from gradstream.model.jax_functions import JaxModel, from_jax
 from gradstream.model.torch_module import TorchModel, from_torch
 
 __all__ = [
     "Batch",
     "FunctionsModel",
+    "JaxModel",
     "Layout",
     "Model",
     "Reduction",
@@ -18,5 +20,6 @@ __all__ = [
     "average_buffers",
     "finite",
     "from_functions",
+    "from_jax",
     "from_torch",
 ]
