@@ -124,7 +124,10 @@ def test_found_in_every_place(root: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for place in (root, archive.parent, archive, extracted, extracted / FOLDER):
         data = caltech101(8, root=place, cache=tmp_path / "cache")
         batches.append(data.batch(np.arange(data.num_samples)).inputs.tobytes())
-    monkeypatch.setenv("GRADSTREAM_DATA", str(root))
+    unzipped = tmp_path / "elsewhere/caltech-101"
+    unzipped.mkdir(parents=True)
+    (unzipped / archive.name).hardlink_to(archive)
+    monkeypatch.setenv("GRADSTREAM_DATA", str(unzipped.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     data = caltech101(8)
     batches.append(data.batch(np.arange(data.num_samples)).inputs.tobytes())

@@ -36,7 +36,8 @@ from gradstream.errors import DataError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
 LENGTH = len(CONTENT)
-MEMBER = "101_ObjectCategories.tar.gz"
+FOLDER = "101_ObjectCategories"
+MEMBER = FOLDER + ".tar.gz"
 
 
 # ---- a server ---------------------------------------------------------------------------
@@ -412,7 +413,7 @@ def small_source(site: Site, tmp_path: Path) -> Source:
     site.faults.content = data = outer.read_bytes()
     outer.unlink()
     md5 = hashlib.md5(inner, usedforsecurity=False).hexdigest()
-    packed = Packed(RemoteFile(site.url, len(data), sha256(data)), MEMBER, 10**6, md5)
+    packed = Packed(RemoteFile(site.url, len(data), sha256(data)), MEMBER, FOLDER, "caltech-101", 10**6, md5)
     return Source(
         name="caltech101", what="images", licence="CC BY 4.0", citation="Li", page="x", packed=packed
     )
@@ -462,7 +463,7 @@ def test_caltech101_downloads(site: Site, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_bad_archive_is_not_kept(site: Site, tmp_path: Path) -> None:
     source = small_source(site, tmp_path)
     assert source.packed is not None
-    missing = Packed(source.packed.archive, "another member", 10**6, "")
+    missing = Packed(source.packed.archive, "another member", "", "", 10**6, "")
     spoilt = Source(name="other", what="", licence="", citation="", page="", packed=missing)
     with pytest.raises(DataError, match="holds 0 files"):
         fetch(spoilt, home=tmp_path, say=lambda _: None)

@@ -212,6 +212,7 @@ def test_info_prints_licence_and_citation(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("GRADSTREAM_DATA", raising=False)
     said = data("info", "caltech101").stdout
     for text in ("CC BY 4.0", "Perona", "10.22002/D1.20086", "137,414,764 bytes", "gradstream data get"):
         assert text in said
@@ -230,8 +231,17 @@ def test_get_without_anything_to_get(install: Install) -> None:
     assert "nothing to download" in data("get", "tiny").stderr
 
 
+def test_what_is_there_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extracted = tmp_path / "caltech101" / "101_ObjectCategories"
+    extracted.mkdir(parents=True)
+    monkeypatch.setenv("GRADSTREAM_DATA", str(tmp_path))
+    assert data("get", "caltech101").stdout == f"{extracted}\n"
+    assert f"here      {extracted}" in data("info", "caltech101").stdout
+
+
 def test_get_from_a_mirror_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("GRADSTREAM_DATA", raising=False)
     monkeypatch.setattr("gradstream.data.download.ATTEMPTS", 1)
     monkeypatch.setenv("no_proxy", "*")
     refused = data("get", "caltech101", "--url", "http://127.0.0.1:1/x.zip")

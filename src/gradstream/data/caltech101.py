@@ -14,7 +14,7 @@ from gradstream.data.base import Ids
 from gradstream.data.checksum import checksum_of
 from gradstream.data.image_cache import Bytes, ImageCache, open_cache
 from gradstream.data.plan import epoch_order
-from gradstream.data.sources import CALTECH101, cache_home, fetch, stored_at
+from gradstream.data.sources import CALTECH101, cache_home, fetch, find, stored_at
 from gradstream.errors import ConfigError, DataError
 from gradstream.model.batch import Batch
 
@@ -154,20 +154,12 @@ def caltech101(
 
 def _find(root: str | os.PathLike[str] | None, *, download: bool) -> Path:
     """The archive or the extracted folder. Raises DataError saying where it looked and how to get it."""
+    found = find(CALTECH101, root)
+    if found is not None:
+        return found
+    if download and root is None:
+        return fetch(CALTECH101)
     named = root if root is not None else os.environ.get("GRADSTREAM_DATA")
-    if named:
-        start = Path(named)
-        folders = (start, start / "caltech101", start / "caltech-101")
-        candidates = [folder / name for folder in folders for name in (ARCHIVE, FOLDER)]
-        if start.name in (ARCHIVE, FOLDER):
-            candidates.insert(0, start)
-        for found in candidates:
-            if found.exists():
-                return found
-    if root is None:
-        stored = fetch(CALTECH101) if download else stored_at(CALTECH101)
-        if stored.exists():
-            return stored
     where = f"in {Path(named).absolute()}" if named else "but neither root= nor GRADSTREAM_DATA is given"
     elsewhere = "" if root is not None else f", and for {stored_at(CALTECH101)}"
     raise DataError(

@@ -14,7 +14,17 @@ from gradstream.data.download import RemoteFile, download
 from gradstream.data.lock import machine_lock
 from gradstream.errors import DataError
 
-__all__ = ["CALTECH101", "FASHION_MNIST", "SOURCES", "Packed", "Source", "cache_home", "fetch", "stored_at"]
+__all__ = [
+    "CALTECH101",
+    "FASHION_MNIST",
+    "SOURCES",
+    "Packed",
+    "Source",
+    "cache_home",
+    "fetch",
+    "find",
+    "stored_at",
+]
 
 WAIT_S = 1800.0
 REPORT_EVERY_S = 2.0
@@ -26,7 +36,9 @@ class Packed:
 
     Args:
         archive: a zip file.
-        member: name of the file inside.
+        member: name of the file inside, an archive too.
+        folder: the one folder that this holds, where somebody has extracted it.
+        top: the folder of the zip file that `member` is in.
         max_bytes: bound of its length.
         md5: of its content, as published. The SHA-256 of the archive vouches for it already, so that
             another one is said and not refused.
@@ -34,6 +46,8 @@ class Packed:
 
     archive: RemoteFile
     member: str
+    folder: str
+    top: str
     max_bytes: int
     md5: str
 
@@ -75,6 +89,8 @@ CALTECH101 = Source(
             "331234750fc7f77520e50d9565e8b6907b03565e30320da1401130db08c61f91",
         ),
         "101_ObjectCategories.tar.gz",
+        "101_ObjectCategories",
+        "caltech-101",
         200_000_000,
         "b224c7392d521a49829488ab0f1120d9",
     ),
@@ -104,6 +120,30 @@ def stored_at(source: Source, home: Path | None = None) -> Path:
     """Where `fetch` puts the file of a data set."""
     assert source.packed is not None
     return (home or cache_home()) / "data" / source.name / source.packed.member
+
+
+def find(source: Source, root: str | os.PathLike[str] | None = None) -> Path | None:
+    """The archive or the extracted folder of a data set, if this machine has it.
+
+    Args:
+        source: with something to download.
+        root: where to look, and nowhere else: one of the two itself, or a folder that holds one, by itself
+            or in a folder of the data set's name or the zip file's. None looks in GRADSTREAM_DATA, then where
+            `fetch` puts it.
+    """
+    packed = source.packed
+    assert packed is not None
+    named = root if root is not None else os.environ.get("GRADSTREAM_DATA")
+    candidates = []
+    if named:
+        start = Path(named)
+        wanted = (packed.member, packed.folder)
+        folders = (start, start / source.name, start / packed.top)
+        candidates = [start] if start.name in wanted else []
+        candidates += [folder / name for folder in folders for name in wanted]
+    if root is None:
+        candidates.append(stored_at(source))
+    return next((place for place in candidates if place.exists()), None)
 
 
 def fetch(

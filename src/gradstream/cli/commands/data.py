@@ -27,14 +27,14 @@ def get(name: str, url: str | None) -> None:
     Examples:
       gradstream data get caltech101
     """
-    from gradstream.data.sources import SOURCES, fetch
+    from gradstream.data.sources import SOURCES, fetch, find
     from gradstream.plugins import key_of
     from gradstream.registry import class_of
 
     make = class_of("data set", name)
     source = SOURCES.get(key_of(name))
     if source is not None and source.packed is not None:
-        click.echo(fetch(source, url=url))
+        click.echo(find(source) or fetch(source, url=url))
     elif "download" in inspect.signature(make).parameters:
         make(download=True)  # another package's data set knows how
     else:
@@ -61,7 +61,7 @@ def info(name: str | None) -> None:
 
 
 def _text(name: str, origin: str) -> str:
-    from gradstream.data.sources import SOURCES, stored_at
+    from gradstream.data.sources import SOURCES, find
     from gradstream.plugins import HOUSE
     from gradstream.registry import class_of
 
@@ -77,10 +77,10 @@ def _text(name: str, origin: str) -> str:
         f"  page      {source.page}",
     ]
     if source.packed is not None:
-        place, archive = stored_at(source), source.packed.archive
+        archive = source.packed.archive
         lines += [
             f"  download  {archive.url} ({archive.num_bytes:,} bytes)",
             f"  SHA-256   {archive.sha256}",
-            f"  here      {place if place.exists() else f'no: gradstream data get {name}'}",
+            f"  here      {find(source) or f'no: gradstream data get {name}'}",
         ]
     return "\n".join(lines)
