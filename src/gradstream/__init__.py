@@ -4,6 +4,7 @@ What users need is here; it is imported when it is first asked for, so that `imp
 costs nothing. The layers, of which each imports only what is below it:
 
     cli  testing                       front doors
+    session                            a training loop of the user's own
     train  node  registry  run         the only places that name concrete classes
     cluster  simulate                  nodes as processes, or in one process on virtual time
     worker                             the node that runs a strategy
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     )
     from gradstream.run import Run
     from gradstream.runtime.world import Cost, Link, Network, World
+    from gradstream.session import Session, join
     from gradstream.simulate.simulate import simulate
     from gradstream.strategies import Downpour, Strategy, Synchronous
     from gradstream.train import train
@@ -83,6 +85,7 @@ __all__ = [
     "PeerLostError",
     "RefusedError",
     "Run",
+    "Session",
     "StepDecay",
     "Strategy",
     "Synchronous",
@@ -98,6 +101,7 @@ __all__ = [
     "from_loader",
     "from_stream",
     "from_torch",
+    "join",
     "simulate",
     "train",
 ]
@@ -126,6 +130,7 @@ _ROOMS = {
     ),
     "gradstream.run": ("Run",),
     "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
+    "gradstream.session": ("Session", "join"),
     "gradstream.simulate": ("simulate",),
     "gradstream.strategies": ("Downpour", "Strategy", "Synchronous"),
     "gradstream.train": ("train",),

@@ -16,7 +16,14 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import groups_of
-from gradstream.registry import find_dataset, find_function, find_optimizer, find_strategy, place_of
+from gradstream.registry import (
+    find_dataset,
+    find_function,
+    find_optimizer,
+    find_strategy,
+    optimizer_of_text,
+    place_of,
+)
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
 from gradstream.strategies.base import Strategy
@@ -29,6 +36,7 @@ __all__ = [
     "JobOptions",
     "build_model",
     "check",
+    "is_open_ended",
     "make_job",
     "overrides",
     "plain",
@@ -218,10 +226,17 @@ def cast_of(job: Job, run_id: str) -> Cast:
         data=job.data,
         num_parameters=0,  # told by the model that the first worker registers
         reduction=getattr(model, "reduction", "mean"),
+        open_ended=is_open_ended(job),
+        find_optimizer=optimizer_of_text,
         **dataclasses.asdict(job.deadlines),
     )
     cast.ledger()
     return cast
+
+
+def is_open_ended(job: Job) -> bool:
+    """Whether loops of the user's own bring the data, nobody knows how much."""
+    return hasattr(job.data, "loop")
 
 
 def check(job: Job) -> None:
@@ -230,20 +245,27 @@ def check(job: Job) -> None:
     Raises:
         ConfigError: names the argument, what it is, and what it may be.
     """
-    if not (hasattr(job.data, "batch") or hasattr(job.data, "feed")) or not hasattr(job.data, "num_samples"):
+    if not any(hasattr(job.data, name) for name in ("batch", "feed", "loop")) or not hasattr(
+        job.data, "num_samples"
+    ):
         raise ConfigError(
             f"data is {type(job.data).__name__}; expected a Dataset: wrap yours with gradstream.from_arrays, "
             "from_dataset, from_loader or from_stream"
         )
+    open_ended = is_open_ended(job)
     for name in ("workers", "servers", "accumulate"):
         _whole(name, getattr(job, name), least=1)
     _whole("seed", job.seed, least=0)
-    if (job.epochs is None) == (job.steps is None):
+    if open_ended:
+        if job.epochs is not None or job.steps is not None:
+            raise ConfigError("epochs and steps are of the script's own loop: change them there")
+    elif (job.epochs is None) == (job.steps is None):
         got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
         raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
     limit = "steps" if job.epochs is None else "epochs"
-    _whole(limit, getattr(job, limit), least=1)
-    if job.data.num_samples is not None and job.workers > job.data.num_samples:
+    if not open_ended:
+        _whole(limit, getattr(job, limit), least=1)
+    if not open_ended and job.data.num_samples is not None and job.workers > job.data.num_samples:
         raise ConfigError(
             f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
             "each worker needs at least one"

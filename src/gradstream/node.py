@@ -32,7 +32,7 @@ from gradstream.roles import COORDINATOR, Cast
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
 
-__all__ = ["NodeSpec", "main", "play"]
+__all__ = ["SWITCH_INTERVAL_S", "NodeSpec", "Say", "main", "play", "say_to", "take_part", "traceback_of"]
 
 OK, FAILED, ABORTED = 0, 1, 3
 
@@ -63,7 +63,9 @@ class NodeSpec:
         """The spec of a job. One without a place of its own can be run, but not be read again."""
         return cls(
             id=cast.job,
-            job=job.spec or "",
+            job=getattr(
+                job.data, "job", job.spec or ""
+            ),  # servers of a user's own loop do not run its script
             earlier=tuple(map(str, earlier)),
             run_dir=str(run_dir),
             plain=overrides(job),
@@ -93,7 +95,7 @@ Say = Callable[..., None]
 def main(argv: list[str] | None = None) -> int:
     """Runs a node to its end, as this process, and returns its exit status."""
     given = _arguments(argv)
-    say = _say_to(given.report_fd)
+    say = say_to(given.report_fd)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
@@ -123,6 +125,17 @@ async def play(job: Job, argv: Sequence[str], *, say: Say, log: Path, core: Exec
             return _failed(error, given.name, say, file)
 
 
+async def take_part(job: Job, argv: Sequence[str]) -> None:
+    """Runs a worker to its end on the running loop, with the model and data of `job` as they are.
+
+    Raises:
+        What ended it early.
+    """
+    given = _arguments(argv)
+    spec = NodeSpec(**json.loads(given.spec.read_text()))
+    await _run(spec, job, given, lambda **_: None)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gradstream.node", description=__doc__)
     parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
@@ -148,7 +161,9 @@ def _failed(error: Exception, name: str, say: Say, log: TextIO) -> int:
     return FAILED
 
 
-def _say_to(descriptor: int | None) -> Say:
+def say_to(descriptor: int | None) -> Say:
+    """Tells the launcher things: JSON lines to a file descriptor, or to standard output."""
+
     def say(**message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"
         if descriptor is None:

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,8 +36,10 @@ __all__ = [
     "find_optimizer",
     "find_strategy",
     "load_module",
+    "optimizer_of_text",
     "place_of",
     "revived",
+    "text_of_optimizer",
 ]
 
 STRATEGIES = {
@@ -134,6 +137,28 @@ def class_of(kind: str, spec: Any) -> Callable[..., Any]:
     if isinstance(spec, str):
         return _class(kind, spec)
     return spec if isinstance(spec, type) else type(spec)
+
+
+def text_of_optimizer(optimizer: Optimizer) -> str:
+    """One of our update rules as text, the same for equal rules; `optimizer_of_text` reads it."""
+    described = describe(optimizer)
+    return json.dumps({key: described[key] for key in ("class", "fields")}, sort_keys=True)
+
+
+def optimizer_of_text(text: str) -> Optimizer:
+    """The update rule that a worker has named.
+
+    Raises:
+        ConfigError: it is none of ours: a place of code is not taken from a peer.
+    """
+    try:
+        described = json.loads(text)
+        place, fields = str(described["class"]), dict(described["fields"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}") from error
+    if place not in OPTIMIZERS.values():
+        raise ConfigError(f"update rule {place!r} is none of ours: {', '.join(sorted(OPTIMIZERS))}")
+    return find_optimizer(place, fields)
 
 
 def describe(value: Any) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from gradstream.data.base import Dataset, Division, Plan
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import StartedEvent
 from gradstream.membership.coordinator import Coordinator, Leases
 from gradstream.membership.member import Member
@@ -28,6 +30,7 @@ from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
+from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerConfig, WorkerNode
 
 __all__ = ["COORDINATOR", "Cast", "shard_name", "worker_name"]
@@ -66,6 +69,8 @@ class Cast:
         num_parameters: of the model.
         reduction: whether the model's gradients are means or sums.
         join_s, silence_s, lease_s, retry_s: deadlines; see `config.Deadlines`.
+        open_ended: the workers bring data of their own, nobody knows how much.
+        find_optimizer: makes the update rule of what workers say of it, where they bring it.
     """
 
     job: str
@@ -91,6 +96,8 @@ class Cast:
     silence_s: float = 30.0
     lease_s: float = 10.0
     retry_s: float = 120.0
+    open_ended: bool = False
+    find_optimizer: Callable[[str], Optimizer] | None = None
 
     @property
     def node_names(self) -> list[str]:
@@ -117,8 +124,10 @@ class Cast:
         plan = plan_of(self.data, division)
         return plan if self.accumulate == 1 else JoinedPlan(plan, self.accumulate)
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> Ledger | OpenLedger:
         """An account of every minibatch of the run."""
+        if self.open_ended:
+            return OpenLedger(self.workers, rounds=self.strategy.cut == "rounds")
         return Ledger(self.plan(), epochs=self.epochs, max_batches_per_partition=self.steps)
 
     def identity(self, name: str, incarnation: int) -> Identity:
@@ -177,20 +186,27 @@ class Cast:
             optimizer=self.optimizer,
             grouped=self.grouped(model),
             silence_s=self.silence_s,
+            find_optimizer=self.find_optimizer,
         )
         return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
 
     def worker(
-        self, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model, data: Dataset
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        rank: int,
+        model: Model,
+        data: Dataset | OwnData,
     ) -> WorkerNode:
         """One worker, with its own instance of the model; its endpoint knows the coordinator."""
+        own = cast(OwnData, data) if self.open_ended else None
         config = WorkerConfig(
             rank=rank,
             num_workers=self.workers,
             strategy=self.strategy,
             model=model,
-            data=data,
-            plan=self.plan(),
+            data=cast(Dataset, data),
+            plan=None if self.open_ended else self.plan(),
             lr=self.optimizer.lr,
             clip=self.clip,
             evaluation=self.evaluation,
@@ -200,6 +216,8 @@ class Cast:
             steps=self.steps,
             silence_s=self.silence_s,
             retry_s=self.retry_s,
+            loop=own.loop(rank) if own else None,
+            optimizer=own.optimizer if own else "",
         )
         return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
-from gradstream.config import Job, JobOptions, build_model, cast_of, make_job, metrics_of
+from gradstream.config import Job, JobOptions, build_model, cast_of, is_open_ended, make_job, metrics_of
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import Event, FailedEvent, InsecureEvent, MachineEvent, WaitingEvent, encode
@@ -29,16 +29,20 @@ from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_cal
 from gradstream.node import NodeSpec, play
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
-from gradstream.roles import COORDINATOR, Cast
+from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import Run
 from gradstream.settings import effective, to_toml
 
 if TYPE_CHECKING:
     from gradstream.remote.gathering import Gathering
 
-__all__ = ["load_job", "train"]
+__all__ = ["host", "load_job", "train"]
 
 OnEvent = Callable[[Mapping[str, Any]], None]
+OnAddress = Callable[[Path, str], None]
+
+SCRIPT = "gradstream.session.script:main"
+"""A worker that is a script with a training loop of its own."""
 
 POLL_S = 0.05
 BOOT_S = 60.0
@@ -106,6 +110,11 @@ def train(
     job = dataclasses.replace(job, spec=spec, name=name)
     listening = _listening(listen, wait)
     if listening is not None:
+        if is_open_ended(job):
+            raise ConfigError(
+                "listen: a script with a training loop of its own runs on one machine; "
+                "on several there are jobs (see gradstream new)"
+            )
         if processes is False:
             raise ConfigError("listen needs processes: other machines read the job from a file")
         if "workers" not in options:
@@ -120,6 +129,22 @@ def train(
     if spec is not None:
         _made.setdefault(spec, []).append(run_dir)
     return _load(run_dir, job)
+
+
+def host(job: Job, on_address: OnAddress, *, processes: bool = True) -> None:
+    """Runs coordinator and shards of a run whose workers somebody else starts, until it is over.
+
+    Args:
+        job: open-ended (see `gradstream.session`).
+        on_address: called with the file that nodes are told by, and the coordinator's address.
+        processes: whether they are processes, or threads of this one.
+
+    Raises:
+        What the run failed with, as `train`.
+    """
+    job = dataclasses.replace(job, name=job.name or "session")
+    cast, run_dir = cast_of(job, secrets.token_hex(8)), _make_run_dir(job)
+    _Launch(job, cast, run_dir, (), None, as_threads=not processes, on_address=on_address).run()
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
@@ -184,7 +209,8 @@ class _Launch:
         earlier: tuple[Path, ...],
         on_event: OnEvent | None,
         as_threads: bool,
-        listening: Listening | None,
+        listening: Listening | None = None,
+        on_address: OnAddress | None = None,
     ) -> None:
         self._job = job
         self._cast = cast
@@ -194,12 +220,14 @@ class _Launch:
         self._as_threads = as_threads
         self._listening = listening
         self._gathering: Gathering | None = None
+        self._on_address = on_address  # where somebody else starts the workers
         self._events_read = 0
         self._torn = b""
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
         self._ended: dict[str, int] = {}
-        self._others = [name for name in cast.node_names if name != COORDINATOR]
+        elsewhere = [worker_name(rank) for rank in range(cast.workers)] if on_address else []
+        self._others = [name for name in cast.node_names if name not in (COORDINATOR, *elsewhere)]
 
     def run(self) -> None:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
@@ -305,12 +333,17 @@ class _Launch:
         address = self._address_of_coordinator()
         if self._gathering is not None:
             self._gathering.enrolment.go(int(address.rpartition(":")[2]))
+        if self._on_address is not None:
+            self._on_address(self._run_dir / "nodes.json", address)
         for name in self._others:
             if self._gathering is None or self._gathering.is_here(name):
                 self._start_node(name, "--coordinator", address)
 
     def _start_node(self, name: str, *arguments: str) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
+        if is_open_ended(self._job) and name.startswith("worker"):
+            self._cluster.start(name, [*spec, "--script", self._job.spec or ""], main=SCRIPT)
+            return
         self._cluster.start(name, spec if self._gathering is None else spec + self._gathering.arguments(name))
 
     def _address_of_coordinator(self) -> str:
@@ -340,6 +373,8 @@ class _Launch:
             self._note_machine(message)
         elif "insecure" in message:
             self._emit(InsecureEvent(address=message["insecure"]))
+        elif "output" in message:
+            sys.stderr.write(message["output"])
         return message
 
     def _follow(self) -> None:
@@ -350,7 +385,7 @@ class _Launch:
             self._read_events()
             if self._ended and "started" not in self._last and "failed" not in self._last:
                 raise self._error_of_ended()
-            if silent and len(self._ended) == len(self._others):
+            if silent and len(self._ended) == len(self._others) and self._on_address is None:
                 others_gone += 1  # it has been told by broken connections; it has a lease to conclude
                 if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
                     raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")

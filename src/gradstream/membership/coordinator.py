@@ -72,7 +72,7 @@ class Bell:
 
 
 class Coordinator:
-    """Serves "join" (the presence of each node) and "orphans" (batches of lost workers).
+    """Serves "join" (the presence of each node), "orphans" (batches of lost workers) and "ending".
 
     Args:
         runtime: time and tasks.
@@ -103,6 +103,7 @@ class Coordinator:
         self._failed: FailedEvent | None = None
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("orphans", self._serve_orphans, model=False)
+        endpoint.serve("ending", self._serve_ending, model=False)
 
     def emit(self, event: Event) -> None:
         """Adds a record of the coordinator's own."""
@@ -178,12 +179,22 @@ class Coordinator:
     # ---- orphans ------------------------------------------------------------------------
 
     async def _serve_orphans(self, stream: Stream) -> None:
-        request = v1.Orphans.FromString(stream.opened.body)
-        who = stream.opened.sender
-        bell = Bell()
+        request, who = v1.Orphans.FromString(stream.opened.body), stream.opened.sender
+        await self._answer(stream, lambda: self._membership.orphans(who, request.epoch, request.last))
+
+    async def _serve_ending(self, stream: Stream) -> None:
+        request, who = v1.Ending.FromString(stream.opened.body), stream.opened.sender
+        self._wake_askers()  # what this one says may be what they wait for
+        await self._answer(stream, lambda: self._membership.ending(who, request))
+
+    async def _answer(
+        self, stream: Stream, decide: Callable[[], v1.OrphanBatches | v1.Ended | Refuse | None]
+    ) -> None:
+        """Answers once there is a decision; until then says for whom it has to wait."""
+        who, bell = stream.opened.sender, Bell()
         self._askers[bell] = None
         try:
-            while (answer := self._membership.orphans(who, request.epoch, request.last)) is None:
+            while (answer := decide()) is None:
                 others = [node.name for node in self._membership.workers if node.name != who]
                 await stream.waiting(others)
                 await bell.rung(self._runtime, self._leases.beat_s)

@@ -211,6 +211,24 @@ class Member:
         )
         return [ref_of(receipt) for receipt in answer.batches], answer.complete
 
+    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
+        """Says that this worker has no minibatches left, and returns whether the run is over for it.
+
+        False asks for its part, without samples, in `next_round`. Waits for the others where it must.
+
+        Raises:
+            PeerLostError, DeadlineError: the coordinator was lost.
+        """
+        self._urgent.ring()  # own receipts first: others may wait for them
+        answer = await self._endpoint.call(
+            self._coordinator,
+            "ending",
+            v1.Ending(batches=batches, samples=samples, round=next_round),
+            v1.Ended,
+            silence_s=self._leases.lease_s,
+        )
+        return answer.over
+
     # ---- presence -----------------------------------------------------------------------
 
     async def _be_present(self, stream: Stream) -> None:

@@ -9,10 +9,12 @@ Nothing here waits, sends or writes: the coordinator carries the instructions ou
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import (
     Event,
     FailedEvent,
@@ -76,7 +78,7 @@ class Membership:
     """
 
     def __init__(
-        self, started: StartedEvent, ledger: Ledger, *, survives_worker_loss: bool, software: str
+        self, started: StartedEvent, ledger: Ledger | OpenLedger, *, survives_worker_loss: bool, software: str
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.epoch = 0
@@ -140,7 +142,8 @@ class Membership:
         if not self.missing:
             self.phase, self.epoch, self._began_s = v1.Notice.TRAINING, 1, at_s
             elems = self._model.elems if self._model is not None else 0
-            out.append(Emit(replace(self._started, num_parameters=elems)))
+            rule = self._registered_optimizer() or self._started.optimizer
+            out.append(Emit(replace(self._started, num_parameters=elems, optimizer=rule)))
         joined = JoinedEvent(who=node.name, address=node.address, epoch=self.epoch)
         return [Emit(joined), *out, Notify()]
 
@@ -210,6 +213,16 @@ class Membership:
         if last and not refs and not complete and not self.over:
             return None
         return v1.OrphanBatches(batches=[receipt_of(ref) for ref in refs], complete=complete)
+
+    def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
+        """A worker of an open-ended run has no minibatches left; None when the answer has to wait."""
+        node = self._nodes.get(who)
+        if node is None:
+            return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.epoch}")
+        if not isinstance(self.ledger, OpenLedger):
+            return Refuse(v1.BAD_REQUEST, f"{who} has run out of data in a run whose minibatches are planned")
+        over = self.ledger.ended(node.rank, request.batches, request.samples, request.round)
+        return None if over is None and not self.over else v1.Ended(over=bool(over))
 
     # ---- decisions ----------------------------------------------------------------------
 
@@ -283,6 +296,13 @@ class Membership:
         done = FinishedEvent(samples=samples, train_s=max(0.0, self._receipt_s - self._began_s))
         return [*out, Emit(done), Notify()]
 
+    def _registered_optimizer(self) -> str:
+        """The update rule's name, where the workers bring it."""
+        if self._model is None or not self._model.optimizer:
+            return ""
+        name: str = json.loads(self._model.optimizer)["class"].rpartition(":")[2].lower()
+        return name
+
     def _ledger_event(self, epoch: int) -> LedgerEvent:
         return LedgerEvent(
             epoch=epoch,
@@ -301,5 +321,5 @@ class Membership:
 def _describe(spec: v1.ModelSpec) -> str:
     return (
         f"fingerprint {spec.fingerprint:016x}, {spec.elems:,} parameters of {v1.DType.Name(spec.dtype)}, "
-        f"chunks of {spec.chunk_elems:,}"
+        f"chunks of {spec.chunk_elems:,}" + (f", update rule {spec.optimizer}" if spec.optimizer else "")
     )

@@ -187,6 +187,10 @@ class ServerClient:
             What the push before failed with: it may have been applied to some chunks.
         """
         await self.settle()
+        if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
+            if update.on_done is not None:
+                update.on_done()
+            return
         self._sequence += 1
         # Initial parameters cannot wait for a fetch, which may be waiting for them.
         sequence, before = self._sequence, None if update.assign else self._last_fetch
@@ -222,6 +226,10 @@ class ServerClient:
         arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms), name=name))
         self._last_fetch = arrival
         return arrival
+
+    async def fetch_into(self, vector: Vector) -> None:
+        """Fetches all parameters as they are now, beside the verbs above and in no order with them."""
+        await self._fetch(Arrival(vector, self.chunks.num_chunks), v1.Fetch())
 
     async def reclaim_spare(self) -> None:
         """Waits for a fetch that nobody adopted, and forgets what it brought."""
@@ -286,19 +294,20 @@ class ServerClient:
         self, rank: int, name: str, update: Update, sequence: int, before: Arrival | None
     ) -> None:
         left = dict.fromkeys(self.chunks.chunks_of(rank))
-        request = v1.Push(
-            command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
-            sequence=sequence,
-            samples=update.samples,
-            learning_rate=update.learning_rate,
-            round=update.round,
-            num_gradients=update.num_gradients,
-        )
 
         async def attempt(progressed: Callable[[], None]) -> None:
             if not left:
                 return  # answered in full just before the stream broke
             await self._ready(update, next(iter(left)))
+            # Not earlier: a loop of the user's says how many samples it took when the gradient is there.
+            request = v1.Push(
+                command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
+                sequence=sequence,
+                samples=update.samples,
+                learning_rate=update.learning_rate,
+                round=update.round,
+                num_gradients=update.num_gradients,
+            )
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "push", request)
             sent = Progress()

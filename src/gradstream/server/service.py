@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +58,7 @@ class ShardConfig:
         grouped: the same, where some parameters have settings of their own.
         silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
             is told so four times in as long.
+        find_optimizer: makes the update rule of what the registered model says of it, where it does.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class ShardConfig:
     optimizer: Optimizer
     silence_s: float = 30.0
     grouped: GroupedRule | None = None
+    find_optimizer: Callable[[str], Optimizer] | None = None
 
     @property
     def waiting_every_s(self) -> float:
@@ -124,12 +126,15 @@ class ShardService:
         """Allocates for the registered model. From here on every size is known."""
         config = self._config
         self.chunks = ChunkMap(model.elems, model.chunk_elems, config.num_shards)
+        optimizer = config.optimizer
+        if model.optimizer:
+            if config.find_optimizer is None:
+                raise ConfigError("the workers bring an update rule, and this shard has no way to find it")
+            optimizer = config.find_optimizer(model.optimizer)
         dtype = from_wire(model.dtype)
         if dtype is None:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
-        self.store = Store(
-            self._runtime.memory, self.chunks, config.rank, dtype, config.optimizer, config.grouped
-        )
+        self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, config.grouped)
         self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
         self._commands = Commands(self._runtime, self.store, self.versions)
         self._endpoint.identity.fingerprint = model.fingerprint
@@ -369,6 +374,8 @@ class ShardService:
                 lambda _: self.store.assign(due.chunk, parts[0]), work=work, writes=spans
             )
             return
+        if not parts:
+            return
         weights = [
             weight
             for weight, contribution in zip(
@@ -376,13 +383,12 @@ class ShardService:
             )
             if not contribution.absent
         ]
-        lr = contributions[0].learning_rate
-        if parts:
-            await self._runtime.compute(
-                lambda _: self.store.update(due.chunk, parts, weights, lr=lr, step=due.step),
-                work=work,
-                writes=spans,
-            )
+        lr = present[0].contribution.learning_rate
+        await self._runtime.compute(
+            lambda _: self.store.update(due.chunk, parts, weights, lr=lr, step=due.step),
+            work=work,
+            writes=spans,
+        )
 
     async def failed(self) -> None:
         """Waits for an update that cannot be computed, and raises its error."""

@@ -320,16 +320,18 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems")
+    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_ELEMS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     fingerprint: int
     elems: int
     dtype: DType
     chunk_elems: int
-    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ...) -> None: ...
+    optimizer: str
+    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("node", "model", "software")
@@ -543,3 +545,19 @@ class Report(_message.Message):
     message: str
     traceback: str
     def __init__(self, who: _Optional[str] = ..., status: _Optional[int] = ..., error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
+
+class Ending(_message.Message):
+    __slots__ = ("batches", "samples", "round")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    batches: int
+    samples: int
+    round: int
+    def __init__(self, batches: _Optional[int] = ..., samples: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("over",)
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    over: bool
+    def __init__(self, over: bool = ...) -> None: ...

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,7 +26,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.check import finite
 from gradstream.runtime.base import Report
 
-__all__ = ["Clip", "Differentiator", "Result", "hash_seed"]
+__all__ = ["Clip", "Differentiator", "GradientSource", "Result", "hash_seed"]
 
 BLOCK_ELEMS = 1 << 17
 """A norm is the root of the sum of these blocks' squares in float64: the same with any number of threads."""
@@ -86,6 +87,34 @@ class Result:
 
     loss: float
     norm: float | None = None
+
+
+class GradientSource(Protocol):
+    """Where the gradients of one worker come from: see `Differentiator`."""
+
+    def milestones(self, *, mean: bool) -> Sequence[int]:
+        """What `gradient` reports."""
+        ...
+
+    def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
+        """The samples of a minibatch."""
+        ...
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        ref: BatchRef,
+        into: torch.Tensor,
+        *,
+        num_samples: int,
+        step: int,
+        mean: bool,
+        report: Report,
+        samples: Sequence[Batch] | None = None,
+        sums: torch.Tensor | None = None,
+    ) -> Result:
+        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,)."""
+        ...
 
 
 class Differentiator:

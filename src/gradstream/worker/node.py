@@ -29,7 +29,8 @@ from gradstream.wire.dtypes import to_wire
 from gradstream.worker.accounts import Accounts
 from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
 from gradstream.worker.gradient import Clip, Differentiator
-from gradstream.worker.schedule import Schedule
+from gradstream.worker.loop import Loop, LoopReplica
+from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.worker import Replica
 
 __all__ = ["FINAL_MODEL", "WorkerConfig", "WorkerNode"]
@@ -58,6 +59,8 @@ class WorkerConfig:
         chunk_elems: of the chunk map.
         epochs, steps: when the run ends; one may be None.
         silence_s, retry_s: see `ServerClient`.
+        loop: computes the gradients, where the user's own loop does; there is no plan then.
+        optimizer: the update rule that this worker brings; "" where the shards know it.
     """
 
     rank: int
@@ -65,7 +68,7 @@ class WorkerConfig:
     strategy: Strategy
     model: Model
     data: Dataset
-    plan: Plan
+    plan: Plan | None
     lr: Rate
     clip: Clip
     evaluation: EvaluationPlan
@@ -75,6 +78,8 @@ class WorkerConfig:
     steps: int | None
     silence_s: float
     retry_s: float
+    loop: Loop | None = None
+    optimizer: str = ""
 
 
 class WorkerNode:
@@ -115,6 +120,7 @@ class WorkerNode:
             elems=layout.elems,
             dtype=to_wire(layout.dtype),
             chunk_elems=self._config.chunk_elems,
+            optimizer=self._config.optimizer,
         )
 
     async def _over(self) -> None:
@@ -145,6 +151,9 @@ class WorkerNode:
                 tasks.append(runtime.spawn(self._take_over(replica), name=f"{runtime.node}-heir"))
             await config.strategy.train(replica)
             await client.settle()
+            if config.loop is not None:  # every worker's loop goes on with the final parameters
+                await self._fetch_final(replica)
+                config.loop.finish(replica.parameters.tensor)
             await self._conclude(replica)
         finally:
             for task in tasks:
@@ -182,6 +191,7 @@ class WorkerNode:
 
     def _schedule(self) -> Schedule:
         config = self._config
+        assert config.plan is not None
         return Schedule(
             config.plan,
             config.strategy.cut,
@@ -192,7 +202,10 @@ class WorkerNode:
         )
 
     def _replica(self, client: ServerClient) -> Replica:
-        config, schedule = self._config, self._schedule()
+        config = self._config
+        if config.loop is not None:
+            return self._loop_replica(config.loop, client)
+        schedule = self._schedule()
         differentiator = Differentiator(
             config.model,
             feed_of(config.data, unjoined(config.plan), config.rank, config.seed),
@@ -214,6 +227,20 @@ class WorkerNode:
             on_receipt=self._member.receipt,
             on_step=self._member.emit,
             on_boundary=partial(self._at_boundary, schedule),
+        )
+
+    def _loop_replica(self, loop: Loop, client: ServerClient) -> LoopReplica:
+        config = self._config
+        return LoopReplica(
+            loop,
+            self._runtime,
+            config.model.layout,
+            OpenSchedule(loop, config.rank, self._member),
+            client,
+            rank=config.rank,
+            num_workers=config.num_workers,
+            on_receipt=self._member.receipt,
+            on_step=self._member.emit,
         )
 
     # ---- evaluation ---------------------------------------------------------------------
@@ -273,8 +300,8 @@ class WorkerNode:
 
     async def _save(self, replica: Replica) -> None:
         """Fetches the final parameters and writes them under the user's own names."""
-        await replica.server.reclaim_spare()
-        await replica.adopt(replica.server.fetch_soon())
+        if self._config.loop is None:
+            await self._fetch_final(replica)
         if self._config.evaluation.every is not None:
             schedule = self._schedule()
             await self._evaluate(replica, schedule, schedule.last, final=True)
@@ -289,6 +316,10 @@ class WorkerNode:
 
         work = Work("checkpoint", elems=len(replica.parameters))
         await self._runtime.compute(write, work=work, reads=[replica.parameters.all])
+
+    async def _fetch_final(self, replica: Replica) -> None:
+        await replica.server.reclaim_spare()
+        await replica.adopt(replica.server.fetch_soon())
 
     # ---- reports ------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -9,7 +10,10 @@ from typing import Literal, Protocol
 from gradstream.data.base import BatchRef, Plan
 from gradstream.optim.schedules import Position
 
-__all__ = ["OrphanSource", "Schedule"]
+__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "OrphanSource", "Schedule", "Supply"]
+
+UNKNOWN = -1
+"""Samples of a minibatch that nobody has seen yet."""
 
 Flush = Callable[[], Awaitable[None]]
 
@@ -107,3 +111,64 @@ class Schedule:
                 return
             for ref in refs:
                 yield ref
+
+
+class EndingSource(Protocol):
+    """Whoever knows when a run whose length nobody has planned is over: the coordinator, through `Member`."""
+
+    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
+        """Whether the run is over for a worker that has run out; else it takes part in `next_round`."""
+        ...
+
+
+class Supply(Protocol):
+    """Minibatches that a worker brings itself, without knowing how many there will be."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether there are no more: the minibatch handed out last, if it had no samples, was none."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """How many there were so far."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Of how many samples."""
+        ...
+
+
+class OpenSchedule:
+    """A worker's minibatches in a run that ends when every worker has run out.
+
+    A minibatch is handed out before anybody knows whether there is one: its size is `UNKNOWN`, and
+    0 in the end where there was none. In rounds, minibatches of size 0 follow until the others have
+    run out too (see `OpenLedger`).
+
+    Args:
+        supply: says when this worker has run out.
+        rank: of this worker.
+        endings: asked whether the run is over.
+    """
+
+    def __init__(self, supply: Supply, rank: int, endings: EndingSource) -> None:
+        self._supply = supply
+        self._rank = rank
+        self._endings = endings
+
+    @property
+    def size(self) -> int:
+        """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
+        return 0 if self._supply.ended else UNKNOWN
+
+    async def refs(self, flush: Flush) -> AsyncIterator[BatchRef]:
+        """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
+        supply, endings = self._supply, self._endings
+        for number in itertools.count():
+            if supply.ended:
+                await flush()
+                if await endings.ending(supply.batches, supply.samples, number):
+                    return
+            yield BatchRef(0, self._rank, number)

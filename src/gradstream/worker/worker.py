@@ -26,8 +26,8 @@ from gradstream.optim.schedules import Rate, nominal_rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
 from gradstream.server.client import Arrival, ServerClient, Update
 from gradstream.strategies import base
-from gradstream.worker.gradient import Differentiator, Result
-from gradstream.worker.schedule import Schedule
+from gradstream.worker.gradient import GradientSource, Result
+from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.stopwatch import Stopwatch
 
 __all__ = ["ComputedGradient", "LocalStep", "Replica", "SampleBatch"]
@@ -35,11 +35,12 @@ __all__ = ["ComputedGradient", "LocalStep", "Replica", "SampleBatch"]
 BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampleBatch:
     """A minibatch by name and size; its samples are read where the gradient is computed.
 
-    Those of a stream have been read already: only so is their number known.
+    Those of a stream have been read already: only so is their number known. It is `UNKNOWN` until the
+    gradient is there where a loop of the user's computes it.
     """
 
     ref: BatchRef
@@ -52,11 +53,16 @@ class ComputedGradient:
     """A gradient that is being computed into `vector`, or has been; `lr` is its minibatch's learning rate."""
 
     vector: Vector
-    samples: int
+    batch: SampleBatch
     refs: tuple[BatchRef, ...]
     lr: float
     ready: Progress = field(default_factory=Progress)
     task: asyncio.Task[Result] | None = None
+
+    @property
+    def samples(self) -> int:
+        """Training samples behind it; may be `UNKNOWN` until it is done."""
+        return self.batch.num_samples
 
     async def done(self) -> None:
         """See `strategies.base.Gradient`."""
@@ -124,8 +130,8 @@ class Replica:
         self,
         runtime: Runtime,
         layout: Layout,
-        differentiator: Differentiator,
-        schedule: Schedule,
+        differentiator: GradientSource,
+        schedule: Schedule | OpenSchedule,
         server: ServerClient,
         *,
         rank: int,
@@ -183,6 +189,7 @@ class Replica:
             await self._on_boundary(self, ref)
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
+        assert isinstance(self._schedule, Schedule)
         plan = self._schedule.plan
         size = plan.size(ref)
         if size is not None:
@@ -198,7 +205,7 @@ class Replica:
 
     async def _flush(self) -> None:
         """Everything this worker has computed is in the model, and receipts are on their way."""
-        if self._taken.num_gradients:
+        if self._taken.num_gradients or self._refs:  # a gradient of no samples needs its receipt all the same
             await self.server.push_soon(self.take_accumulated())
         await self.server.settle()
 
@@ -216,6 +223,7 @@ class Replica:
         self._on_step(event)
 
     def _rate(self, ref: BatchRef) -> float:
+        assert isinstance(self._schedule, Schedule)
         return rate_at(self._lr, self._schedule.position(ref))
 
     # ---- gradients ----------------------------------------------------------------------
@@ -233,7 +241,7 @@ class Replica:
     def _start(self, batch: base.Minibatch, *, mean: bool) -> ComputedGradient:
         assert isinstance(batch, SampleBatch)
         rate = self._rate(batch.ref)
-        gradient = ComputedGradient(self._gradient, batch.num_samples, (batch.ref,), rate)
+        gradient = ComputedGradient(self._gradient, batch, (batch.ref,), rate)
         if batch.num_samples:
             # Not accumulated, the vector is the one that the push before may still be reading.
             work = self._compute(batch, gradient, None if mean else self.server.settle(), mean=mean)
@@ -302,12 +310,17 @@ class Replica:
 
     async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
         """See `strategies.base.Worker`."""
+        if not gradient.samples:
+            return
         rate = self._local_rate(gradient, lr)
         target, source = self.parameters, gradient.vector
         await self._work(lambda: target.tensor.add_(source.tensor, alpha=-rate), [source], [target])
 
     async def accumulate(self, gradient: base.Gradient) -> None:
         """See `strategies.base.Worker`."""
+        if not gradient.samples:
+            self._count(gradient)
+            return
         if self._taken.num_gradients == 0:
             await self._open_period(gradient.vector)
             self._gradient, self._accumulated = self._sum(), gradient.vector
@@ -322,6 +335,9 @@ class Replica:
     ) -> None:
         """See `strategies.base.Worker`."""
         num_before = self._taken.num_gradients
+        if not gradient.samples:
+            self._count(gradient)
+            return
         if momentum == 0.0 and num_before == 0:
             await self.accumulate(gradient)  # which copies nothing
             await self.apply(gradient, lr)
@@ -385,7 +401,7 @@ class Replica:
     def _count(self, gradient: base.Gradient) -> None:
         assert isinstance(gradient, ComputedGradient)
         self._taken.samples += gradient.samples
-        self._taken.num_gradients += 1
+        self._taken.num_gradients += bool(gradient.samples)
         self._taken.learning_rate = gradient.lr
         self._refs.extend(gradient.refs)
 

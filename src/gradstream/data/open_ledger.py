@@ -1,0 +1,125 @@
+"""The ledger of an open-ended run: how many minibatches there will be, nobody knows.
+
+Each worker goes through data of its own until it has no more, and then says how much that was. So
+nothing can be handed to others: what a lost worker had not got receipts for is left out of the run.
+
+In rounds, all workers must stop before the same round, though they run out of data at different
+times, and a worker that takes part in a round cannot stop before it is over. So a worker that has
+run out asks before each further round, in which it takes part without samples. A round that anybody
+was told to take part in is held by all; the run is over before the first one that nobody was told
+to, once everybody has run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import InternalError
+
+__all__ = ["OpenLedger"]
+
+
+@dataclass(slots=True)
+class _Line:
+    """The minibatches of one worker, numbered from 0."""
+
+    low: int = 0  # all below have receipts
+    ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
+    total: int | None = None  # how many there were, once the worker has run out
+    samples: int = 0
+    lost: bool = False
+
+    @property
+    def accounted(self) -> bool:
+        return self.lost or (self.total is not None and self.low >= self.total)
+
+
+class OpenLedger:
+    """Accounts for the minibatches of workers that bring their own. No I/O, as `Ledger`.
+
+    Args:
+        num_workers: how many bring data.
+        rounds: they take part in rounds together; otherwise each stops when it has run out.
+    """
+
+    num_epochs = 1
+    """There is one data epoch as far as the ledger knows: a loop counts its own."""
+
+    def __init__(self, num_workers: int, *, rounds: bool) -> None:
+        self._lines = [_Line() for _ in range(num_workers)]
+        self._rounds = rounds
+        self._held = -1  # the last round that a worker without data was told to take part in
+
+    @property
+    def finished(self) -> bool:
+        """Whether every worker has run out, and each of its minibatches has a receipt."""
+        return all(line.accounted for line in self._lines)
+
+    def ended(self, rank: int, batches: int, samples: int, next_round: int) -> bool | None:
+        """A worker has run out of data, after so many minibatches of so many samples.
+
+        Args:
+            next_round: the round that it would take part in next, without samples.
+
+        Returns:
+            Whether the run is over for it. False: it takes part in `next_round`. None: wait for others.
+        """
+        line = self._lines[rank]
+        line.total, line.samples = batches, samples
+        if not self._rounds:
+            return True if self.finished else None
+        everybody = all(line.lost or line.total is not None for line in self._lines)
+        if everybody and next_round > self._held:
+            return True
+        self._held = max(self._held, next_round)
+        return False
+
+    def receipt(self, ref: BatchRef, worker: int) -> bool:
+        """Notes that a minibatch of `worker`'s is in the model. True the first time."""
+        if worker != ref.partition or ref.epoch != 0:
+            raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
+        line = self._lines[ref.partition]
+        if ref.batch < line.low or ref.batch in line.ahead:
+            return False
+        line.ahead.add(ref.batch)
+        while line.low in line.ahead:
+            line.ahead.remove(line.low)
+            line.low += 1
+        return True
+
+    def lost(self, rank: int) -> int:
+        """A worker is gone, and with it what it had left: nobody else has its data. Returns 0: no orphans."""
+        self._lines[rank].lost = True
+        return 0
+
+    def orphans(self, epoch: int, limit: int, taker: int) -> Sequence[BatchRef]:
+        """Nothing: see `lost`."""
+        del epoch, limit, taker
+        return ()
+
+    def batches(self, epoch: int) -> int:
+        """How many minibatches the workers that have run out had, without rounds they had no samples in."""
+        del epoch
+        return sum(line.total or 0 for line in self._lines)
+
+    def samples(self, epoch: int) -> int:
+        """Of how many samples."""
+        del epoch
+        return sum(line.samples for line in self._lines)
+
+    def missing(self, epoch: int) -> int:
+        """How many of those have no receipt yet."""
+        del epoch
+        return sum(max(0, (line.total or 0) - line.low) for line in self._lines if not line.lost)
+
+    def complete(self, epoch: int) -> bool:
+        """As `finished`: there is one epoch."""
+        del epoch
+        return self.finished
+
+    def reassigned(self, epoch: int) -> int:
+        """None: see `lost`."""
+        del epoch
+        return 0

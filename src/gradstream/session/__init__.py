@@ -1,0 +1,6 @@
+"""A training loop of the user's own, on many workers."""
+
+from gradstream.session.joining import join
+from gradstream.session.session import Session
+
+__all__ = ["Session", "join"]

@@ -1,0 +1,150 @@
+"""Two threads that take turns: the user's loop, and the worker that exchanges for it.
+
+    worker's arithmetic thread                    user's thread
+    turn(parameters, gradient) ── shows them ──▶  … forward, backward …
+                               ◀── a gradient ──  step()
+    … exchange, new parameters …                  waits in step()
+    turn(parameters, gradient) ── shows them ──▶  step() returns
+
+At any time exactly one of them runs. So all changes of parameters happen inside `step`, and the user
+sees parameters that nobody writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from typing import Literal
+
+import torch
+
+from gradstream.errors import ClosedError, UserCodeError
+from gradstream.memory import Memory
+from gradstream.session.held import Held
+from gradstream.worker.loop import LoopReplica, Turn
+
+__all__ = ["Handover"]
+
+
+class Handover:
+    """Implements `worker.loop.Loop` for a loop that runs in another thread.
+
+    Args:
+        held: the parameters that the user holds.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self.ended = False
+        self.batches = 0
+        self.samples = 0
+        self.shown: torch.Tensor | None = None  # the parameters that the user sees
+        self._held = held
+        self._condition = threading.Condition()
+        self._whose: Literal["worker", "user"] = "worker"
+        self._replica: LoopReplica | None = None
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._step = Turn(0, 0.0, math.nan)
+        self._over: BaseException | bool = False  # what the worker has ended with; True: well
+        self._failure: UserCodeError | None = None  # what the user's loop has ended with
+
+    def fetch(self) -> torch.Tensor:
+        """The servers' parameters (E,) as they are now. From the user's thread, between steps.
+
+        Raises:
+            PeerLostError, DeadlineError: a server is gone.
+        """
+        assert self._replica is not None and self._event_loop is not None
+        layout = self._held.layout
+        vector = Memory().allocate(layout.elems, layout.dtype, "evaluated")
+        work = self._replica.server.fetch_into(vector)
+        asyncio.run_coroutine_threadsafe(work, self._event_loop).result()
+        return vector.tensor
+
+    # ---- the worker's side --------------------------------------------------------------
+
+    def begin(self, replica: LoopReplica) -> None:
+        """See `Loop.begin`."""
+        self._replica, self._event_loop = replica, asyncio.get_running_loop()
+
+    def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
+        """See `Loop.turn`. Raises UserCodeError where the user's loop has failed."""
+        with self._condition:
+            if not self.ended:
+                self._show(parameters)
+                self._pass_to("user")
+                self._condition.wait_for(lambda: self._whose == "worker")
+            if self._failure is not None:
+                raise self._failure
+            if self.ended:
+                gradient.zero_()
+                return Turn(0, self._step.lr, math.nan)
+            self._held.take(gradient)
+            return self._step
+
+    def finish(self, parameters: torch.Tensor) -> None:
+        """See `Loop.finish`."""
+        self._show(parameters)
+
+    def over(self, error: BaseException | None) -> None:
+        """The worker has ended, and will take no turn any more."""
+        with self._condition:
+            self._over = error or True
+            self._condition.notify_all()
+
+    def _show(self, parameters: torch.Tensor) -> None:
+        self.shown = parameters
+        self._held.show(parameters)
+
+    # ---- the user's side ----------------------------------------------------------------
+
+    def first(self) -> None:
+        """Waits for the first turn: everybody is there, and the parameters are those of all.
+
+        Raises:
+            What the worker has failed with.
+        """
+        with self._condition:
+            self._wait()
+
+    def step(self, samples: int, lr: float, loss: float) -> None:
+        """Hands over the gradient that `Held.take` finds, and waits for the next turn.
+
+        Raises:
+            ClosedError: the loop was ended before.
+            What the worker has failed with: whether this gradient was applied is unknown then.
+        """
+        with self._condition:
+            if self.ended:
+                raise ClosedError("the session was closed: no step can follow")
+            self._raise_failure()
+            self._step = Turn(samples, lr, loss)
+            self.batches += 1
+            self.samples += samples
+            self._pass_to("worker")
+            self._wait()
+
+    def end(self, failure: UserCodeError | None = None) -> None:
+        """The loop has ended, well or by an error of the user's. Does not wait."""
+        with self._condition:
+            self.ended, self._failure = True, failure
+            self._pass_to("worker")
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the worker has failed with, if it has ended and did not end well."""
+        return self._over if isinstance(self._over, BaseException) else None
+
+    def _pass_to(self, whose: Literal["worker", "user"]) -> None:
+        self._whose = whose
+        self._condition.notify_all()
+
+    def _wait(self) -> None:
+        self._condition.wait_for(lambda: self._whose == "user" or self._over)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._over, BaseException):
+            raise self._over
+        if self._over:
+            raise ClosedError("the run is over")

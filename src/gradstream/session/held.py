@@ -1,0 +1,183 @@
+"""The parameters that a user's loop holds, and one flat vector: what is between them.
+
+A PyTorch module's parameters are pointed at the flat vector, so nothing is copied. numpy arrays are
+held by the user under names of the user's own and cannot be pointed anywhere: they are copied into.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradstream.errors import ConfigError, GradientError, InternalError
+from gradstream.model.base import Layout, Reduction
+from gradstream.model.tree import Tree, leaves
+
+__all__ = ["Held", "HeldArrays", "HeldModule"]
+
+
+class Held(ABC):
+    """Parameters of a loop of the user's, as a `Model` whose gradients come from elsewhere."""
+
+    reduction: Reduction = "mean"
+    layout: Layout
+
+    @abstractmethod
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Fills the flat vector (E,) with the parameters as the user has made them."""
+
+    @abstractmethod
+    def show(self, parameters: torch.Tensor) -> None:
+        """From here on the user sees these (E,). The user's thread must be waiting."""
+
+    @abstractmethod
+    def take(self, gradient: torch.Tensor) -> None:
+        """Writes the user's gradient into the flat vector (E,), zero where there is none.
+
+        Raises:
+            GradientError: a gradient of another shape or dtype than its parameter.
+        """
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Parameters under the user's own names, as views."""
+        views = dict(self.layout.views(parameters))
+        return {name: views[name].numpy() for name in reversed(views)}
+
+    def gradient(self, *_: Any, **__: Any) -> float:
+        """Never asked for."""
+        raise InternalError("the gradients of a loop of the user's come from the loop")
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Never asked for."""
+        del parameters, inputs
+        raise InternalError("the outputs of a loop of the user's are computed in the loop")
+
+
+class HeldModule(Held):
+    """Parameters of a module that an optimizer updates.
+
+    Args:
+        module: gives them their names.
+        parameters: those that the optimizer has and that require a gradient.
+
+    Raises:
+        ConfigError: none, of several dtypes, neither float32 nor float64, or not in main memory.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        places = {key: place for place, key in enumerate(names)}
+        # The last one first, about the order in which a backprop finishes them.
+        self._parameters = sorted(parameters, key=lambda p: -places.get(id(p), len(places)))
+        tensors = []
+        for index, parameter in enumerate(self._parameters):
+            name = names.get(id(parameter), f"other.{index}")
+            if parameter.device.type != "cpu":
+                raise ConfigError(
+                    f"parameter {name!r} is on {parameter.device}; a session exchanges parameters in main "
+                    'memory: keep the module on "cpu"'
+                )
+            tensors.append((name, tuple(parameter.shape)))
+        dtypes = {str(parameter.dtype) for parameter in self._parameters}
+        if len(dtypes) != 1 or not dtypes <= {"torch.float32", "torch.float64"}:
+            got = ", ".join(sorted(dtypes)) or "no parameters that require a gradient"
+            raise ConfigError(f"the optimizer has {got}; expected one dtype, float32 or float64")
+        self.layout = Layout.of(tensors, self._parameters[0].dtype)
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """See `Held.init`."""
+        del seed
+        for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
+            view.copy_(parameter.data)
+
+    def show(self, parameters: torch.Tensor) -> None:
+        """See `Held.show`: views, without copying."""
+        for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
+            parameter.data = view
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """See `Held.take`."""
+        for parameter, (_, view) in zip(self._parameters, self.layout.views(gradient), strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+
+
+class HeldArrays(Held):
+    """numpy arrays that are updated in place.
+
+    Args:
+        arrays: a tree (dict, list or tuple) of arrays, or one.
+
+    Raises:
+        ConfigError: a leaf that is no writable array, or several dtypes, or neither float32 nor float64.
+    """
+
+    def __init__(self, arrays: Tree) -> None:
+        self._arrays = dict(_named(arrays))
+        for name, array in self._arrays.items():
+            if not isinstance(array, np.ndarray) or not array.flags.writeable:
+                raise ConfigError(
+                    f"{name}: got {type(array).__name__}, expected a numpy array that can be written: "
+                    "it is updated in place"
+                )
+        dtypes = {array.dtype.name for array in self._arrays.values()}
+        if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
+            got = ", ".join(sorted(dtypes)) or "no arrays"
+            raise ConfigError(f"parameters are {got}; expected one dtype, float32 or float64")
+        tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
+        self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
+        self._gradients: dict[str, np.ndarray[Any, Any]] = {}
+
+    def check(self, arrays: Tree) -> None:
+        """Raises ConfigError unless these are the very arrays that were given first."""
+        for name, array in _named(arrays):
+            if self._arrays.get(name) is not array:
+                raise ConfigError(
+                    f"{name} is another array than the one given first: parameters are updated in place, "
+                    "so do not make new ones (w += d instead of w = w + d)"
+                )
+
+    def give(self, gradients: Tree) -> None:
+        """Keeps the gradients for `take`.
+
+        Raises:
+            GradientError: not one for each parameter, or of another shape or dtype.
+        """
+        given = {name: np.asarray(array) for name, array in _named(gradients)}
+        if given.keys() != self._arrays.keys():
+            raise GradientError(f"gradients of {sorted(given)}; expected those of {sorted(self._arrays)}")
+        for name, array in self._arrays.items():
+            got = given[name]
+            if got.shape != array.shape or got.dtype != array.dtype:
+                raise GradientError(
+                    f"gradient of {name}: got shape {got.shape} {got.dtype}, "
+                    f"expected {array.shape} {array.dtype}"
+                )
+        self._gradients = given
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """See `Held.init`."""
+        del seed
+        for name, view in self.layout.views(parameters):
+            view.numpy()[...] = self._arrays[name]
+
+    def show(self, parameters: torch.Tensor) -> None:
+        """See `Held.show`: copies."""
+        for name, view in self.layout.views(parameters):
+            self._arrays[name][...] = view.numpy()
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """See `Held.take`."""
+        for name, view in self.layout.views(gradient):
+            view.numpy()[...] = self._gradients[name]
+
+
+def _named(tree: Tree) -> list[tuple[str, Any]]:
+    return list(leaves(list(tree) if isinstance(tree, tuple) else tree))

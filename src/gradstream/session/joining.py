@@ -1,0 +1,96 @@
+"""`gradstream.join()`: finds out how this process was started, and who the others are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradstream.config import Deadlines, Job
+from gradstream.errors import ConfigError
+from gradstream.jobfile import intercept
+from gradstream.registry import describe, find_strategy
+from gradstream.session import place
+from gradstream.session.exits import at_the_end
+from gradstream.session.host import Host
+from gradstream.session.job import OwnLoop, ScriptModel
+from gradstream.session.session import LoneSession, Session, WorkerSession, enter, running
+from gradstream.strategies.base import Strategy
+
+__all__ = ["join"]
+
+
+def join(
+    strategy: str | Strategy = "synchronous",
+    *,
+    strategy_options: Mapping[str, Any] | None = None,
+    workers: int = 2,
+    servers: int = 1,
+    seed: int = 0,
+    name: str | None = None,
+    run_dir: Path | None = None,
+    chunk_elems: int = 262_144,
+    deadlines: Deadlines | None = None,
+) -> Session:
+    """Joins the run that this script was started for, as one of its workers.
+
+    Started by `gradstream train script.py`, it is one of `--workers`; by `torchrun`, one of its
+    processes, of which the first runs the servers; by `python`, it is alone, and nothing is started.
+    A script is run once more up to this call, to see what it asks for: call it early.
+
+    Args:
+        strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, deadlines: as of
+            `Job`. `gradstream train` overrides them by its own options.
+        workers: how many `gradstream train` starts; torchrun and python decide for themselves.
+
+    Raises:
+        ConfigError: an argument is wrong, or the environment makes no sense.
+        DeadlineError: under torchrun, its first process did not answer.
+
+    Example:
+        >>> session = join("downpour")  # doctest: +SKIP
+        >>> model, optimizer = session.wrap(model, optimizer)  # doctest: +SKIP
+    """
+    job = Job(
+        ScriptModel(),  # type: ignore[arg-type]  # stand in for model and data
+        OwnLoop(),  # type: ignore[arg-type]
+        strategy=strategy,
+        strategy_options=strategy_options or {},
+        workers=workers,
+        servers=servers,
+        seed=seed,
+        name=name,
+        run_dir=run_dir,
+        chunk_elems=chunk_elems,
+        deadlines=deadlines or Deadlines(),
+    )
+    intercept(job)
+    if running() is not None:
+        raise ConfigError("join() was called before in this process: one script is one worker of one run")
+    if not describe(find_strategy(strategy, job.strategy_options))["class"]:
+        raise ConfigError(
+            "join: the servers do not run this script: name your strategy by place, mine.py:Mine"
+        )
+    given = place.assigned()
+    if given is not None:
+        return enter(WorkerSession(given, given.job().seed))
+    ranks = place.of_torchrun(os.environ)
+    return LoneSession() if ranks is None else enter(_under_torchrun(job, *ranks))
+
+
+def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
+    """Rank 0 runs coordinator and shards as processes of its own, and tells the others where."""
+    if rank == 0:
+        host = Host(dataclasses.replace(job, workers=size))
+        assignment = place.Assignment(rank, size, *host.start())
+        place.tell(assignment)
+        kept = Path(assignment.spec).parent
+        sys.stderr.write(f"gradstream: {size} workers by torchrun, coordinator and servers here; {kept}\n")
+        session = WorkerSession(assignment, job.seed, host)
+    else:
+        session = WorkerSession(place.told(rank, size, job), job.seed)
+    at_the_end(session.close, session.fail)
+    return session

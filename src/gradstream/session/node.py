@@ -1,0 +1,79 @@
+"""The worker's node in a thread of the user's process, beside the user's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import sys
+import threading
+from typing import Any
+
+from gradstream.errors import GradstreamError, PeerLostError
+from gradstream.failures import typed_error
+from gradstream.membership import RunAbortedError
+from gradstream.node import SWITCH_INTERVAL_S, take_part
+from gradstream.optim.base import Optimizer
+from gradstream.registry import text_of_optimizer
+from gradstream.roles import worker_name
+from gradstream.session.handover import Handover
+from gradstream.session.held import Held
+from gradstream.session.job import OwnLoop
+from gradstream.session.place import Assignment
+
+__all__ = ["LoopNode"]
+
+
+class LoopNode:
+    """Exchanges for a loop until the run is over.
+
+    Args:
+        place: which worker this is.
+        held: the parameters that the user holds.
+        handover: the other end of it is the user's loop.
+        rule: the update rule that the loop's optimizer asks for.
+    """
+
+    def __init__(self, place: Assignment, held: Held, handover: Handover, rule: Optimizer) -> None:
+        self._place = place
+        self._held = held
+        self._handover = handover
+        self._rule = rule
+        self.aborted = False  # the run has ended because of another node
+        self._thread = threading.Thread(target=self._live, name="gradstream", daemon=True)
+
+    def start(self) -> None:
+        """Begins to join the run."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._thread.start()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Waits until the node has left the run."""
+        self._thread.join(timeout_s)
+
+    def _live(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except RunAbortedError as aborted:
+            self.aborted = True
+            self._handover.over(_as_it_happened(aborted))
+        except BaseException as error:
+            self._handover.over(error)
+        else:
+            self._handover.over(None)
+
+    async def _run(self) -> None:
+        place = self._place
+        own = OwnLoop(self._handover, text_of_optimizer(self._rule))
+        parts: dict[str, Any] = {"model": self._held, "data": own}
+        job = dataclasses.replace(place.job(), **parts)
+        name = worker_name(place.rank)
+        await take_part(job, ["--spec", place.spec, "--name", name, "--coordinator", place.coordinator])
+
+
+def _as_it_happened(error: RunAbortedError) -> GradstreamError:
+    """The error that another node has ended the run with."""
+    found = re.match(r"(\w+): (.*)", error.reason, re.DOTALL)
+    if found is None:
+        return PeerLostError(error.culprit, error.reason)
+    return typed_error(error.culprit, found[1], found[2], "")

@@ -1,0 +1,97 @@
+"""A worker of `gradstream train` that is a script with a training loop of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
+from gradstream.registry import load_module
+from gradstream.session.place import Assignment, assign
+from gradstream.session.session import running
+
+__all__ = ["main"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the script as `__main__`, as one of the workers, and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="gradstream.session.script", description=__doc__)
+    parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
+    parser.add_argument("--script", required=True, type=Path)
+    parser.add_argument("--name", required=True, help="worker-0, ...")
+    parser.add_argument("--coordinator", required=True, help="its address")
+    parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
+    given = parser.parse_args(argv)
+    say = say_to(given.report_fd)
+    spec = NodeSpec(**json.loads(given.spec.read_text()))
+    rank, size = int(given.name.rpartition("-")[2]), int(spec.plain["workers"])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    # As torchrun sets them, for code of the user's that looks.
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    assign(Assignment(rank, size, str(given.spec), given.coordinator))
+    if rank == 0:
+        sys.stdout = _Shown(sys.stdout, say)
+    sys.argv = [str(given.script)]
+    return _run(given.script, given.name, say)
+
+
+def _run(script: Path, name: str, say: Say) -> int:
+    try:
+        load_module(script, "__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            return _failed(UserCodeError(f"{name}: the script ended with status {error.code!r}"), name, say)
+    except GradstreamError as error:
+        # The run has failed, here or elsewhere, or the script has misused the session.
+        return _failed(error, name, say)
+    except BaseException as error:
+        text = traceback.format_exc()
+        message = f"{name}: the script raised {type(error).__name__}: {error}"
+        return _failed(UserCodeError(message, text), name, say)
+    session = running()
+    if session is None:
+        return OK
+    try:
+        session.close()
+    except GradstreamError as error:
+        return _failed(error, name, say)
+    return OK
+
+
+def _failed(error: GradstreamError, name: str, say: Say) -> int:
+    session = running()
+    text = traceback_of(error)
+    sys.stderr.write(text)
+    if session is not None and session.aborted:
+        return ABORTED  # the coordinator knows
+    if session is not None:
+        session.fail(error)
+    say(error=type(error).__name__, message=str(error), traceback=text)
+    return FAILED
+
+
+class _Shown:
+    """Standard output that the launcher shows as well."""
+
+    def __init__(self, log: TextIO, say: Say) -> None:
+        self._log = log
+        self._say = say
+
+    def write(self, text: str) -> int:
+        """Writes to both."""
+        self._say(output=text)
+        self._log.write(text)
+        self._log.flush()
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)

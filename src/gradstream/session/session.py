@@ -1,0 +1,352 @@
+"""`join()`: a training loop of the user's own, on many workers.
+
+    session = gradstream.join()
+    model, optimizer = session.wrap(model, optimizer)
+
+The loop stays as it is. `optimizer.step()` hands the gradients to a worker in another thread of the
+same process, which does with them what its strategy says, and returns with the parameters of the next
+step. Run by plain `python`, a session does nothing at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradstream.errors import ClosedError, ConfigError, UserCodeError
+from gradstream.model.tree import Tree
+from gradstream.optim.base import Optimizer
+from gradstream.session.handover import Handover
+from gradstream.session.held import Held, HeldArrays, HeldModule
+from gradstream.session.host import Host
+from gradstream.session.node import LoopNode
+from gradstream.session.optimizer import DistributedOptimizer
+from gradstream.session.place import Assignment
+from gradstream.session.rules import rule_of
+from gradstream.session.shards import part_of
+
+__all__ = ["LoneSession", "Session", "WorkerSession", "enter", "running"]
+
+_running: WorkerSession | None = None
+
+
+def running() -> WorkerSession | None:
+    """The session of this process, where it is a worker and has joined."""
+    return _running
+
+
+def enter(session: WorkerSession) -> WorkerSession:
+    """Makes a session that of this process."""
+    global _running
+    _running = session
+    return session
+
+
+class Session:
+    """A training loop's part in a run. Made by `gradstream.join`; also a context manager.
+
+    Attributes:
+        rank: of this worker, from 0.
+        world_size: how many workers there are.
+        is_main: whether this is the worker that should print and write files.
+    """
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is worker 0."""
+        return self.rank == 0
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The module and an optimizer to use in the place of yours. Once per session.
+
+        The module is the same object, with the parameters of worker 0 from here on. Trained are those
+        that the optimizer has and that require a gradient; all else (buffers, frozen parameters) stays each
+        worker's own. Waits until all workers are there.
+
+        Args:
+            model: in main memory, of float32 or float64 parameters.
+            optimizer: `torch.optim.SGD`, `Adam`, `AdamW` or `Adagrad`, before its first step. The update
+                is made on the servers, with the learning rate that `param_groups` has at each step.
+
+        Raises:
+            ConfigError: an optimizer or a model that cannot be taken over; says what to use.
+            RefusedError, DeadlineError, PeerLostError: the run did not come about; says who is missing.
+        """
+        return model, optimizer
+
+    def shard(self, data: Any) -> Any:
+        """This worker's part of data that was made for one process.
+
+        Args:
+            data: a `DataLoader` or any iterable of minibatches: minibatch k goes to worker k mod W, in
+                the order of one process, which must be the same on all workers (that of a DataLoader
+                that shuffles is). A map-style `Dataset`, an array or a tensor: sample i goes to worker
+                i mod W.
+        """
+        return data
+
+    def exchange(
+        self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
+    ) -> Tree:
+        """One step of numpy parameters, in place: what stands where `w -= lr * gradient` stood.
+
+        Args:
+            parameters: arrays of float32 or float64: one, or a dict, list or tuple. The same
+                arrays at each call; they are written. All workers must begin with the same values.
+            gradients: likewise, means over this worker's samples.
+            rule: `gradstream.SGD(lr)` or another update rule. Only its `lr` may change on the way.
+            samples: behind the gradients; None takes the length of the minibatches that `shard`
+                has given since the last step, or 1.
+
+        Returns:
+            `parameters`.
+        """
+        del samples
+        return self._alone.step(parameters, gradients, rule)
+
+    def samples(self, count: int) -> None:
+        """Says how many samples are behind the next step, where that cannot be seen.
+
+        Otherwise it is the length of the first tensor that the model was called with, in training mode
+        and with gradients on, added up since the last step.
+        """
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Inside, the model has the parameters that are on the servers now.
+
+        In between steps of a strategy whose workers differ that is the common model. Each worker gets
+        the parameters of the moment at which it asks.
+        """
+        yield
+
+    def close(self) -> None:
+        """Ends this worker's part. Waits for the others; then the model is final, the same on all workers.
+
+        No step can follow. Calling it twice changes nothing; a script that ends without it is closed then.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    @property
+    def _alone(self) -> _Alone:
+        alone: _Alone = self.__dict__.setdefault("_alone_arrays", _Alone())
+        return alone
+
+
+class LoneSession(Session):
+    """The session of a process that is alone: gives everything back as it is."""
+
+
+class _Alone:
+    """Update rules on numpy arrays, without anybody else."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, torch.Tensor] = {}
+        self._steps = 0
+
+    def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> Tree:
+        held = HeldArrays(parameters)
+        held.give(gradients)
+        flat, gradient = (torch.empty(held.layout.elems, dtype=held.layout.dtype) for _ in range(2))
+        held.init(0, flat)
+        held.take(gradient)
+        if not self._state:
+            self._state = {name: torch.full_like(flat, rule.state_init) for name in rule.state_names}
+        self._steps += 1
+        rule.apply(flat, gradient, self._state, lr=_rate_of(rule), step=self._steps)
+        held.show(flat)
+        return parameters
+
+
+class WorkerSession(Session):
+    """The session of one of several workers.
+
+    Args:
+        place: which one.
+        seed: of the order in which `shard` deals.
+        host: what this process runs for all workers, to be waited for at the end; or None.
+    """
+
+    def __init__(self, place: Assignment, seed: int, host: Host | None = None) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self._place = place
+        self._seed = seed
+        self._host = host
+        self._held: Held | None = None
+        self._handover: Handover | None = None
+        self._node: LoopNode | None = None
+        self._rule: Optimizer | None = None
+        self._counted = self._dealt = 0
+        self._closed = False
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the run has ended because of another node: that one tells why."""
+        return self._node is not None and self._node.aborted
+
+    def wrap(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """See `Session.wrap`."""
+        for given, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer)):
+            if not isinstance(given, kind):
+                raise ConfigError(
+                    f"wrap: got {type(given).__name__}, expected a torch {kind.__name__}; "
+                    "for numpy arrays there is session.exchange"
+                )
+        rule = rule_of(optimizer)
+        groups = optimizer.param_groups
+        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+        wrapped = DistributedOptimizer(optimizer, self._step)
+        self._begin(HeldModule(model, trained), rule)
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+        return model, wrapped
+
+    def shard(self, data: Any) -> Any:
+        """See `Session.shard`."""
+        if isinstance(data, tuple):
+            return tuple(map(self.shard, data))
+        return part_of(data, self.rank, self.world_size, self._seed, self._note_dealt)
+
+    def exchange(
+        self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
+    ) -> Tree:
+        """See `Session.exchange`."""
+        if self._held is None:
+            self._rule = rule
+            self._begin(HeldArrays(parameters), dataclasses.replace(rule, lr=1.0))  # type: ignore[type-var]
+        held = self._held
+        if not isinstance(held, HeldArrays):
+            raise ConfigError(
+                "exchange: this session has a PyTorch module already; make steps with its optimizer"
+            )
+        if type(rule) is not type(self._rule) or _without_lr(rule) != _without_lr(self._rule):
+            raise ConfigError(f"exchange: the rule was {self._rule}, now it is {rule}; only lr may change")
+        held.check(parameters)
+        held.give(gradients)
+        if samples is not None:
+            self.samples(samples)
+        self._step(_rate_of(rule), math.nan)
+        return parameters
+
+    def samples(self, count: int) -> None:
+        """See `Session.samples`."""
+        if count < 1:
+            raise ConfigError(f"samples({count}): expected at least 1")
+        self._counted, self._dealt = count, 0
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """See `Session.evaluation`."""
+        held, handover = self._held, self._handover
+        if held is None or handover is None or self._closed:
+            yield
+            return
+        own = handover.shown
+        held.show(handover.fetch())
+        try:
+            yield
+        finally:
+            if own is not None:
+                held.show(own)
+
+    def close(self) -> None:
+        """See `Session.close`. Raises what the run has ended with, if not well."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._handover is not None and self._node is not None:
+            self._handover.end()
+            self._node.join()
+            if self._host is not None:
+                self._host.join()
+            error = self._handover.error
+            if error is not None:
+                raise error
+
+    def fail(self, error: BaseException) -> None:
+        """The script has ended with an exception: the run ends for all, with its traceback. Never raises."""
+        if self._closed or self._handover is None or self._node is None:
+            return
+        self._closed = True
+        if self._handover.error is None:
+            text = "".join(traceback.format_exception(error))
+            message = f"worker-{self.rank}: the script raised {type(error).__name__}: {error}"
+            failure = error if isinstance(error, UserCodeError) else UserCodeError(message, text)
+            self._handover.end(failure)
+            self._node.join(FAREWELL_S)
+        if self._host is not None:
+            self._host.join(FAREWELL_S)
+
+    def _begin(self, held: Held, rule: Optimizer) -> None:
+        if self._handover is not None:
+            raise ConfigError("wrap: this session has parameters already; one run trains one model")
+        if self._closed:
+            raise ClosedError("the session was closed")
+        self._held, self._handover = held, Handover(held)
+        self._node = LoopNode(self._place, held, self._handover, rule)
+        self._node.start()
+        self._handover.first()
+
+    def _step(self, lr: float, loss: float) -> None:
+        assert self._handover is not None
+        samples = self._counted or self._dealt or 1
+        self._counted = self._dealt = 0
+        self._handover.step(samples, lr, loss)
+
+    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._counted += length_of((*args, *kwargs.values())) or 0
+
+    def _note_dealt(self, batch: Any) -> None:
+        self._dealt += length_of((batch,)) or 0
+
+
+FAREWELL_S = 15.0
+"""For a script that has failed to tell the others."""
+
+
+def length_of(values: Any) -> int | None:
+    """Length of the first tensor or array, of one dimension at least, in a tree of them."""
+    if isinstance(values, torch.Tensor | np.ndarray):
+        return len(values) if values.ndim else None
+    if isinstance(values, Mapping):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return None
+    return next((found for value in values if (found := length_of(value)) is not None), None)
+
+
+def _rate_of(rule: Optimizer) -> float:
+    if callable(rule.lr):
+        raise ConfigError(
+            f"exchange: lr is {rule.lr!r}: a loop of your own gives the rate of each step itself"
+        )
+    return rule.lr
+
+
+def _without_lr(rule: Any) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in rule.__dataclass_fields__ if name != "lr"}

@@ -1,0 +1,200 @@
+"""A replica whose gradients a loop of the user's computes.
+
+The strategy asks for a gradient, as ever. Here that means: it is the loop's turn. The loop goes on
+with the parameters as they are now, and hands a gradient over when it wants to make a step. Only then
+is it known how many samples the minibatch had, at which rate it should be applied, and whether there
+was one at all: where the loop has ended instead, the minibatch has no samples and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import GradientError, InternalError
+from gradstream.events import StepEvent
+from gradstream.model.base import Layout
+from gradstream.model.batch import Batch
+from gradstream.model.check import finite
+from gradstream.runtime.base import Report, Runtime
+from gradstream.server.client import ServerClient, Update
+from gradstream.strategies import base
+from gradstream.worker.gradient import Result
+from gradstream.worker.schedule import UNKNOWN, OpenSchedule, Supply
+from gradstream.worker.worker import ComputedGradient, Replica, SampleBatch
+
+__all__ = ["Loop", "LoopReplica", "OwnData", "Turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a loop has done in its turn.
+
+    Args:
+        samples: behind the gradient; 0 where the loop has ended instead.
+        lr: to apply it with.
+        loss: mean over the samples, NaN where unknown.
+    """
+
+    samples: int
+    lr: float
+    loss: float
+
+
+class Loop(Supply, Protocol):
+    """A training loop that is not ours."""
+
+    def begin(self, replica: LoopReplica) -> None:
+        """Called on the event loop with what will ask for turns."""
+        ...
+
+    def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
+        """Waits until the loop has written a gradient at `parameters` (E,) into `gradient`, or has ended.
+
+        Runs on the arithmetic thread. Nobody writes `parameters` meanwhile.
+        """
+        ...
+
+    def finish(self, parameters: torch.Tensor) -> None:
+        """The run is over: these (E,) are the final parameters, the same for every worker."""
+        ...
+
+
+class OwnData(Protocol):
+    """Stands where a job has its data set: every worker's loop brings its own."""
+
+    optimizer: str  # the update rule that the loop asks for; "" where the job names it
+
+    def loop(self, rank: int) -> Loop:
+        """The loop of a worker."""
+        ...
+
+
+class _Turns:
+    """Implements `GradientSource` by turns of a loop.
+
+    Args:
+        loop: computes the gradients.
+        rank: of this worker.
+        elems: length of the flat vector.
+        on_turn: told what the loop has done, before any of it is reported.
+    """
+
+    def __init__(self, loop: Loop, rank: int, elems: int, on_turn: Callable[[Turn], None]) -> None:
+        self._loop = loop
+        self._rank = rank
+        self._elems = elems
+        self._on_turn = on_turn
+
+    def milestones(self, *, mean: bool) -> Sequence[int]:
+        del mean
+        return (self._elems,)
+
+    def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
+        raise InternalError(f"{ref} of step {step} is read in a loop of the user's")
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        ref: BatchRef,
+        into: torch.Tensor,
+        *,
+        num_samples: int,
+        step: int,
+        mean: bool,
+        report: Report,
+        samples: Sequence[Batch] | None = None,
+        sums: torch.Tensor | None = None,
+    ) -> Result:
+        del ref, num_samples, mean, samples, sums
+        turn = self._loop.turn(parameters, into)
+        if not finite(into):
+            raise GradientError(
+                f"worker-{self._rank}, step {step}: the gradient has a NaN or an infinity; lower the "
+                "learning rate, scale the inputs, or clip the gradient. Nothing of it was applied"
+            )
+        self._on_turn(turn)
+        report(self._elems)
+        return Result(turn.loss)
+
+
+async def _nothing(replica: Replica, ref: BatchRef) -> None:
+    pass
+
+
+class LoopReplica(Replica):
+    """Implements `strategies.base.Worker` with a loop's gradients, which are means over samples.
+
+    Args:
+        loop: computes them.
+        runtime, layout, server, rank, num_workers, on_receipt, on_step: as for `Replica`.
+        schedule: asks the loop for one minibatch after the other.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        runtime: Runtime,
+        layout: Layout,
+        schedule: OpenSchedule,
+        server: ServerClient,
+        *,
+        rank: int,
+        num_workers: int,
+        on_receipt: Callable[[Sequence[BatchRef]], None],
+        on_step: Callable[[StepEvent], None],
+    ) -> None:
+        super().__init__(
+            runtime,
+            layout,
+            _Turns(loop, rank, layout.elems, self._took_turn),
+            schedule,
+            server,
+            rank=rank,
+            num_workers=num_workers,
+            lr=0.0,  # comes with each turn
+            joins=False,
+            on_receipt=on_receipt,
+            on_step=on_step,
+            on_boundary=_nothing,
+        )
+        self._open_ended = schedule
+        self._last_lr = 0.0
+        self._current: ComputedGradient | None = None
+        self._update: Update | None = None  # of the current gradient, where it was asked for meanwhile
+        loop.begin(self)
+
+    def update(self, gradient: base.Gradient) -> Update:
+        """See `strategies.base.Worker`."""
+        update = super().update(gradient)
+        self._update = update if gradient.samples == UNKNOWN else None
+        return update
+
+    async def _named(self, ref: BatchRef) -> SampleBatch:
+        return SampleBatch(ref, self._open_ended.size)
+
+    def _rate(self, ref: BatchRef) -> float:
+        return self._last_lr
+
+    def _start(self, batch: base.Minibatch, *, mean: bool) -> ComputedGradient:
+        self._current = super()._start(batch, mean=mean)
+        return self._current
+
+    def _took_turn(self, turn: Turn) -> None:
+        """Fills in what could not be known. On the arithmetic thread: nothing has been reported yet."""
+        assert self._current is not None
+        self._current.batch.num_samples = turn.samples
+        self._current.lr = self._last_lr = turn.lr
+        update, self._update = self._update, None
+        if update is not None:
+            update.samples, update.learning_rate = turn.samples, turn.lr
+            if not turn.samples:
+                update.vector = None
+
+    def _report(self, batch: SampleBatch) -> None:
+        if batch.num_samples:
+            super()._report(batch)

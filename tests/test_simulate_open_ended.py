@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradstream as gs
+from gradstream.config import Job
+from gradstream.data.base import BatchRef
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.errors import InternalError
+from gradstream.testing.runs import QUICK, kill_at, least_squares
+from gradstream.worker.loop import LoopReplica, Turn
+
+RATE = 1 / 64
+
+
+@dataclass
+class Scripted:
+    """A loop that goes through minibatches of its own, as a user's would in a thread."""
+
+    inputs: np.ndarray[Any, Any]
+    targets: np.ndarray[Any, Any]
+    sizes: list[int]
+    ended: bool = False
+    batches: int = 0
+    samples: int = 0
+    final: torch.Tensor | None = None
+
+    def begin(self, replica: LoopReplica) -> None:
+        pass
+
+    def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
+        if self.batches == len(self.sizes):
+            self.ended = True
+            gradient.zero_()
+            return Turn(0, RATE, math.nan)
+        chosen = slice(self.samples, self.samples + self.sizes[self.batches])
+        x, y = self.inputs[chosen], self.targets[chosen]
+        residual = x @ np.round(parameters.numpy() * 4) / 4 - y
+        gradient.copy_(torch.from_numpy(residual @ x / len(x)))
+        self.batches += 1
+        self.samples += len(x)
+        return Turn(len(x), RATE, float(residual @ residual) / len(x))
+
+    def finish(self, parameters: torch.Tensor) -> None:
+        self.final = parameters.clone()
+
+
+@dataclass
+class Own:
+    """Every worker's part of one data set: its minibatches by size."""
+
+    sizes: list[list[int]]
+    optimizer: str = ""
+    name: str = "own"
+    num_samples: int = 0
+    num_test_samples: int = 0
+    loops: dict[int, Scripted] = field(default_factory=dict)
+
+    def loop(self, rank: int) -> Scripted:
+        _, data = least_squares(64, 5, reduction="mean")
+        start = sum(map(sum, self.sizes[:rank]))
+        ids = np.arange(start, start + sum(self.sizes[rank]))
+        batch = data.batch(ids)
+        self.loops[rank] = Scripted(batch.inputs, batch.targets, self.sizes[rank])
+        return self.loops[rank]
+
+
+def run_of(sizes: list[list[int]], strategy: str | gs.Strategy, **options: Any) -> tuple[gs.Run, Own]:
+    model, _ = least_squares(64, 5, reduction="mean")
+    data = Own(sizes)
+    job = Job(model, data, strategy=strategy, optimizer=gs.SGD(lr=RATE), workers=len(sizes), **options)  # type: ignore[arg-type]
+    return gs.simulate(job), data
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_uneven_loops_under_synchronous_are_rounds_of_whoever_has_samples(overlap: bool) -> None:
+    sizes = [[8, 8, 4], [8], [4, 8, 8, 8, 4]]
+    run, own = run_of(sizes, gs.Synchronous(overlap=overlap), deadlines=QUICK)
+    # The same by hand: each round is the mean over the samples of all that took part.
+    loops = {rank: own.loop(rank) for rank in range(3)}
+    w = torch.zeros(5, dtype=torch.float64)
+    for _ in range(5):
+        total, gradient = 0, torch.zeros_like(w)
+        parts = []
+        for loop in loops.values():
+            into = torch.zeros_like(w)
+            turn = loop.turn(w, into)
+            parts.append((turn.samples, into))
+            total += turn.samples
+        for samples, part in parts:
+            if samples:
+                gradient.add_(part, alpha=samples / total)
+        w.add_(gradient, alpha=-RATE)
+    np.testing.assert_allclose(run.parameters["w"], w.numpy(), rtol=1e-12)
+    assert run.summary["samples_accounted"] == 60
+    assert [len([r for r in run.history if r["rank"] == rank]) for rank in range(3)] == [3, 1, 5]
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", gs.Downpour(), gs.Downpour(push_every=2, fetch_every=2)])
+def test_everybody_ends_with_the_same_final_parameters(strategy: str | gs.Strategy) -> None:
+    run, own = run_of([[8, 8, 8], [8, 8], [8]], strategy)
+    for loop in own.loops.values():
+        assert loop.final is not None
+        np.testing.assert_array_equal(loop.final.numpy(), run.parameters["w"])
+    assert run.summary["samples_accounted"] == 48
+    assert run.summary["optimizer"] == "sgd"
+
+
+def test_a_loop_without_any_minibatch_neither_hangs_nor_counts() -> None:
+    run, _ = run_of([[8, 8], []], "synchronous")
+    alone, _ = run_of([[8, 8]], "synchronous")
+    np.testing.assert_array_equal(run.parameters["w"], alone.parameters["w"])
+    both, _ = run_of([[], []], "downpour")
+    assert both.summary["samples_accounted"] == 0
+    np.testing.assert_array_equal(both.parameters["w"], np.zeros(5))
+
+
+def test_downpour_with_one_loop_is_plain_sgd() -> None:
+    run, own = run_of([[8] * 6], gs.Downpour(overlap=False))
+    plain, w = own.loop(0), torch.zeros(5, dtype=torch.float64)
+    gradient = torch.zeros_like(w)
+    while plain.turn(w, gradient).samples:
+        w.add_(gradient, alpha=-RATE)
+    np.testing.assert_array_equal(run.parameters["w"], w.numpy())
+
+
+def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one() -> None:
+    model, _ = least_squares(64, 5, reduction="mean")
+    sizes = [[1] * 20, [1] * 20]
+    world = gs.World(costs={"gradient": gs.Cost(base_s=0.05)})
+    for strategy in ("synchronous", "downpour"):
+        job = Job(model, Own(sizes), strategy=strategy, optimizer=gs.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
+        if strategy == "synchronous":
+            with pytest.raises(gs.PeerLostError, match="worker-1"):
+                gs.simulate(job, world=world, script=kill_at("worker-1", 0.4))
+        else:
+            run = gs.simulate(job, world=world, script=kill_at("worker-1", 0.4))
+            assert run.summary["workers_lost"] == ["worker-1"]
+            assert run.summary["samples_accounted"] == 20
+
+
+# ---- the ledger alone -------------------------------------------------------------------
+
+
+def test_rounds_end_for_all_before_the_same_one() -> None:
+    ledger = OpenLedger(2, rounds=True)
+    assert ledger.ended(0, batches=2, samples=16, next_round=3) is False  # the other still has data
+    # The other has run out in round 3, which the first was told to take part in: so both go on to 4.
+    assert ledger.ended(1, batches=3, samples=24, next_round=4) is True
+    assert ledger.ended(0, batches=2, samples=16, next_round=4) is True
+
+
+def test_a_round_that_one_was_told_to_take_part_in_is_held_by_all() -> None:
+    ledger = OpenLedger(2, rounds=True)
+    assert ledger.ended(0, batches=3, samples=3, next_round=4) is False
+    assert ledger.ended(1, batches=3, samples=3, next_round=4) is False  # 0 is in it already
+    assert ledger.ended(0, batches=3, samples=3, next_round=5) is True
+    assert ledger.ended(1, batches=3, samples=3, next_round=5) is True
+
+
+def test_partitions_end_once_every_minibatch_has_its_receipt() -> None:
+    ledger = OpenLedger(2, rounds=False)
+    assert ledger.ended(0, batches=1, samples=5, next_round=1) is None
+    assert ledger.receipt(BatchRef(0, 0, 0), 0)
+    assert not ledger.receipt(BatchRef(0, 0, 0), 0)
+    assert ledger.ended(1, batches=2, samples=7, next_round=2) is None
+    assert ledger.missing(0) == 2
+    assert ledger.receipt(BatchRef(0, 1, 1), 1)
+    assert ledger.ended(0, batches=1, samples=5, next_round=1) is None
+    assert ledger.receipt(BatchRef(0, 1, 0), 1)
+    assert ledger.ended(0, batches=1, samples=5, next_round=1) is True
+    assert ledger.finished
+    assert (ledger.batches(0), ledger.samples(0)) == (3, 12)
+    with pytest.raises(InternalError, match="worker 1"):
+        ledger.receipt(BatchRef(0, 0, 1), 1)
+
+
+def test_a_lost_worker_is_not_waited_for() -> None:
+    ledger = OpenLedger(2, rounds=False)
+    assert ledger.lost(1) == 0
+    assert ledger.ended(0, batches=0, samples=0, next_round=1) is True
+    assert ledger.orphans(0, 4, 0) == ()
