@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gradstream.summary import EventDict, begin_s, summary_of
@@ -129,7 +129,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run by who. Tuples are in the order of ranks; times count from the begin of training."""
+    """A run by who. Tuples are in the order of ranks; times count from the begin of training.
+
+    `imbalance_s` is how long workers would have waited for one another had only computing taken time:
+    over all steps and workers, the longest gradient of that step minus its own.
+    """
 
     summary: Mapping[str, Any]
     status: Status
@@ -140,7 +144,8 @@ class Figures:
     links: tuple[LinkFigures, ...] = ()
     nodes: tuple[NodeFigures, ...] = ()
     story: tuple[Moment, ...] = ()
-    hosts: tuple[str, ...] = field(default=())
+    hosts: tuple[str, ...] = ()
+    imbalance_s: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -167,6 +172,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
         nodes=nodes,
         story=_story(by_kind),
         hosts=tuple(sorted({node.host for node in nodes if node.host})),
+        imbalance_s=_imbalance_s(steps),
     )
 
 
@@ -208,6 +214,13 @@ def _workers(steps: Iterable[EventDict], transfers: Iterable[EventDict]) -> tupl
             )
         )
     return tuple(found)
+
+
+def _imbalance_s(steps: Iterable[EventDict]) -> float:
+    by_step: defaultdict[int, list[float]] = defaultdict(list)
+    for step in steps:
+        by_step[step["step"]].append(step["compute_s"])
+    return math.fsum(max(computed) * len(computed) - math.fsum(computed) for computed in by_step.values())
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -18,6 +18,8 @@ WIDTH = 100_000
 LANE, STEP, BAND = 34, 20, 4
 """Heights: of a lane, of the steps in it, of each of the two bands below them."""
 NUM_COLOURS = 5
+NOTICED = 2e-3
+"""Of the time of all workers: what takes less is drawn, but has no key."""
 
 Styles = Mapping[str, str]
 """Class of a rectangle by who was waited for."""
@@ -36,10 +38,12 @@ def styles_of(figures: Figures) -> dict[str, str]:
 
 
 def keys(figures: Figures, styles: Styles) -> str:
-    """What the colours mean: those that occur."""
-    seen = {
-        name for worker in figures.workers for name, s in worker.waited_for.items() if name != worker.name
-    }
+    """What the colours mean: those that one can see."""
+    least_s = NOTICED * sum(worker.total_s for worker in figures.workers)
+    waited: Counter[str] = Counter()
+    for worker in figures.workers:
+        waited.update({name: s for name, s in worker.waited_for.items() if name != worker.name})
+    seen = {name for name, seconds in waited.items() if seconds >= least_s}
     workers = [name for name, style in styles.items() if name in seen and style.startswith("wait")]
     entries = [("compute", "computing gradients")]
     if any(worker.own_s for worker in figures.workers):

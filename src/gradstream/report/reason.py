@@ -1,13 +1,13 @@
 """Why a run is slow, in one sentence: a pure function over its figures.
 
-Workers' time is either computing or waiting, and waiting is for another worker, for the exchange
-with the shards, or for nobody the events name. The largest of these decides:
+Workers' time is either computing or waiting; and they wait because others compute longer, or because
+of the exchange. Waiting for another worker is the former as far as gradients of one step differ in length
+(`Figures.imbalance_s`); for the rest of it, that worker's contribution was on its way.
 
-    another worker    one that is waited for by all: slow at computing, or late for another reason;
-                      or each by turns, where durations vary; or whom the others leave behind
-    the exchange      the cores of the one machine are full; or a shard is busy all the time; or
-                      the network is what is left
-    computing         only more or faster workers help
+    others compute    one worker is slower; or each is by turns, where durations vary
+    the exchange      one worker's network is slow; or the cores of the one machine are full; or a
+                      shard is busy all the time; or the network is what is left
+    neither           computing is what takes the time; a slow worker is named even so
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
     for_shards = (
         sum(_waited(worker, {shard.name for shard in figures.shards}) for worker in workers) / total_s
     )
-    if for_workers >= NOTABLE and for_workers >= for_shards:
-        return _for_workers(workers, for_workers)
-    if for_shards >= NOTABLE:
+    unequal = min(for_workers, figures.imbalance_s / total_s)
+    exchange = for_workers + for_shards - unequal
+    if unequal >= NOTABLE and unequal >= exchange:
+        return _for_computing(workers, for_workers)
+    if exchange >= NOTABLE:
         busy = {shard.name: _busy(shard, figures.seconds, processes) for shard in figures.shards}
-        return _for_shards(figures, workers, for_shards, cores if processes else None, busy)
+        late = _for_network_of_one(workers, set(busy))
+        return late or _for_exchange(figures, workers, exchange, cores if processes else None, busy)
     return _computing(figures, workers, total_s)
 
 
@@ -86,35 +89,27 @@ def _slowness(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | N
     return one.compute_s_per_sample / statistics.median(known)
 
 
-# ---- another worker ---------------------------------------------------------------------
+# ---- others compute longer --------------------------------------------------------------
 
 
-def _for_workers(workers: Sequence[WorkerFigures], share: float) -> Reason:
+def _for_computing(workers: Sequence[WorkerFigures], share: float) -> Reason:
     caused = {one.name: _share_for(one, workers) for one in workers}
     worst = max(workers, key=lambda one: caused[one.name])
     waited = caused[worst.name]
-    if waited < 2 * share / len(workers) and len(workers) > 2:
+    slowness = _slowness(worst, workers) or 1.0
+    if slowness < SLOWER:
         return Reason(
             "turns",
             f"Workers wait for one another {share:.0%} of their time, each by turns: the time of a step "
             "varies, and a round takes as long as its slowest worker.",
             "A strategy that waits for nobody (downpour), or fewer, larger minibatches.",
         )
-    slowness = _slowness(worst, workers)
-    if slowness is not None and slowness >= SLOWER:
-        return Reason(
-            "slow worker",
-            f"{worst.name} computes {slowness:.1f} times slower than the median; "
-            f"the others waited {waited:.0%} of their time for it.",
-            f"Give {worst.name} a smaller share (batch_size or shares by rank) or a faster machine, "
-            "or take a strategy that waits for nobody (downpour).",
-            worst.name,
-        )
     return Reason(
-        "late worker",
-        f"{worst.name} computes as fast as the others, but what it sends comes late; "
+        "slow worker",
+        f"{worst.name} computes {slowness:.1f} times slower than the median; "
         f"the others waited {waited:.0%} of their time for it.",
-        f"Look at the network of {worst.name}" + _pushes(worst, workers) + ".",
+        f"Give {worst.name} a smaller share (batch_size or shares by rank) or a faster machine, "
+        "or take a strategy that waits for nobody (downpour).",
         worst.name,
     )
 
@@ -126,17 +121,29 @@ def _share_for(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float:
     return sum(_waited(worker, {one.name}) for worker in others) / total_s if total_s else 0.0
 
 
-def _pushes(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> str:
-    others = [worker.push_s for worker in workers if worker is not one and worker.push_s]
-    if one.push_s is None or not others:
-        return ""
-    return f": a push takes it {one.push_s:.3g} s, the median of the others {statistics.median(others):.3g} s"
-
-
 # ---- the exchange -----------------------------------------------------------------------
 
 
-def _for_shards(
+def _for_network_of_one(workers: Sequence[WorkerFigures], shards: set[str]) -> Reason | None:
+    """One worker whose contributions come late: the others wait for it, and hardly for the shards."""
+    caused = {one.name: _share_for(one, workers) for one in workers}
+    worst = max(workers, key=lambda one: caused[one.name])
+    others = [worker for worker in workers if worker is not worst]
+    total_s = sum(worker.total_s for worker in others)
+    for_shards = sum(_waited(worker, shards) for worker in others) / total_s if others else 0.0
+    if caused[worst.name] < max(NOTABLE, 3 * for_shards):
+        return None
+    return Reason(
+        "late worker",
+        f"{worst.name} computes as fast as the others, but what it sends comes late; "
+        f"the others waited {caused[worst.name]:.0%} of their time for it.",
+        f"Look at the network of {worst.name}, which waited {_waited(worst, shards) / worst.total_s:.0%} of "
+        "its own time for the exchange.",
+        worst.name,
+    )
+
+
+def _for_exchange(
     figures: Figures,
     workers: Sequence[WorkerFigures],
     share: float,

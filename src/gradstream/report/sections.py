@@ -127,6 +127,7 @@ def _over_both(name: str, drawn: Sequence[tuple[str, Sequence[curves.Point], boo
 def workers(figures: Figures, styles: Styles) -> str:
     """Where each worker's time went."""
     rows, seconds = [], figures.seconds or 1.0
+    shards = {shard.name for shard in figures.shards}
     for worker in figures.workers:
         per_sample = worker.compute_s_per_sample
         rows.append(
@@ -138,7 +139,7 @@ def workers(figures: Figures, styles: Styles) -> str:
                 shares(_parts(worker, styles), title=f"Where the time of {worker.name} went"),
                 f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
                 f"{max(0.0, 1 - worker.total_s / seconds):.0%}",
-                escape(_waits(worker)),
+                escape(_waits(worker, shards)),
                 "" if worker.push_s is None else time_text(worker.push_s),
                 "" if worker.fetch_s is None else time_text(worker.fetch_s),
             ]
@@ -158,12 +159,12 @@ def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]
     return [*parts, ("rest", rest / total, "waiting, nobody named")]
 
 
-def _waits(worker: WorkerFigures) -> str:
-    """The three that it waited for longest."""
-    named = [
-        (name, seconds / worker.total_s) for name, seconds in worker.waited_for.items() if name != worker.name
-    ]
-    return ", ".join(f"{name} {share:.0%}" for name, share in named[:3] if share >= 0.005)
+def _waits(worker: WorkerFigures, shards: set[str]) -> str:
+    """The two workers that it waited for longest, and all shards."""
+    named = [(name, s) for name, s in worker.waited_for.items() if name != worker.name and name not in shards]
+    served_s = math.fsum(s for name, s in worker.waited_for.items() if name in shards)
+    told = [(name, seconds / worker.total_s) for name, seconds in [*named[:2], ("shards", served_s)]]
+    return ", ".join(f"{name} {share:.0%}" for name, share in told if share >= 0.005)
 
 
 # ---- staleness and links ----------------------------------------------------------------
@@ -215,28 +216,26 @@ def _stale(counts: Mapping[int, int], title: str) -> str:
 
 def links(figures: Figures) -> str:
     """Bytes up and down between workers and shards."""
-    seconds = figures.seconds or 1.0
     names, shards = _sides(figures.links)
-    if len(names) * len(shards) > MAX_CELLS:
-        sums = [(name, "all", [e for e in figures.links if e.worker == name]) for name in names]
-        sums += [("all", name, [e for e in figures.links if e.shard == name]) for name in shards]
-    else:
-        sums = [(link.worker, link.shard, [link]) for link in figures.links]
+    shown = shards if len(figures.links) <= MAX_CELLS else []
     rows = []
-    for worker, shard, some in sums:
-        up, down = sum(e.pushed_bytes for e in some), sum(e.fetched_bytes for e in some)
-        rate = (up / seconds, down / seconds)
-        rows.append(
-            [
-                escape(worker),
-                escape(shard),
-                size_text(up),
-                size_text(down),
-                *(f"{size_text(r)}/s" for r in rate),
-            ]
-        )
-    head = ["worker", "shard", ">up (pushed)", ">down (fetched)", ">mean up", ">mean down"]
-    return section("Links", _table(head, rows) if rows else "")
+    for name in [*names, "all"]:
+        some = [link for link in figures.links if name in ("all", link.worker)]
+        row = [_moved([link for link in some if link.shard == shard]) for shard in shown]
+        rows.append([escape(name), *row, _moved(some), _rate(some, figures.seconds)])
+    head = ["worker", *(f">{shard}" for shard in shown), ">all shards", ">mean rate"]
+    about = "Bytes up (pushed, ↑) and down (fetched, ↓), retries included."
+    return section("Links", _table(head, rows, about) if figures.links else "")
+
+
+def _moved(links: Sequence[LinkFigures]) -> str:
+    up, down = sum(link.pushed_bytes for link in links), sum(link.fetched_bytes for link in links)
+    return f"{size_text(up)} ↑ {size_text(down)} ↓" if up or down else ""
+
+
+def _rate(links: Sequence[LinkFigures], seconds: float) -> str:
+    up, down = sum(link.pushed_bytes for link in links), sum(link.fetched_bytes for link in links)
+    return f"{size_text(up / seconds)}/s ↑ {size_text(down / seconds)}/s ↓" if seconds else ""
 
 
 # ---- nodes ------------------------------------------------------------------------------
