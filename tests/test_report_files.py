@@ -13,7 +13,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import gradstream as gs
-from gradstream.report.tensorboard import EventFile, Scalar, Scalars, crc32c, write_run
+from gradstream.report.tensorboard import Scalars, TensorBoard, write_run
+from gradstream.report.tfevents import EventFile, Scalar, crc32c
 from gradstream.report.trace import trace_json
 from gradstream.run import Run
 from gradstream.runtime.world import Cost, World
@@ -164,3 +165,30 @@ def test_loss_and_rate_are_means_over_time() -> None:
         Scalar("perf/samples_per_second", 10.0, 45, 1.5)
     ]
     assert scalars.update({"event": "joined", "time_s": 1.5}) == []
+
+
+def test_a_callback_writes_while_the_run_goes_on(run: Run, tmp_path: Path) -> None:
+    board = TensorBoard()
+    board.on_start({"time_s": 0.0, "run_dir": str(tmp_path), "name": "net"})
+    (file,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*.net")
+    sizes = [file.stat().st_size]
+    for event in run.events:
+        if event["event"] == "step":
+            board.on_step(event)
+            sizes.append(file.stat().st_size)
+    assert sizes[len(sizes) // 2] > sizes[0]  # flushed, for who looks on
+    board.on_end(run)
+    tags = {e.summary.value[0].tag for e in records(file) if e.summary.value}
+    assert {"loss/train", "system/cpu_cores/shard-0"} <= tags
+    board.on_end(run)  # over is over
+
+
+def test_a_board_has_a_folder_of_its_own_and_serves_a_second_run(run: Run, tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "boards")
+    for name in ("one", "two"):
+        board.on_start({"time_s": 0.0, "run_dir": None, "name": name})
+        board.on_evaluate({"event": "evaluated", "time_s": 1.0, "samples": 4, "accuracy": 0.5, "loss": None})
+        board.on_end(run)
+    files = sorted((tmp_path / "boards").iterdir(), key=lambda path: path.suffix)
+    assert [path.suffix for path in files] == [".one", ".two"]
+    assert all(any(e.step == 4 for e in records(path)) for path in files)

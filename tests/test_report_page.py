@@ -19,6 +19,7 @@ from gradstream.run import Run
 from gradstream.runtime.world import Cost, World
 from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
+from gradstream.train import load_job
 
 VOID = {"meta", "br"}
 HOSTILE = "</script><script>alert(1)</script>&\"'"
@@ -143,6 +144,41 @@ def test_commands(slow_run: Run, tmp_path: Path) -> None:
     assert json.loads(line)["status"] == "finished"
     assert "20261120-net" in call("runs", tmp_path / "runs")
     assert CliRunner().invoke(main, ["report", str(tmp_path)]).exit_code == 2
+
+
+SLOW_JOB = """
+import threading
+import time
+
+import numpy as np
+
+import gradstream as gs
+
+
+def gradients(parameters, inputs, targets):
+    if threading.current_thread().name.startswith("worker-1"):
+        time.sleep(0.3)
+    error = inputs @ parameters["w"] - targets
+    return float(np.mean(error**2)), {"w": 2 * inputs.T @ error / len(error)}
+
+
+def job():
+    inputs = np.ones((60, 3), dtype="float32")
+    model = gs.from_functions(lambda seed: {"w": np.zeros(3)}, lambda p, x: x @ p["w"], gradients)
+    data = gs.from_arrays(inputs, inputs.sum(axis=1))
+    return gs.Job(model, data, strategy="synchronous", workers=3, steps=6, batch_size=2)
+"""
+
+
+def test_a_run_of_processes_names_its_slow_worker(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_JOB)
+    run = gs.train(load_job(str(tmp_path / "slow.py")), run_dir=tmp_path / "run")
+    text = run.report(tmp_path / "r.html").read_text()
+    said = re.search(
+        r"worker-1 computes [\d.,]+ times slower than the median; the others waited (\d+)%", text
+    )
+    assert said is not None
+    assert int(said[1]) > 50
 
 
 # ---- in a browser -----------------------------------------------------------------------

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         StepDecay,
         Warmup,
     )
+    from gradstream.report.tensorboard import TensorBoard
     from gradstream.run import Run
     from gradstream.runtime.world import Cost, Link, Network, World
     from gradstream.session import Session, join
@@ -89,6 +90,7 @@ __all__ = [
     "StepDecay",
     "Strategy",
     "Synchronous",
+    "TensorBoard",
     "UserCodeError",
     "Warmup",
     "World",
@@ -128,6 +130,7 @@ _ROOMS = {
         "StepDecay",
         "Warmup",
     ),
+    "gradstream.report.tensorboard": ("TensorBoard",),
     "gradstream.run": ("Run",),
     "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
     "gradstream.session": ("Session", "join"),

@@ -140,12 +140,11 @@ def workers(figures: Figures, styles: Styles) -> str:
                 f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
                 f"{max(0.0, 1 - worker.total_s / seconds):.0%}",
                 escape(_waits(worker, shards)),
-                "" if worker.push_s is None else time_text(worker.push_s),
-                "" if worker.fetch_s is None else time_text(worker.fetch_s),
+                ", ".join("–" if s is None else time_text(s) for s in (worker.push_s, worker.fetch_s)),
             ]
         )
     head = ["worker", ">steps", ">samples", ">per sample", "its steps", ">computing", ">idle", "waited for"]
-    return section("Workers", _table([*head, ">a push", ">a fetch"], rows) if rows else "")
+    return section("Workers", _table([*head, ">a push, a fetch"], rows) if rows else "")
 
 
 def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]]:

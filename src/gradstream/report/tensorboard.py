@@ -1,49 +1,33 @@
-"""A run as TensorBoard event files, written without TensorBoard and without TensorFlow.
+"""What of a run TensorBoard shows: curves over the samples that all workers have gone through.
 
-A file is a sequence of records, each framed as
-
-    length: uint64 | masked crc32c of length: uint32 | data | masked crc32c of data: uint32
-
-in little-endian, where masked(c) = ((c >> 15) | (c << 17)) + 0xa282ead8 mod 2³². The data of a record
-is a protobuf message `tensorflow.Event`, of which three fields are needed: wall_time = 1 (double),
-step = 2 (int64), and either file_version = 3 (string) or summary = 5, {value = 1: {tag = 1 (string),
-simple_value = 2 (float)}}. `step` is the number of samples that all workers have gone through.
-
-References: TensorFlow's record_writer.cc and event.proto; RFC 3720 for crc32c.
+Tags: loss/train, loss/val, accuracy/val, metrics/<name>, perf/samples_per_second,
+system/cpu_cores/<node>, system/memory_bytes/<node>.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any
 
+from gradstream.report.tfevents import EventFile, Scalar
 from gradstream.summary import EventDict
 
-__all__ = ["EventFile", "Scalar", "Scalars", "crc32c", "write_run"]
+if TYPE_CHECKING:
+    from gradstream.run import Run
+
+__all__ = ["Scalars", "TensorBoard", "write_run"]
 
 EVERY_S = 0.25
 """Loss and rate are means over so much of a run's time: a file of a point per minibatch is of no use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A point of a curve: after so many samples, `time_s` after the begin of training."""
-
-    tag: str
-    value: float
-    samples: int
-    time_s: float
-
-
 class Scalars:
     """Turns a run's events into points, one event at a time.
 
-    Tags: loss/train, loss/val, accuracy/val, metrics/<name>, perf/samples_per_second,
-    system/cpu_cores/<node>, system/memory_bytes/<node>.
+    Args:
+        every_s: loss/train and perf/samples_per_second are means over so much of the run's time.
     """
 
     def __init__(self, every_s: float = EVERY_S) -> None:
@@ -107,53 +91,6 @@ class Scalars:
         )
 
 
-class EventFile:
-    """One file of events; a context manager.
-
-    Args:
-        folder: made if it is not there.
-        began_unix_s: when training began, in seconds since 1970: the wall time of `time_s` 0.
-        name: ends the file's name; a host or a run.
-
-    Raises:
-        OSError: the file cannot be made or written. What was written before stays readable.
-    """
-
-    def __init__(self, folder: Path, began_unix_s: float, name: str = "gradstream") -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"events.out.tfevents.{int(began_unix_s)}.{name}"
-        self._began_unix_s = began_unix_s
-        self._file: BinaryIO = open(self.path, "wb")  # noqa: SIM115  # closed by `close`
-        self._write(_double(1, began_unix_s) + _bytes(3, b"brain.Event:2"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def add(self, points: Iterable[Scalar]) -> None:
-        """Writes points; readers see them after `flush`."""
-        for point in points:
-            value = _bytes(1, point.tag.encode()) + _float(2, point.value)
-            event = _double(1, self._began_unix_s + point.time_s) + _varint_field(2, point.samples)
-            self._write(event + _bytes(5, _bytes(1, value)))
-
-    def flush(self) -> None:
-        """Hands what was written to the system."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file. Closing twice is closing once."""
-        self._file.close()
-
-    def _write(self, data: bytes) -> None:
-        length = struct.pack("<Q", len(data))
-        self._file.write(length + _masked(length) + data + _masked(data))
-
-
 def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path) -> Path:
     """Writes the events of a whole run, and returns the file.
 
@@ -169,58 +106,48 @@ def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path
     return file.path
 
 
-# ---- protobuf, as much as is needed -----------------------------------------------------
+class TensorBoard:
+    """A callback that writes event files while a run goes on: `train(..., callbacks=[TensorBoard()])`.
 
+    CPU and memory follow when the run is over. It sees events in the launching process and can neither
+    stop nor slow down the run; an error (a full disk) is reported once, and what was written before
+    stays readable.
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
+    Args:
+        folder: where to; None takes `tensorboard` in the run directory.
+    """
 
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._file: EventFile | None = None
+        self._scalars = Scalars()
 
-def _varint_field(number: int, value: int) -> bytes:
-    return _varint(number << 3) + _varint(value)
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Begins a file."""
+        folder = self._folder or Path(info.get("run_dir") or ".") / "tensorboard"
+        began_unix_s = datetime.datetime.now(datetime.UTC).timestamp() - info["time_s"]
+        self._scalars = Scalars()
+        self._file = EventFile(folder, began_unix_s, str(info.get("name") or "run"))
 
+    def on_step(self, event: EventDict) -> None:
+        """Adds to the means of loss and rate."""
+        self._add(event)
 
-def _double(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 1) + struct.pack("<d", value)
+    def on_evaluate(self, event: EventDict) -> None:
+        """A point of each figure on held-out samples."""
+        self._add(event)
 
+    def on_end(self, run: Run) -> None:
+        """The rest, and what the machines did; closes the file."""
+        for event in run.events:
+            if event["event"] in ("cpu", "memory", "finished", "failed"):
+                self._add(event)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-def _bytes(number: int, value: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(value)) + value
-
-
-def _float(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
-
-
-# ---- checksums --------------------------------------------------------------------------
-
-
-def _table() -> list[int]:
-    """CRC of each byte, by Castagnoli's polynomial, reflected."""
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
-_CRC = _table()
-
-
-def crc32c(data: bytes) -> int:
-    """Castagnoli's CRC of 32 bits, RFC 3720."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
-
-
-def _masked(data: bytes) -> bytes:
-    crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    def _add(self, event: EventDict) -> None:
+        points = self._scalars.update(event)
+        if points and self._file is not None:
+            self._file.add(points)
+            self._file.flush()
