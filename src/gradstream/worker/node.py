@@ -205,6 +205,7 @@ class WorkerNode:
         config = self._config
         if config.loop is not None:
             return self._loop_replica(config.loop, client)
+        assert config.plan is not None
         schedule = self._schedule()
         differentiator = Differentiator(
             config.model,
