@@ -86,7 +86,7 @@ def test_the_run_finishes_with_the_last_receipt_and_the_last_worker() -> None:
     assert isinstance(finished, FinishedEvent)
     assert (finished.samples, finished.train_s) == (8, 2.0)
     assert membership.phase == v1.Notice.FINISHED
-    assert not membership.lost("worker-0", "")[0].event.lost  # type: ignore[union-attr]
+    assert not membership.lost("worker-0", "", 0.0)[0].event.lost  # type: ignore[union-attr]
 
 
 def test_another_model_is_refused_naming_both() -> None:
@@ -123,11 +123,11 @@ def test_who_does_not_fit_is_refused_and_changes_nothing(request_: v1.Join, code
 def test_who_is_lost_while_gathering_may_come_again_but_not_later() -> None:
     membership = make()
     membership.join(ask("worker-0"), 0.0)
-    membership.lost("worker-0", "gone")
+    membership.lost("worker-0", "gone", 0.0)
     assert membership.phase == v1.Notice.GATHERING
     assert not refusals(membership.join(ask("worker-0", incarnation=2), 0.0))
     membership = gathered()
-    membership.lost("worker-0", "gone")
+    membership.lost("worker-0", "gone", 0.0)
     (refusal,) = refusals(membership.join(ask("worker-0", incarnation=2), 0.0))
     assert refusal.code == v1.NOT_MEMBER
 
@@ -149,7 +149,7 @@ def test_batches_of_a_lost_worker_are_taken_over() -> None:
     membership.beat("worker-1", v1.Beat(receipts=receipts(1, [0])), 1.0)
     membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
     assert membership.orphans("worker-0", 0, last=True) is None
-    out = membership.lost("worker-1", "no sign of life")
+    out = membership.lost("worker-1", "no sign of life", 0.0)
     left = only(out, LeftEvent)
     assert isinstance(left, LeftEvent)
     assert (left.lost, left.reason, left.epoch) == (True, "no sign of life", 2)
@@ -176,7 +176,7 @@ def test_a_loss_that_cannot_be_survived_aborts_and_names_who(
     given: dict[str, object], who: str, part: str
 ) -> None:
     membership = gathered(**given)
-    failed = only(membership.lost(who, "connection broken"), FailedEvent)
+    failed = only(membership.lost(who, "connection broken", 0.0), FailedEvent)
     assert isinstance(failed, FailedEvent)
     assert (failed.culprit, failed.error) == (who, "PeerLostError")
     assert "connection broken" in failed.message

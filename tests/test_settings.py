@@ -127,7 +127,7 @@ def test_epochs_take_back_steps_of_layers_below() -> None:
         ("momentum=0.9", "`optimizer.momentum`"),
         ("model=x", "unknown key `model`"),
         ("seed.x=1", "unknown key `seed.x`"),
-        ("zzz.zzz=1", "batch_size, chunk_elems"),
+        ("zzz.zzz=1", "accumulate, batch_size"),
         ("workers=four", 'workers = "four" in layer 1: workers: expected a whole number'),
         ("batch_size=1,x", "expected a whole number or a list (each entry a whole number)"),
         ("strategy.overlap=maybe", "expected true or false"),

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 import gradstream
+from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Model
@@ -40,6 +42,7 @@ __all__ = [
     "make_job",
     "overrides",
     "plain",
+    "policy_of",
     "with_overrides",
 ]
 
@@ -53,12 +56,14 @@ class Deadlines:
         silence_s: for a peer that has an answer to give.
         lease_s: for a sign of life of a node, before it counts as lost.
         retry_s: for a push or fetch to succeed, over all its retries.
+        cut_s: that workers stand still for a checkpoint, the minibatches that they are in included.
     """
 
     join_s: float = 60.0
     silence_s: float = 30.0
     lease_s: float = 10.0
     retry_s: float = 120.0
+    cut_s: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,10 @@ class Job:
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 1048576.
+        checkpoint_every: about how often a checkpoint is kept: a number of steps, "epoch", or a time such
+            as "10min"; None only when the run is stopped. None is made at the end: the result is.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_best: keep the one with the best evaluation besides, where the run is evaluated.
         deadlines: see `Deadlines`.
         spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.
@@ -119,6 +128,9 @@ class Job:
     name: str | None = None
     run_dir: Path | None = None
     chunk_elems: int = 262_144
+    checkpoint_every: int | str | None = "10min"
+    keep_last: int = 2
+    keep_best: bool = True
     deadlines: Deadlines = field(default_factory=Deadlines)
     spec: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +162,9 @@ class JobOptions(TypedDict, total=False):
     name: str | None
     run_dir: Path | None
     chunk_elems: int
+    checkpoint_every: int | str | None
+    keep_last: int
+    keep_best: bool
     deadlines: Deadlines
 
 
@@ -196,13 +211,26 @@ def build_model(job: Job) -> Model:
     return cast(Model, model)
 
 
-def cast_of(job: Job, run_id: str) -> Cast:
+def policy_of(job: Job) -> Policy:
+    """When a job's checkpoints are made, and which are kept. Raises ConfigError."""
+    _whole("keep_last", job.keep_last, least=1)
+    return Policy(every=parse_every(job.checkpoint_every), keep_last=job.keep_last, keep_best=job.keep_best)
+
+
+def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> Cast:
     """The run that a job asks for, with its strategy and update rule found and its data planned.
+
+    Args:
+        run_id: other runs' nodes are refused.
+        resume: where the run goes on; None where it begins.
+        keeps: whether there is a disk for checkpoints.
 
     Raises:
         ConfigError: anything that can be known to be wrong before a node is started.
     """
     check(job)
+    if resume is not None:
+        _check_resumed(job, resume)
     strategy = find_strategy(job.strategy, job.strategy_options)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     model = job.model
@@ -228,6 +256,8 @@ def cast_of(job: Job, run_id: str) -> Cast:
         reduction=getattr(model, "reduction", "mean"),
         open_ended=is_open_ended(job),
         find_optimizer=optimizer_of_text,
+        policy=policy_of(job) if keeps and not is_open_ended(job) else None,
+        resume=resume,
         **dataclasses.asdict(job.deadlines),
     )
     cast.ledger()
@@ -237,6 +267,18 @@ def cast_of(job: Job, run_id: str) -> Cast:
 def is_open_ended(job: Job) -> bool:
     """Whether loops of the user's own bring the data, nobody knows how much."""
     return hasattr(job.data, "loop")
+
+
+def _check_resumed(job: Job, resume: Resume) -> None:
+    """Another seed, or other data, is another order of samples: what is done of it means nothing then."""
+    for name, got, expected in (
+        ("seed", job.seed, resume.seed),
+        ("samples of the data", job.data.num_samples, resume.num_samples),
+    ):
+        if got != expected:
+            raise ConfigError(
+                f"{name}={got}, but {resume.folder} is of a run with {name}={expected}; expected {expected}"
+            )
 
 
 def check(job: Job) -> None:

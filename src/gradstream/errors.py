@@ -16,6 +16,9 @@
     └── InternalError                   our bug: please report it
         └── LentMemoryError             memory written while it was lent
 
+    SystemExit
+    └── Interrupted                     you stopped the run, and can resume it: exit status 75
+
 Every message says what, got, expected, where (rank, step, peer) and a remedy.
 Expected outcomes (a stale push, a duplicate) are results, never exceptions.
 """
@@ -23,11 +26,14 @@ Expected outcomes (a stale push, a duplicate) are results, never exceptions.
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
 
 __all__ = [
     "EXIT_CODES",
+    "RESUMABLE",
     "ClosedError",
     "ConfigError",
     "DataError",
@@ -35,6 +41,7 @@ __all__ = [
     "GradientError",
     "GradstreamError",
     "InternalError",
+    "Interrupted",
     "LentMemoryError",
     "PeerLostError",
     "PreflightError",
@@ -56,6 +63,10 @@ EXIT_CODES = {
     143: "ended by SIGTERM; nothing more was saved",
 }
 """Exit statuses of the command line. Schedulers may act on them: they stay what they are."""
+
+
+RESUMABLE = 75
+"""Exit status of a run that was stopped and can be resumed: EX_TEMPFAIL of sysexits.h."""
 
 
 class GradstreamError(Exception):
@@ -156,6 +167,32 @@ class ClosedError(GradstreamError):
 
 class InternalError(GradstreamError):
     """An invariant of gradstream's own does not hold. Please report it."""
+
+
+class Interrupted(SystemExit):  # nothing went wrong
+    """The run was stopped by Ctrl-C or SIGTERM, and can be resumed.
+
+    Not an error: as KeyboardInterrupt, it passes by `except Exception`. Uncaught, it ends a script
+    with exit status 75 (EX_TEMPFAIL): run me again.
+
+    Args:
+        path: the run directory; None for a simulation.
+        checkpoint: the folder in it that the run resumes from; "" where it begins anew.
+    """
+
+    def __init__(self, path: Path | None, checkpoint: str) -> None:
+        super().__init__(RESUMABLE)
+        self.path = path
+        self.checkpoint = checkpoint
+
+    @property
+    def command(self) -> str:
+        """What resumes the run."""
+        return f"gradstream resume {shlex.quote(str(self.path))}" if self.path is not None else ""
+
+    def __str__(self) -> str:
+        kept = f"it resumes from {self.checkpoint}" if self.checkpoint else "nothing was kept yet"
+        return f"the run was stopped; {kept}" + (f": {self.command}" if self.command else "")
 
 
 class LentMemoryError(InternalError):

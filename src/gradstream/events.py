@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 __all__ = [
     "AppliedEvent",
+    "CheckpointEvent",
+    "CheckpointFailedEvent",
     "CpuEvent",
     "EvaluatedEvent",
     "Event",
@@ -29,8 +31,10 @@ __all__ = [
     "LinkEvent",
     "MachineEvent",
     "MemoryEvent",
+    "ResumedEvent",
     "StartedEvent",
     "StepEvent",
+    "StoppedEvent",
     "TransferEvent",
     "WaitingEvent",
     "encode",
@@ -251,6 +255,49 @@ class EvaluatedEvent(Event):
     metrics: Mapping[str, float] = field(default_factory=dict)
     held_out: int = 0  # samples looked at
     final: bool = False  # of the parameters that the run ends with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEvent(Event):
+    """A checkpoint is on the disk (coordinator)."""
+
+    name: ClassVar[str] = "checkpoint"
+    step: int  # rounds, or minibatches over all workers
+    folder: str  # in the run directory
+    size_bytes: int
+    stood_s: float  # workers stood still for it
+    total_s: float  # from the begin of the cut to its name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailedEvent(Event):
+    """No checkpoint came of a cut; the run goes on (coordinator)."""
+
+    name: ClassVar[str] = "checkpoint_failed"
+    step: int
+    who: str
+    message: str
+    kept: str  # folder of the newest that is there, "" for none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumedEvent(Event):
+    """The run goes on from a checkpoint (coordinator). What came after it is computed again."""
+
+    name: ClassVar[str] = "resumed"
+    step: int
+    folder: str
+    steps: Mapping[str, int]  # by worker, the number of its next minibatch
+    samples: int  # in the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppedEvent(Event):
+    """Somebody asked the run to stop, and it can be resumed (coordinator)."""
+
+    name: ClassVar[str] = "stopped"
+    step: int
+    folder: str  # the checkpoint that it resumes from, "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+from gradstream.checkpoint.manifest import Manifest, Resume
+from gradstream.checkpoint.policy import Policy
 from gradstream.data.base import Dataset, Division, Plan
+from gradstream.data.done import Done
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import StartedEvent
 from gradstream.membership.coordinator import Coordinator, Leases
+from gradstream.membership.cut import Limits
+from gradstream.membership.keeper import Keeping
 from gradstream.membership.member import Member
 from gradstream.membership.state import Membership
 from gradstream.model.base import Model, Reduction
@@ -68,7 +73,9 @@ class Cast:
         data: the data set, which says how it can be divided.
         num_parameters: of the model.
         reduction: whether the model's gradients are means or sums.
-        join_s, silence_s, lease_s, retry_s: deadlines; see `config.Deadlines`.
+        policy: when checkpoints are made; None makes none, and keeps nothing when the run is stopped.
+        resume: where the run goes on; None where it begins.
+        join_s, silence_s, lease_s, retry_s, cut_s: deadlines; see `config.Deadlines`.
         open_ended: the workers bring data of their own, nobody knows how much.
         find_optimizer: makes the update rule of what workers say of it, where they bring it.
     """
@@ -92,12 +99,22 @@ class Cast:
     accumulate: int = 1
     clip: Clip = field(default_factory=Clip)
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
+    policy: Policy | None = None
+    resume: Resume | None = None
     join_s: float = 60.0
     silence_s: float = 30.0
     lease_s: float = 10.0
     retry_s: float = 120.0
+    cut_s: float = 120.0
     open_ended: bool = False
     find_optimizer: Callable[[str], Optimizer] | None = None
+
+    @property
+    def steps_left(self) -> int | None:
+        """Minibatches of each worker from here on, where their number ends the run."""
+        if self.steps is None or self.resume is None:
+            return self.steps
+        return max(0, self.steps - self.resume.rounds)
 
     @property
     def node_names(self) -> list[str]:
@@ -120,6 +137,7 @@ class Cast:
             shares=self.shares,
             epochs=self.epochs,
             steps=self.steps and self.steps * self.accumulate,
+            done=self.resume.done if self.resume is not None else Done(),
         )
         plan = plan_of(self.data, division)
         return plan if self.accumulate == 1 else JoinedPlan(plan, self.accumulate)
@@ -128,7 +146,7 @@ class Cast:
         """An account of every minibatch of the run."""
         if self.open_ended:
             return OpenLedger(self.workers, rounds=self.strategy.cut == "rounds")
-        return Ledger(self.plan(), epochs=self.epochs, max_batches_per_partition=self.steps)
+        return Ledger(self.plan(), epochs=self.epochs, max_batches_per_partition=self.steps_left)
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """Who a node is, before it has joined."""
@@ -140,7 +158,7 @@ class Cast:
         """The coordinator; `on_events` gets every event of the run as JSON lines."""
         ledger = self.ledger()
         batches = sum(ledger.batches(epoch) for epoch in range(ledger.num_epochs))
-        rounds = self.strategy.cut == "rounds"
+        rounds, earlier = self.strategy.cut == "rounds", self.resume.step if self.resume is not None else 0
         started = StartedEvent(
             job=self.job,
             workers=self.workers,
@@ -149,15 +167,55 @@ class Cast:
             optimizer=type(self.optimizer).__name__.lower(),
             num_parameters=self.num_parameters,
             num_samples=self.data.num_samples,
-            total_steps=batches // self.workers if rounds else batches,
+            total_steps=earlier + (batches // self.workers if rounds else batches),
         )
         membership = Membership(
             started,
             ledger,
             survives_worker_loss=self.strategy.survives_worker_loss,
             software=self.software,
+            policy=self.policy,
+            together=rounds,
+            resume=self.resume,
+            limits=Limits(hold_s=self.cut_s),
         )
-        return Coordinator(runtime, endpoint, membership, on_events=on_events, leases=self.leases)
+        return Coordinator(
+            runtime,
+            endpoint,
+            membership,
+            on_events=on_events,
+            leases=self.leases,
+            keeping=None if self.policy is None else self._keeping(started, self.policy),
+            earlier_s=self._earlier_s,
+        )
+
+    def _keeping(self, started: StartedEvent, policy: Policy) -> Keeping:
+        template = Manifest(
+            step=0,
+            rounds=0,
+            steps={},
+            done=Done(),
+            versions=(),
+            model={},
+            optimizer=started.optimizer,
+            strategy=started.strategy,
+            seed=self.seed,
+            workers=self.workers,
+            servers=self.servers,
+            num_samples=started.num_samples,
+            software=self.software,
+        )
+        return Keeping(
+            template=template,
+            states=self.optimizer.state_names,
+            policy=policy,
+            resume=self.resume,
+            silence_s=self.silence_s,
+        )
+
+    @property
+    def _earlier_s(self) -> float:
+        return self.resume.time_s if self.resume is not None else 0.0
 
     def grouped(self, model: Model) -> GroupedRule | None:
         """The update rule of a model some of whose parameters have settings of their own; else None.
@@ -187,6 +245,7 @@ class Cast:
             grouped=self.grouped(model),
             silence_s=self.silence_s,
             find_optimizer=self.find_optimizer,
+            resume_from=self.resume.folder if self.resume is not None else "",
         )
         return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
 
@@ -213,11 +272,13 @@ class Cast:
             seed=self.seed,
             chunk_elems=self.chunk_elems,
             epochs=self.epochs,
-            steps=self.steps,
+            steps=self.steps_left,
+            num_steps=self.steps,
             silence_s=self.silence_s,
             retry_s=self.retry_s,
             loop=own.loop(rank) if own else None,
             optimizer=own.optimizer if own else "",
+            resume=self.resume,
         )
         return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
 
@@ -230,4 +291,11 @@ class Cast:
             address=endpoint.address,
             incarnation=identity.incarnation,
         )
-        return Member(runtime, endpoint, node, software=self.software, leases=self.leases)
+        return Member(
+            runtime,
+            endpoint,
+            node,
+            software=self.software,
+            leases=self.leases,
+            earlier_s=self._earlier_s,
+        )

@@ -9,12 +9,13 @@ minibatches, a `Feed` reads them. Data sets whose samples have ids get both from
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from gradstream.data.done import Done
 from gradstream.model.batch import Batch
 
 __all__ = ["DEFAULT_BATCH_SIZE", "BatchRef", "Dataset", "Division", "Feed", "Ids", "Plan"]
@@ -73,6 +74,7 @@ class Division:
         seed: of the order of samples.
         shares: relative amounts of data, one per worker; None leaves it to the batch sizes.
         epochs, steps: when the run ends; one may be None.
+        done: what is in the model already: the plan leaves it out.
     """
 
     cut: Literal["rounds", "partitions"]
@@ -82,18 +84,40 @@ class Division:
     shares: Sequence[float] | None
     epochs: int | None
     steps: int | None
+    done: Done = field(default_factory=Done)
 
 
 class Plan(Protocol):
-    """Cuts each epoch into partitions and those into minibatches. Pure."""
+    """Cuts each epoch into partitions and those into minibatches. Pure. `data.line.Line` is a base for it."""
 
     @property
     def num_partitions(self) -> int:
         """How many workers the data is planned for."""
         ...
 
+    @property
+    def done(self) -> Done:
+        """What is in the model already, and in no minibatch of this plan: a resumed run."""
+        ...
+
     def batches_per_epoch(self, partition: int) -> int:
-        """How many minibatches a partition has in each epoch."""
+        """How many minibatches a partition has in each whole epoch."""
+        ...
+
+    def batches_in(self, partition: int, epoch: int) -> int:
+        """How many it has in this epoch: fewer, or none, where some of it is done."""
+        ...
+
+    def batches_before(self, partition: int, epoch: int) -> int:
+        """How many it has in data epochs 0 … epoch-1."""
+        ...
+
+    def nth(self, partition: int, k: int) -> BatchRef:
+        """Its k-th minibatch (from 0), counted over the epochs."""
+        ...
+
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+        """What is in the model with all of `num_epochs` epochs and these minibatches of later ones."""
         ...
 
     def size(self, ref: BatchRef) -> int | None:

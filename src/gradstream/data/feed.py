@@ -34,6 +34,7 @@ def plan_samples(
         shares=division.shares,
         order=order,
         drop_last=drop_last,
+        done=division.done,
     )
 
 

@@ -7,14 +7,16 @@ minibatch of k times the size, whatever the data set is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gradstream.data.base import BatchRef, Plan
+from gradstream.data.done import Done
+from gradstream.data.line import Line
 
 __all__ = ["JoinedPlan", "parts_of", "unjoined"]
 
 
-class JoinedPlan:
+class JoinedPlan(Line):
     """Minibatch b of an epoch and partition is those numbered kb to kb + k - 1 of another plan.
 
     Args:
@@ -23,17 +25,21 @@ class JoinedPlan:
     """
 
     def __init__(self, plan: Plan, k: int) -> None:
+        super().__init__(plan.num_partitions, plan.done)
         self.plan = plan
         self.k = k
-
-    @property
-    def num_partitions(self) -> int:
-        """See `Plan`."""
-        return self.plan.num_partitions
 
     def batches_per_epoch(self, partition: int) -> int:
         """See `Plan`."""
         return -(-self.plan.batches_per_epoch(partition) // self.k)
+
+    def batches_in(self, partition: int, epoch: int) -> int:
+        """See `Plan`."""
+        return -(-self.plan.batches_in(partition, epoch) // self.k)
+
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+        """See `Plan`."""
+        return self.plan.done_with(num_epochs, (part for ref in refs for part in self.parts(ref)))
 
     def size(self, ref: BatchRef) -> int | None:
         """See `Plan`; None where a part's is not known."""
@@ -51,7 +57,7 @@ class JoinedPlan:
 
     def parts(self, ref: BatchRef) -> list[BatchRef]:
         """The minibatches of the plan behind it that are joined in this one."""
-        stop = min((ref.batch + 1) * self.k, self.plan.batches_per_epoch(ref.partition))
+        stop = min((ref.batch + 1) * self.k, self.plan.batches_in(ref.partition, ref.epoch))
         return [BatchRef(ref.epoch, ref.partition, batch) for batch in range(ref.batch * self.k, stop)]
 
     def __repr__(self) -> str:

@@ -4,9 +4,9 @@ A minibatch belongs to the worker whose rank is its partition, until that worker
 every minibatch of the partition without a receipt is an orphan, and is handed to whoever asks;
 if the taker is lost too, it is an orphan again. Receipts come in any order and more than once.
 
-A partition's minibatches, over all epochs, are one line of sequence numbers k = epoch · (batches
-an epoch) + batch. What is kept is a low-water mark in that line and the few numbers received
-ahead of it, so the memory is that of the disorder and not of the length of the run.
+A partition's minibatches, over all epochs, are one line of sequence numbers k (`Plan.nth`). What is
+kept is a low-water mark in that line and the few numbers received ahead of it, so the memory is that
+of the disorder and not of the length of the run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gradstream.data.base import BatchRef, Plan
+from gradstream.data.done import Done
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["Ledger"]
@@ -25,7 +26,6 @@ __all__ = ["Ledger"]
 class _Partition:
     """One partition's line of minibatches 0 … total-1."""
 
-    per_epoch: int
     total: int
     low: int = 0  # all below have receipts
     ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
@@ -91,18 +91,34 @@ class Ledger:
         self.plan = plan
         self._partitions = []
         for partition in range(plan.num_partitions):
-            per_epoch = plan.batches_per_epoch(partition)
-            limits = [epochs * per_epoch] if epochs is not None else []
+            limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
             if max_batches_per_partition is not None:
-                limits.append(max_batches_per_partition if per_epoch else 0)
-            self._partitions.append(_Partition(per_epoch, min(limits)))
-        lines = [line for line in self._partitions if line.per_epoch]
-        self._num_epochs = max(-(-line.total // line.per_epoch) for line in lines)
-        self._num_complete = 0  # data epochs, from the first on, of which nothing is missing
+                limits.append(max_batches_per_partition if plan.batches_per_epoch(partition) else 0)
+            self._partitions.append(_Partition(min(limits)))
+        lines = enumerate(self._partitions)
+        lasts = [plan.nth(partition, line.total - 1).epoch for partition, line in lines if line.total]
+        self._num_epochs = max(lasts, default=-1) + 1
+        # Data epochs, from the first on, of which nothing is missing.
+        self._num_complete = min(plan.done.epochs, self._num_epochs)
         self._received: Counter[int] = Counter()  # receipts per epoch
         self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
         self._holder: dict[tuple[int, int], int] = {}  # (partition, k) handed out -> taker
         self._lost: set[int] = set()
+
+    @property
+    def num_receipts(self) -> int:
+        """How many minibatches have a receipt."""
+        return sum(line.low + len(line.ahead) for line in self._partitions)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many of each partition's minibatches have one, in the mean: rounds, where there are rounds."""
+        return self.num_receipts // len(self._partitions)
+
+    @property
+    def num_complete(self) -> int:
+        """How many data epochs, from the first on, have all their receipts."""
+        return self._num_complete
 
     @property
     def num_epochs(self) -> int:
@@ -177,7 +193,7 @@ class Ledger:
             line = self._partitions[partition]
             line.hand_out(k)
             self._holder[partition, k] = taker
-            handed.append(BatchRef(k // line.per_epoch, partition, k % line.per_epoch))
+            handed.append(self.plan.nth(partition, k))
         return tuple(handed)
 
     def _first_orphan(self, epoch: int) -> tuple[int, int] | None:
@@ -186,27 +202,39 @@ class Ledger:
         oldest = epoch + 1
         for partition, line in enumerate(self._partitions):
             k = line.next_orphan()
-            if k is not None and k // line.per_epoch < oldest:
-                found, oldest = (partition, k), k // line.per_epoch
+            if k is not None and (its := self.plan.nth(partition, k).epoch) < oldest:
+                found, oldest = (partition, k), its
         return found
 
     def batches(self, epoch: int) -> int:
         """How many minibatches a data epoch of this run has, over all partitions."""
-        return sum(self._span(line, epoch) for line in self._partitions)
+        return sum(self._span(partition, epoch) for partition in range(len(self._partitions)))
 
     def samples(self, epoch: int) -> int | None:
         """How many samples they have together: all of the data set, unless steps end the run before.
 
-        None in a stream: only reading tells.
+        Samples that were done when the plan began are not counted. None in a stream: only reading tells.
         """
         total = 0
-        for partition, line in enumerate(self._partitions):
-            for batch in range(self._span(line, epoch)):
+        for partition in range(len(self._partitions)):
+            for batch in range(self._span(partition, epoch)):
                 size = self.plan.size(BatchRef(epoch, partition, batch))
                 if size is None:
                     return None
                 total += size
         return total
+
+    def done(self) -> Done:
+        """What is in the model: the minibatches with a receipt, and what the plan left out."""
+        last = max((epoch for epoch, count in self._received.items() if count), default=-1)
+        refs = (
+            BatchRef(epoch, partition, batch)
+            for epoch in range(self._num_complete, last + 1)
+            for partition, line in enumerate(self._partitions)
+            for batch in range(self._span(partition, epoch))
+            if line.received(self.plan.batches_before(partition, epoch) + batch)
+        )
+        return self.plan.done_with(self._num_complete, refs)
 
     def missing(self, epoch: int) -> int:
         """How many minibatches of a data epoch have no receipt yet."""
@@ -220,14 +248,13 @@ class Ledger:
         """How many minibatches of a data epoch were done by another worker than their partition's own."""
         return self._reassigned[epoch]
 
-    @staticmethod
-    def _span(line: _Partition, epoch: int) -> int:
-        return max(0, min(line.per_epoch, line.total - epoch * line.per_epoch))
+    def _span(self, partition: int, epoch: int) -> int:
+        first = self.plan.batches_before(partition, epoch)
+        return max(0, min(self.plan.batches_in(partition, epoch), self._partitions[partition].total - first))
 
     def _place(self, ref: BatchRef) -> tuple[_Partition, int]:
-        if 0 <= ref.partition < len(self._partitions) and ref.epoch >= 0:
-            line = self._partitions[ref.partition]
-            k = ref.epoch * line.per_epoch + ref.batch
-            if 0 <= ref.batch < line.per_epoch and k < line.total:
-                return line, k
+        inside = 0 <= ref.partition < len(self._partitions) and ref.epoch >= 0
+        if inside and 0 <= ref.batch < self._span(ref.partition, ref.epoch):
+            k = self.plan.batches_before(ref.partition, ref.epoch) + ref.batch
+            return self._partitions[ref.partition], k
         raise InternalError(f"a receipt for {ref}, which is no minibatch of this run on {self.plan!r}")

@@ -202,7 +202,7 @@ class _Ahead:
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.start
-        for batch in range(first.batch, self._plan.batches_per_epoch(first.partition)):
+        for batch in range(first.batch, self._plan.batches_in(first.partition, first.epoch)):
             yield self._plan.ids(BatchRef(first.epoch, first.partition, batch)).tolist()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradstream.data.base import BatchRef
+from gradstream.data.done import Done
 from gradstream.errors import InternalError
 
 __all__ = ["OpenLedger"]
@@ -51,6 +52,23 @@ class OpenLedger:
         self._lines = [_Line() for _ in range(num_workers)]
         self._rounds = rounds
         self._held = -1  # the last round that a worker without data was told to take part in
+
+    num_complete = 0
+    """Nobody knows when it is complete before the run is over."""
+
+    @property
+    def num_receipts(self) -> int:
+        """How many minibatches have a receipt."""
+        return sum(line.low + len(line.ahead) for line in self._lines)
+
+    @property
+    def num_rounds(self) -> int:
+        """How many each worker has, in the mean."""
+        return self.num_receipts // len(self._lines)
+
+    def done(self) -> Done:
+        """Raises InternalError: a loop of the user's cannot be resumed, so no cut is made of it."""
+        raise InternalError("a cut of an open-ended run was asked for")
 
     @property
     def finished(self) -> bool:

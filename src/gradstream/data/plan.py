@@ -6,6 +6,9 @@
 
 Both give every sample to exactly one minibatch of every epoch. A round of `RoundPlan`, joined
 over its workers, is the minibatch that one node with batch size B would take.
+
+A plan may begin in the middle (`Done`, from a checkpoint): what is left of an epoch's order is then
+cut as a whole epoch's is. With the batch sizes of before, the rounds that are left are those of before.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from gradstream.data.base import BatchRef, Ids
+from gradstream.data.done import Done, Run, merged
+from gradstream.data.line import Line
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["EpochPlan", "Order", "PartitionPlan", "RoundPlan", "epoch_order"]
@@ -45,7 +50,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Ids:
     return order
 
 
-class EpochPlan(ABC):
+class EpochPlan(Line):
     """Who goes through which sample when: what `RoundPlan` and `PartitionPlan` have in common.
 
     Args:
@@ -56,6 +61,7 @@ class EpochPlan(ABC):
         shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None.
         order: of the samples in each epoch; None takes `epoch_order` under `seed`.
         drop_last: leave out what does not fill a minibatch (of all workers together, in rounds).
+        done: samples that are in the model already, and in no minibatch of this plan.
 
     Raises:
         ConfigError: a number out of its range, lists of the wrong length, more workers than
@@ -74,9 +80,10 @@ class EpochPlan(ABC):
         shares: Sequence[float] | None = None,
         order: Order | None = None,
         drop_last: bool = False,
+        done: Done | None = None,
     ) -> None:
         self.num_samples = _whole("num_samples", num_samples, least=1)
-        self.num_partitions = _whole("number of workers", num_partitions, least=1)
+        super().__init__(_whole("number of workers", num_partitions, least=1), done)
         self.seed = _whole("seed", seed, least=0)
         if self.seed >= 1 << 64:
             raise ConfigError(f"seed must be below 2**64, got {seed}")
@@ -84,6 +91,7 @@ class EpochPlan(ABC):
         self._weights = self._check_shares(self.batch_sizes if shares is None else shares)
         self._order = order or functools.partial(epoch_order, self.num_samples, self.seed)
         self._drop_last = drop_last
+        self._left: tuple[int, Ids] | None = None  # of the begun epoch that was looked at last
         self._divide(batch_size, shares)
         if not any(map(self.batches_per_epoch, range(self.num_partitions))):
             raise ConfigError(
@@ -116,32 +124,75 @@ class EpochPlan(ABC):
         """Sets `shares` and the edges between workers."""
 
     @abstractmethod
-    def batches_per_epoch(self, partition: int) -> int:
-        """How many minibatches a partition has in each epoch."""
+    def _num_batches(self, partition: int, num_samples: int) -> int:
+        """How many minibatches a partition has where `num_samples` of an epoch are left."""
 
     @abstractmethod
-    def _positions(self, partition: int, batch: int) -> tuple[int, int]:
-        """[start, stop) of a minibatch in its epoch's order."""
+    def _positions(self, partition: int, batch: int, num_samples: int) -> tuple[int, int]:
+        """[start, stop) of a minibatch in what is left of its epoch's order: `num_samples`."""
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """How many minibatches a partition has in each whole epoch."""
+        return self._num_batches(partition, self.num_samples)
+
+    def batches_in(self, partition: int, epoch: int) -> int:
+        """How many it has in this epoch: fewer, or none, where some of it is done."""
+        return 0 if epoch < self.done.epochs else self._num_batches(partition, self._num_left(epoch))
 
     def ids(self, ref: BatchRef) -> Ids:
         """Sample ids of a minibatch, in order: (size,), a copy. Raises InternalError for an unknown one."""
-        start, stop = self._positions(*self._known(ref))
-        return self._order(ref.epoch)[start:stop].copy()
+        start, stop = self._known(ref)
+        return self._left_of(ref.epoch)[start:stop].copy()
 
     def size(self, ref: BatchRef) -> int:
         """How many samples a minibatch has, without computing the epoch's order."""
-        start, stop = self._positions(*self._known(ref))
+        start, stop = self._known(ref)
         return stop - start
 
     def likely_size(self, ref: BatchRef) -> int:
         """The same."""
         return self.size(ref)
 
+    def runs(self, ref: BatchRef) -> list[Run]:
+        """The positions of a minibatch in its whole epoch's order."""
+        start, stop = self._known(ref)
+        out, before = [], 0
+        for first, end in self.done.left(ref.epoch, self.num_samples):
+            run = max(first, first + start - before), min(end, first + stop - before)
+            before += end - first
+            if run[0] < run[1]:
+                out.append(run)
+        return out
+
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+        """What is in the model, sample by sample."""
+        parts = {epoch: list(runs) for epoch, runs in self.done.parts.items() if epoch >= num_epochs}
+        for ref in refs:
+            parts.setdefault(ref.epoch, []).extend(self.runs(ref))
+        runs = {epoch: merged(found) for epoch, found in sorted(parts.items())}
+        return Done(num_epochs, {epoch: found for epoch, found in runs.items() if found})
+
     def _known(self, ref: BatchRef) -> tuple[int, int]:
         inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions
-        if not inside or not 0 <= ref.batch < self.batches_per_epoch(ref.partition):
+        if not inside or not 0 <= ref.batch < self.batches_in(ref.partition, ref.epoch):
             raise InternalError(f"{ref} is not a minibatch of {self!r}")
-        return ref.partition, ref.batch
+        return self._positions(ref.partition, ref.batch, self._num_left(ref.epoch))
+
+    def _num_left(self, epoch: int) -> int:
+        """How many samples of an epoch are not done."""
+        if epoch >= self.done.horizon:
+            return self.num_samples
+        return sum(stop - start for start, stop in self.done.left(epoch, self.num_samples))
+
+    def _left_of(self, epoch: int) -> Ids:
+        """What is left of an epoch's order."""
+        if epoch >= self.done.horizon:
+            return self._order(epoch)
+        if self._left is None or self._left[0] != epoch:
+            order = self._order(epoch)
+            parts = [order[start:stop] for start, stop in self.done.left(epoch, self.num_samples)]
+            self._left = epoch, np.concatenate([order[:0], *parts])
+        return self._left[1]
 
     def __repr__(self) -> str:
         return (
@@ -171,17 +222,17 @@ class RoundPlan(EpochPlan):
         self.shares = self.batch_sizes
         self._edges = (0, *accumulate(self.batch_sizes))
 
-    def batches_per_epoch(self, partition: int) -> int:
-        """Rounds in an epoch: the same for all partitions, those without a share included."""
-        whole, left = divmod(self.num_samples, self._edges[-1])
+    def _num_batches(self, partition: int, num_samples: int) -> int:
+        """Rounds: the same for all partitions, those without a share included."""
+        whole, left = divmod(num_samples, self._edges[-1])
         return whole + bool(left and not self._drop_last)
 
-    def _positions(self, partition: int, batch: int) -> tuple[int, int]:
+    def _positions(self, partition: int, batch: int, num_samples: int) -> tuple[int, int]:
         round_samples = self._edges[-1]
         first = batch * round_samples
         edges: Sequence[int] = self._edges
-        if first + round_samples > self.num_samples:
-            edges = _cut(self.num_samples - first, self.batch_sizes)
+        if first + round_samples > num_samples:
+            edges = _cut(num_samples - first, self.batch_sizes)
         return first + edges[partition], first + edges[partition + 1]
 
 
@@ -194,8 +245,8 @@ class PartitionPlan(EpochPlan):
     """
 
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
-        self._edges = _cut(self.num_samples, self._weights)
-        self.shares = _sizes(self._edges)
+        self._edges = {self.num_samples: _cut(self.num_samples, self._weights)}
+        self.shares = _sizes(self._edges[self.num_samples])
         for rank, (samples, size) in enumerate(zip(self.shares, self.batch_sizes, strict=True)):
             if samples and not size:
                 raise ConfigError(
@@ -203,15 +254,23 @@ class PartitionPlan(EpochPlan):
                     "give it a batch size of at least 1, or share 0"
                 )
 
-    def batches_per_epoch(self, partition: int) -> int:
-        """Minibatches of a partition in an epoch: 0 for one without a share."""
+    def _num_batches(self, partition: int, num_samples: int) -> int:
+        """0 for a partition without a share."""
+        start, stop = self._share(partition, num_samples)
         size = self.batch_sizes[partition]
-        whole, left = divmod(self.shares[partition], size) if size else (0, 0)
+        whole, left = divmod(stop - start, size) if size else (0, 0)
         return whole + bool(left and not self._drop_last)
 
-    def _positions(self, partition: int, batch: int) -> tuple[int, int]:
-        start = self._edges[partition] + batch * self.batch_sizes[partition]
-        return start, min(start + self.batch_sizes[partition], self._edges[partition + 1])
+    def _positions(self, partition: int, batch: int, num_samples: int) -> tuple[int, int]:
+        first, end = self._share(partition, num_samples)
+        start = first + batch * self.batch_sizes[partition]
+        return start, min(start + self.batch_sizes[partition], end)
+
+    def _share(self, partition: int, num_samples: int) -> Run:
+        if num_samples not in self._edges:
+            self._edges[num_samples] = _cut(num_samples, self._weights)
+        edges = self._edges[num_samples]
+        return edges[partition], edges[partition + 1]
 
 
 def _cut(count: int, weights: Sequence[int | Fraction]) -> tuple[int, ...]:

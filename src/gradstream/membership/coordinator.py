@@ -7,12 +7,16 @@ sees neither gradients nor parameters.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradstream.errors import PeerLostError
+from gradstream.checkpoint.manifest import Evaluated
+from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.events import Event, FailedEvent, encode
-from gradstream.membership.state import Emit, Instruction, Membership, Notify, Refuse
+from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
+from gradstream.membership.keeper import Keeper, Keeping
+from gradstream.membership.state import Membership
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
@@ -80,6 +84,8 @@ class Coordinator:
         membership: the state machine to carry out.
         on_events: gets JSON lines, the coordinator's own and those of all nodes, as they come.
         leases: deadlines.
+        keeping: what checkpoints are made; None makes none.
+        earlier_s: of the run's time before it was resumed.
     """
 
     def __init__(
@@ -90,6 +96,8 @@ class Coordinator:
         *,
         on_events: Callable[[bytes], None],
         leases: Leases,
+        keeping: Keeping | None = None,
+        earlier_s: float = 0.0,
     ) -> None:
         self._runtime = runtime
         self._membership = membership
@@ -101,6 +109,10 @@ class Coordinator:
         self._askers: dict[Bell, None] = {}
         self._ended = Bell()
         self._failed: FailedEvent | None = None
+        self._endpoint = endpoint
+        self._earlier_s = earlier_s
+        self._keeper = None if keeping is None else Keeper(runtime, endpoint, membership, keeping)
+        self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("orphans", self._serve_orphans, model=False)
         endpoint.serve("ending", self._serve_ending, model=False)
@@ -114,6 +126,8 @@ class Coordinator:
         deadline = self._runtime.call_later(
             self._leases.join_s, lambda: self._carry_out(self._membership.overdue())
         )
+        if self._keeper is not None:
+            await self._keeper.sweep()
         try:
             while not self._membership.over:
                 await self._ended.rung(self._runtime, self._leases.join_s)
@@ -121,7 +135,12 @@ class Coordinator:
             deadline.cancel()
         while self._presences and await self._ended.rung(self._runtime, self._leases.lease_s):
             pass
+        await self._runtime.gather(*self._jobs)
         return Outcome(self._membership.notice, self._failed)
+
+    def stop(self) -> None:
+        """Asks the run to stop, with a checkpoint if there is anything to keep; `run` returns then."""
+        self._carry_out(self._membership.stop(self._age_s()))
 
     # ---- presence -----------------------------------------------------------------------
 
@@ -136,6 +155,7 @@ class Coordinator:
             if isinstance(instruction, Refuse):
                 stream.refuse(instruction.code, instruction.message)
                 return
+        self._endpoint.know(who, request.node.address)
         bell = self._presences[who] = Bell()
         self._carry_out(instructions)
         reason = ""
@@ -145,7 +165,7 @@ class Coordinator:
             reason = str(error).removeprefix(f"{who}: ")
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
         del self._presences[who]
-        self._carry_out(self._membership.lost(who, reason))
+        self._carry_out(self._membership.lost(who, reason, self._age_s()))
         self._ended.ring()
 
     async def _listen(self, stream: Stream, who: str) -> None:
@@ -159,6 +179,7 @@ class Coordinator:
             beat = v1.Beat.FromString(received.frame.body.data)
             if beat.events:
                 self._on_events(beat.events)
+                self._note_evaluation(beat.events)
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
             if beat.receipts:
                 self._wake_askers()
@@ -172,7 +193,7 @@ class Coordinator:
         while True:
             notice = self._membership.notice
             await stream.send(v1.Frame(body=v1.Body(data=notice.SerializeToString())))
-            if notice.phase in (v1.Notice.FINISHED, v1.Notice.ABORTED):
+            if notice.phase >= v1.Notice.FINISHED:
                 return
             await bell.rung(self._runtime, self._leases.beat_s)
 
@@ -223,12 +244,45 @@ class Coordinator:
                 for bell in self._presences.values():
                     bell.ring()
                 self._wake_askers()
+            elif isinstance(instruction, Prepare | Commit | Discard):
+                name = f"{self._runtime.node}-{type(instruction).__name__.lower()}-{instruction.cut.number}"
+                job = self._runtime.spawn(self._keep(instruction), name=name)
+                self._jobs[job] = None
+                job.add_done_callback(lambda done: self._jobs.pop(done, None))
         if self._membership.over:
             self._ended.ring()
+
+    async def _keep(self, instruction: Prepare | Commit | Discard) -> None:
+        """Has the keeper do it, and tells the state machine what came of it."""
+        cut, membership, keeper = instruction.cut, self._membership, self._keeper
+        assert keeper is not None
+        try:
+            if isinstance(instruction, Prepare):
+                places = await keeper.prepare(cut)
+                self._carry_out(membership.prepared(cut, places, self._age_s()))
+            elif isinstance(instruction, Commit):
+                folder, size_bytes = await keeper.commit(cut)
+                self._carry_out(membership.committed(cut, folder, size_bytes, self._age_s()))
+            else:
+                await keeper.discard(cut)
+        except (OSError, GradstreamError) as error:
+            why = f"{type(error).__name__}: {error}"
+            self._carry_out(membership.cut_failed(cut, self._runtime.node, why, self._age_s()))
+
+    def _note_evaluation(self, lines: bytes) -> None:
+        """Remembers the latest evaluation among these events: the next checkpoint tells of it."""
+        if b'"evaluated"' not in lines:
+            return
+        for line in lines.splitlines():
+            event = json.loads(line)
+            if event["event"] == "evaluated":
+                self._membership.cuts.evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
 
     def _age_s(self) -> float:
         return (self._runtime.now() - self._born_ns) / 1e9
 
     def _time_s(self) -> float:
-        """Seconds since training began; 0 before."""
-        return 0.0 if self._training_ns is None else (self._runtime.now() - self._training_ns) / 1e9
+        """Seconds of training so far, those before the run was resumed included."""
+        if self._training_ns is None:
+            return self._earlier_s
+        return self._earlier_s + (self._runtime.now() - self._training_ns) / 1e9

@@ -18,7 +18,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 
-__all__ = ["Member", "RunAbortedError"]
+__all__ = ["Member", "RunAbortedError", "RunStoppedError"]
 
 
 class RunAbortedError(GradstreamError):
@@ -35,6 +35,10 @@ class RunAbortedError(GradstreamError):
         self.reason = reason
 
 
+class RunStoppedError(GradstreamError):
+    """Somebody has asked the run to stop, and it did; it can be resumed."""
+
+
 class Member:
     """One node as a member of the run.
 
@@ -46,6 +50,7 @@ class Member:
         coordinator: name under which the endpoint knows the coordinator.
         leases: `beat_s` and `lease_s` bound the silence of either side.
         beat_s: how long reports are gathered before they are sent.
+        earlier_s: of the run's time before it was resumed.
     """
 
     def __init__(
@@ -58,6 +63,7 @@ class Member:
         coordinator: str = "coordinator",
         leases: Leases | None = None,
         beat_s: float = 0.25,
+        earlier_s: float = 0.0,
     ) -> None:
         self.node = node
         self.notice = v1.Notice()
@@ -67,6 +73,8 @@ class Member:
         self._coordinator = coordinator
         self._leases = leases or Leases()
         self._beat_s = min(beat_s, self._leases.beat_s)
+        self._earlier_s = earlier_s
+        self._listeners: list[Callable[[v1.Notice], None]] = []
         self._training_ns: int | None = None
         self._events: list[bytes] = []
         self._beat = v1.Beat()
@@ -78,17 +86,25 @@ class Member:
 
     # ---- joining ------------------------------------------------------------------------
 
-    async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:
+    async def join(
+        self,
+        model: v1.ModelSpec | None = None,
+        tensors: Iterable[v1.TensorSpec] = (),
+        buffers: Iterable[v1.TensorSpec] = (),
+    ) -> v1.Notice:
         """Joins, and returns the coordinator's first notice.
 
         Args:
             model: what this worker has built; shards join without.
+            tensors, buffers: the model's, for checkpoints.
 
         Raises:
             RefusedError: the coordinator does not want this node, and says why.
             PeerLostError, DeadlineError: the coordinator cannot be reached.
         """
         request = v1.Join(node=self.node, model=model, software=self._software)
+        request.tensors.extend(tensors)
+        request.buffers.extend(buffers)
         self._stream = await self._endpoint.open(
             self._coordinator, "join", request, priority=Priority.CONTROL
         )
@@ -122,6 +138,10 @@ class Member:
         """Waits until something holds that a notice decides. Raises as `over` does."""
         await self._until(reached)
 
+    def listen(self, listener: Callable[[v1.Notice], None]) -> None:
+        """Calls with each notice that brings news, as it comes."""
+        self._listeners.append(listener)
+
     async def leave(self) -> None:
         """Says what is left to say and goodbye, and waits until it was heard, for a lease at most.
 
@@ -151,12 +171,19 @@ class Member:
 
     def emit(self, event: Event) -> None:
         """Puts a record into the run's events: in the next beat."""
-        time_s = 0.0 if self._training_ns is None else (self._runtime.now() - self._training_ns) / 1e9
+        time_s = self._earlier_s
+        if self._training_ns is not None:
+            time_s += (self._runtime.now() - self._training_ns) / 1e9
         self._events.append(encode(event, node=self.node.name, time_s=time_s))
 
     def receipt(self, refs: Iterable[BatchRef]) -> None:
         """These batches are in the model: their pushes were acknowledged by all shards."""
         self._beat.receipts.extend(receipt_of(ref) for ref in refs)
+
+    def report(self, report: v1.CutReport) -> None:
+        """Says how far this node is with a cut: at once, behind the receipts of before."""
+        self._beat.cuts.append(report)
+        self._urgent.ring()
 
     def finished(self) -> None:
         """This worker's strategy is done with all of its batches."""
@@ -169,7 +196,7 @@ class Member:
         A lost peer is left to the coordinator to judge first: it knows who was lost, and whether
         the run ends because of it. Only if it says nothing for a lease is this node's word taken.
         """
-        if self._stream is None or isinstance(error, RunAbortedError):
+        if self._stream is None or isinstance(error, RunAbortedError | RunStoppedError):
             return
         if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
             return
@@ -234,7 +261,7 @@ class Member:
     async def _be_present(self, stream: Stream) -> None:
         try:
             await self._runtime.gather(self._keep_hearing(stream), self._keep_beating(stream))
-        except RunAbortedError:
+        except (RunAbortedError, RunStoppedError):
             pass  # noted where it was heard
         except GradstreamError as error:
             lost = isinstance(error, PeerLostError)
@@ -267,7 +294,11 @@ class Member:
         changed, self.notice = notice != self.notice, notice
         if notice.phase == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.reason)
+        elif notice.phase == v1.Notice.STOPPED:
+            self._error = RunStoppedError("the run was stopped; it can be resumed")
         if changed:
+            for listener in self._listeners:
+                listener(notice)
             self._wake()
         if self._error is not None:
             raise self._error
@@ -291,7 +322,7 @@ class Member:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._events or self._beat.receipts or self._beat.finished)
+        return bool(self._events or self._beat.receipts or self._beat.finished or self._beat.cuts)
 
     async def _send_beat(self, stream: Stream) -> None:
         beat, self._beat = self._beat, v1.Beat()

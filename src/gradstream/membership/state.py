@@ -1,7 +1,8 @@
 """Who is in the run, as a pure state machine: what happened goes in, instructions come out.
 
 GATHERING until all the expected nodes have joined; TRAINING until every batch has a receipt and
-every worker that is left has finished: FINISHED; ABORTED when that cannot be reached any more.
+every worker that is left has finished: FINISHED; ABORTED when that cannot be reached any more;
+STOPPED when somebody asked for it, with a cut (`cut.py`) if there is anything to keep.
 The membership epoch is 0 while gathering, 1 when training begins, and one more after each loss.
 
 Nothing here waits, sends or writes: the coordinator carries the instructions out.
@@ -10,49 +11,33 @@ Nothing here waits, sends or writes: the coordinator carries the instructions ou
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from gradstream.checkpoint.folder import Place
+from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.policy import Policy
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import (
-    Event,
     FailedEvent,
     FinishedEvent,
     JoinedEvent,
     LedgerEvent,
     LeftEvent,
+    ResumedEvent,
     StartedEvent,
+    StoppedEvent,
 )
+from gradstream.membership.cut import Cut, Cuts, Limits
+from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.wire import v1
 
 __all__ = ["Emit", "Instruction", "Membership", "Notify", "Refuse", "receipt_of", "ref_of"]
 
 ORPHANS_AT_ONCE = 4
 """Batches handed out per request: few, so that all who are idle get a share of a lost partition."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notify:
-    """Everybody who is in gets the new notice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Who asked is told no."""
-
-    code: v1.Code
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """The record goes into the run's events."""
-
-    event: Event
-
-
-Instruction = Notify | Refuse | Emit
 
 
 def ref_of(receipt: v1.Receipt) -> BatchRef:
@@ -75,10 +60,23 @@ class Membership:
         survives_worker_loss: the strategy goes on without a lost worker, which needs its
             batches to be taken over by others.
         software: version of gradstream that every node must have.
+        policy: when checkpoints are made; None makes none, not even when the run is stopped.
+        together: workers go through rounds, and stop after the same one.
+        resume: where the run goes on, if it does not begin.
+        limits: deadlines of a cut.
     """
 
     def __init__(
-        self, started: StartedEvent, ledger: Ledger | OpenLedger, *, survives_worker_loss: bool, software: str
+        self,
+        started: StartedEvent,
+        ledger: Ledger | OpenLedger,
+        *,
+        survives_worker_loss: bool,
+        software: str,
+        policy: Policy | None = None,
+        together: bool = False,
+        resume: Resume | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.epoch = 0
@@ -90,16 +88,29 @@ class Membership:
         self._finished: set[str] = set()
         self._model: v1.ModelSpec | None = None
         self._registrar = ""
+        self.tensors: Sequence[v1.TensorSpec] = ()
+        self.buffers: Sequence[v1.TensorSpec] = ()
+        if resume is not None:
+            self._model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
+        self._resume = resume
+        self.cuts = Cuts(
+            ledger,
+            policy or Policy(),
+            together=together,
+            resume=resume,
+            limits=limits,
+            enabled=policy is not None,
+        )
         self._reason = ""
         self._culprit = ""
         self._began_s = 0.0
         self._receipt_s = 0.0
-        self._num_complete = 0
+        self._num_complete = ledger.num_complete
 
     @property
     def over(self) -> bool:
-        """Whether the run is FINISHED or ABORTED."""
-        return self.phase in (v1.Notice.FINISHED, v1.Notice.ABORTED)
+        """Whether the run is FINISHED, ABORTED or STOPPED."""
+        return self.phase >= v1.Notice.FINISHED
 
     @property
     def missing(self) -> list[str]:
@@ -115,6 +126,11 @@ class Membership:
         return sorted(nodes, key=lambda node: node.rank)
 
     @property
+    def model(self) -> v1.ModelSpec | None:
+        """What the workers have registered."""
+        return self._model
+
+    @property
     def notice(self) -> v1.Notice:
         """The present state, as every member is told it."""
         nodes: list[v1.Node] = sorted(self._nodes.values(), key=lambda node: (node.role, node.rank))
@@ -125,6 +141,7 @@ class Membership:
             phase=self.phase,
             reason=self._reason,
             culprit=self._culprit,
+            cut=None if self.cuts.current is None else self.cuts.current.as_notice(),
         )
 
     # ---- what happens -------------------------------------------------------------------
@@ -137,6 +154,8 @@ class Membership:
         node = request.node
         if node.role == "worker" and self._model is None:
             self._model, self._registrar = request.model, node.name
+        if node.role == "worker" and not self.tensors:
+            self.tensors, self.buffers = request.tensors, request.buffers
         self._nodes[node.name] = node
         out: list[Instruction] = []
         if not self.missing:
@@ -144,6 +163,8 @@ class Membership:
             elems = self._model.elems if self._model is not None else 0
             rule = self._registered_optimizer() or self._started.optimizer
             out.append(Emit(replace(self._started, num_parameters=elems, optimizer=rule)))
+            if self._resume is not None:
+                out.append(Emit(self._resumed(self._resume)))
         joined = JoinedEvent(who=node.name, address=node.address, epoch=self.epoch)
         return [Emit(joined), *out, Notify()]
 
@@ -160,9 +181,17 @@ class Membership:
             self._receipt_s = at_s
         if beat.finished:
             self._finished.add(who)
-        return self._conclude() if beat.receipts or beat.finished else []
+        out: list[Instruction] = []
+        for report in beat.cuts:
+            out += self.cuts.report(who, report, at_s)
+        if self.phase == v1.Notice.TRAINING:
+            out += self.cuts.tick(at_s, *self._names)
+        out += self._after_cut()
+        if beat.receipts or beat.finished:
+            out += self._conclude()
+        return out
 
-    def lost(self, who: str, reason: str) -> list[Instruction]:
+    def lost(self, who: str, reason: str, at_s: float) -> list[Instruction]:
         """A member is gone: its stream broke, it was silent for too long, or it left.
 
         Its receipts stand. Batches without one are orphans from now on, for others to take.
@@ -188,7 +217,30 @@ class Membership:
             # finished when it was not: it says so again once it has done this.
             self._finished.discard(self.workers[0].name)
         out.append(Notify())
-        return out + self._conclude()
+        out += self.cuts.lost(who, at_s, *self._names)
+        return out + self._after_cut() + self._conclude()
+
+    def stop(self, at_s: float) -> list[Instruction]:
+        """Somebody asks the run to stop: with a cut, if it has begun. Asking again changes nothing."""
+        if self.over or self.cuts.stopping:
+            return []
+        if self.phase == v1.Notice.GATHERING:
+            return self._stop()
+        return self.cuts.stop(at_s, *self._names) + self._after_cut()
+
+    def prepared(self, cut: Cut, places: Sequence[Place], at_s: float) -> list[Instruction]:
+        """See `Cuts.prepared`."""
+        return self.cuts.prepared(cut, places, at_s) + self._after_cut()
+
+    def committed(self, cut: Cut, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
+        """See `Cuts.committed`."""
+        return self.cuts.committed(cut, folder, size_bytes, at_s, *self._names) + self._after_cut()
+
+    def cut_failed(self, cut: Cut, who: str, why: str, at_s: float) -> list[Instruction]:
+        """The coordinator could not open or commit a draft."""
+        if cut is not self.cuts.current:
+            return []
+        return self.cuts.fail(who, why, at_s) + self._after_cut()
 
     def overdue(self) -> list[Instruction]:
         """The deadline for joining has passed."""
@@ -225,6 +277,25 @@ class Membership:
         return None if over is None and not self.over else v1.Ended(over=bool(over))
 
     # ---- decisions ----------------------------------------------------------------------
+
+    @property
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Workers and shards that are in, by rank."""
+        shards = [f"shard-{rank}" for rank in range(self._started.servers)]
+        return [node.name for node in self.workers], shards
+
+    def _after_cut(self) -> list[Instruction]:
+        """Stops the run if that is what the cut was for."""
+        return self._stop() if self.cuts.stopped and not self.over else []
+
+    def _stop(self) -> list[Instruction]:
+        self.phase = v1.Notice.STOPPED
+        return [Emit(StoppedEvent(step=self.cuts.step, folder=self.cuts.kept)), Notify()]
+
+    def _resumed(self, resume: Resume) -> ResumedEvent:
+        samples = self._samples_before()
+        steps = dict(resume.steps)
+        return ResumedEvent(step=resume.step, folder=resume.folder, steps=steps, samples=samples)
 
     def _objection(self, request: v1.Join) -> Refuse | None:
         node = request.node
@@ -277,6 +348,8 @@ class Membership:
     def _conclude(self) -> list[Instruction]:
         """Reports data epochs that are complete now, and ends the run if everything is done."""
         out: list[Instruction] = []
+        if self.over:
+            return out
         while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
             out.append(Emit(self._ledger_event(self._num_complete)))
             self._num_complete += 1
@@ -292,9 +365,17 @@ class Membership:
             )
         self.phase = v1.Notice.FINISHED
         counts = [self.ledger.samples(epoch) for epoch in range(self.ledger.num_epochs)]
-        samples = None if None in counts else sum(count or 0 for count in counts)
-        done = FinishedEvent(samples=samples, train_s=max(0.0, self._receipt_s - self._began_s))
-        return [*out, Emit(done), Notify()]
+        samples = None if None in counts else sum(count or 0 for count in counts) + self._samples_before()
+        trained_s = self._receipt_s - self._began_s + (self._resume.time_s if self._resume else 0.0)
+        done = FinishedEvent(samples=samples, train_s=max(0.0, trained_s))
+        return [*out, *self.cuts.drop(), Emit(done), Notify()]
+
+    def _samples_before(self, epoch: int | None = None) -> int:
+        """Samples that were in the model when a resumed run went on: of all epochs, or of one."""
+        num_samples = self._started.num_samples  # None in a stream, which does not count samples
+        if num_samples is None or isinstance(self.ledger, OpenLedger):
+            return 0
+        return self.ledger.plan.done.count(num_samples, epoch)
 
     def _registered_optimizer(self) -> str:
         """The update rule's name, where the workers bring it."""
@@ -304,9 +385,10 @@ class Membership:
         return name
 
     def _ledger_event(self, epoch: int) -> LedgerEvent:
+        samples = self.ledger.samples(epoch)
         return LedgerEvent(
             epoch=epoch,
-            samples=self.ledger.samples(epoch),
+            samples=None if samples is None else samples + self._samples_before(epoch),
             batches=self.ledger.batches(epoch),
             reassigned=self.ledger.reassigned(epoch),
         )
@@ -315,7 +397,17 @@ class Membership:
         self.phase, self._culprit = v1.Notice.ABORTED, culprit
         self._reason = f"{error}: {message}"
         failed = FailedEvent(culprit=culprit, error=error, message=message, traceback=traceback)
-        return [Emit(failed), Notify()]
+        return [*self.cuts.drop(), Emit(failed), Notify()]
+
+
+def _spec_of(model: Mapping[str, int]) -> v1.ModelSpec:
+    """The model that a checkpoint belongs to."""
+    return v1.ModelSpec(
+        fingerprint=model["fingerprint"],
+        elems=model["elems"],
+        dtype=v1.DType.Name(model["dtype"]),
+        chunk_elems=model["chunk_elems"],
+    )
 
 
 def _describe(spec: v1.ModelSpec) -> str:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from gradstream.events import Event
 from gradstream.memory import Memory, Span
 
-__all__ = ["Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
+__all__ = ["Buffer", "Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
 
 T = TypeVar("T")
+
+Buffer = bytes | bytearray | memoryview
+"""Bytes to be written."""
 
 Report = Callable[[int], None]
 """Called by computing code: so many elements of the result are final."""
@@ -62,6 +65,44 @@ class Storage(Protocol):
 
     def read(self, path: str) -> bytes:
         """The file's content. Raises FileNotFoundError."""
+        ...
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """Writes pieces at their offsets (bytes) into a file, made if need be, and makes them durable.
+
+        Several nodes may patch one file at once. Not atomic: after a crash any part may be there.
+
+        Raises:
+            FileNotFoundError: its folder is not there; `mkdir` it first.
+        """
+        ...
+
+    def read_at(self, path: str, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset` on, fewer at the end of the file. Raises FileNotFoundError."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises FileNotFoundError."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted; nothing where there is none."""
+        ...
+
+    def mkdir(self, folder: str) -> None:
+        """Makes a folder, with its parents."""
+        ...
+
+    def sync(self, folder: str) -> None:
+        """Makes durable which names are in a folder."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a file or folder another name, atomically. Durable once both parents are synced."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Removes a file, or a folder with all that is in it. Nothing there is fine."""
         ...
 
 
@@ -126,6 +167,14 @@ class Runtime(Protocol):
         Raises:
             LentMemoryError: a range is lent already, before anything ran.
             BaseException: whatever `fn` raises.
+        """
+        ...
+
+    async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
+        """Runs `fn()` on a thread of its own, beside computations: for disks, which block.
+
+        One at a time. As `compute`, it cannot be cancelled; what it reads and writes is for the
+        caller to keep. A phantom world runs nothing and returns None.
         """
         ...
 

@@ -77,6 +77,7 @@ class RealRuntime(Tasks):
         self._num_running = 0  # computations asked for and not completed
         self._shares = core is not None
         self._core = core or ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-disk")
 
     def now(self) -> int:
         """Nanoseconds of the monotonic clock."""
@@ -118,7 +119,8 @@ class RealRuntime(Tasks):
         ]
 
     def close(self) -> None:
-        """Lets the arithmetic thread go, if it is its own."""
+        """Lets the threads go that are its own."""
+        self._disk.shutdown(wait=False, cancel_futures=True)
         if not self._shares:
             self._core.shutdown(wait=False, cancel_futures=True)
 
@@ -158,6 +160,18 @@ class RealRuntime(Tasks):
                 return await finish_despite_cancel(loop.run_in_executor(self._core, run))
             finally:
                 self._num_running -= 1
+
+    async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
+        """See `Runtime.beside`."""
+
+        def run() -> T:
+            begun = time.thread_time()
+            try:
+                return fn()
+            finally:
+                self.compute_s[work.kind] += time.thread_time() - begun
+
+        return await finish_despite_cancel(asyncio.get_running_loop().run_in_executor(self._disk, run))
 
 
 def own_bytes() -> int:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+
+from gradstream.runtime.base import Buffer
 
 __all__ = ["DiskStorage", "MemoryStorage"]
 
@@ -32,11 +36,7 @@ class DiskStorage:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        directory = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync_folder(target.parent)
 
     def append(self, path: str, data: bytes) -> None:
         """One write at the end of the file: lines of several writers do not mix."""
@@ -48,6 +48,67 @@ class DiskStorage:
     def read(self, path: str) -> bytes:
         """The whole file."""
         return (self.root / path).read_bytes()
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """See `Storage.patch`."""
+        file = os.open(self.root / path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            for offset, piece in pieces:
+                left = memoryview(piece).cast("B")
+                while left:
+                    written = os.pwrite(file, left, offset)
+                    left, offset = left[written:], offset + written
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def read_at(self, path: str, offset: int, size: int) -> bytes:
+        """See `Storage.read_at`."""
+        with open(self.root / path, "rb", buffering=0) as file:
+            parts = []
+            while size > 0 and (part := os.pread(file.fileno(), size, offset)):
+                parts.append(part)
+                size, offset = size - len(part), offset + len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return (self.root / path).stat().st_size
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted."""
+        try:
+            return sorted(os.listdir(self.root / folder))
+        except FileNotFoundError:
+            return []
+
+    def mkdir(self, folder: str) -> None:
+        """Makes a folder, with its parents."""
+        (self.root / folder).mkdir(parents=True, exist_ok=True)
+
+    def sync(self, folder: str) -> None:
+        """Makes the names in a folder durable."""
+        _sync_folder(self.root / folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """See `Storage.rename`."""
+        os.rename(self.root / old, self.root / new)
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        target = self.root / path
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target, ignore_errors=True)
+        else:
+            target.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 class MemoryStorage:
@@ -69,3 +130,41 @@ class MemoryStorage:
         if path not in self.files:
             raise FileNotFoundError(path)
         return self.files[path]
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """See `Storage.patch`."""
+        data = bytearray(self.files.get(path, b""))
+        for offset, piece in pieces:
+            part = bytes(piece)
+            data.extend(bytes(max(0, offset + len(part) - len(data))))
+            data[offset : offset + len(part)] = part
+        self.files[path] = bytes(data)
+
+    def read_at(self, path: str, offset: int, size: int) -> bytes:
+        """See `Storage.read_at`."""
+        return self.read(path)[offset : offset + size]
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return len(self.read(path))
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted."""
+        inside = [path[len(folder) + 1 :] for path in self.files if path.startswith(f"{folder}/")]
+        return sorted({name.partition("/")[0] for name in inside})
+
+    def mkdir(self, folder: str) -> None:
+        """Folders need not be made here."""
+
+    def sync(self, folder: str) -> None:
+        """Memory does not outlive a crash anyway."""
+
+    def rename(self, old: str, new: str) -> None:
+        """See `Storage.rename`."""
+        for path in [path for path in self.files if path == old or path.startswith(f"{old}/")]:
+            self.files[new + path[len(old) :]] = self.files.pop(path)
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        for file in [file for file in self.files if file == path or file.startswith(f"{path}/")]:
+            del self.files[file]

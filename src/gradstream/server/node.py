@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from gradstream.events import AppliedEvent, Event
-from gradstream.runtime.base import Runtime
+from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.service import ShardConfig, ShardService
+from gradstream.server.snapshot import Snapshots, restore
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
@@ -20,6 +22,16 @@ VITALS_EVERY_S = 1.0
 
 class Membership(Protocol):
     """What a shard needs of `gradstream.membership.Member`, which lives beside this room."""
+
+    notice: v1.Notice
+
+    async def heard(self, reached: Callable[[], bool]) -> None:
+        """Waits until something holds that a notice decides."""
+        ...
+
+    def report(self, report: v1.CutReport) -> None:
+        """Says how far this node is with a cut."""
+        ...
 
     async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:
         """Joins the run."""
@@ -61,19 +73,33 @@ class ShardNode:
         try:
             await self._member.join()
             notice = await self._member.training()
-            self._service.register(notice.model)
+            self._service.register(notice.model, opens=False)
+            await self._restore()
+            self._service.open()
+            snapshots = Snapshots(self._runtime, self._member, self._service, self._config.rank)
+            cuts = awaited_later(self._runtime.spawn(snapshots.run(), name=f"{self._runtime.node}-cuts"))
             vitals = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
             failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
             try:
                 await self._over(failed)
             finally:
                 vitals.cancel()
+                cuts.cancel()
             self._report()
         except Exception as error:
             await self._member.failed(error, "".join(traceback.format_exception(error)))
             raise
         finally:
             await self._member.leave()
+
+    async def _restore(self) -> None:
+        """Goes on from a checkpoint, where the run does."""
+        folder, storage = self._config.resume_from, self._runtime.storage
+        if folder:
+            await self._runtime.beside(
+                lambda: restore(storage, folder, self._service, self._config.rank),
+                work=Work("restore", elems=len(self._service.store.parameters)),
+            )
 
     async def _over(self, failed: asyncio.Task[None]) -> None:
         over = self._runtime.spawn(self._member.over(), name=f"{self._runtime.node}-over")

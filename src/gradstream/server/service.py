@@ -59,6 +59,7 @@ class ShardConfig:
         silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
             is told so four times in as long.
         find_optimizer: makes the update rule of what the registered model says of it, where it does.
+        resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class ShardConfig:
     silence_s: float = 30.0
     grouped: GroupedRule | None = None
     find_optimizer: Callable[[str], Optimizer] | None = None
+    resume_from: str = ""
 
     @property
     def waiting_every_s(self) -> float:
@@ -122,8 +124,12 @@ class ShardService:
         endpoint.serve("fetch", self._fetch)
         endpoint.serve("command", self._command)
 
-    def register(self, model: v1.ModelSpec) -> None:
-        """Allocates for the registered model. From here on every size is known."""
+    def register(self, model: v1.ModelSpec, *, opens: bool = True) -> None:
+        """Allocates for the registered model. From here on every size is known.
+
+        Args:
+            opens: begin to serve; else `open` does, once something was restored.
+        """
         config = self._config
         self.chunks = ChunkMap(model.elems, model.chunk_elems, config.num_shards)
         optimizer = config.optimizer
@@ -138,6 +144,11 @@ class ShardService:
         self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
         self._commands = Commands(self._runtime, self.store, self.versions)
         self._endpoint.identity.fingerprint = model.fingerprint
+        if opens:
+            self.open()
+
+    def open(self) -> None:
+        """Serves from here on."""
         self._registered.set()
 
     def versions(self) -> list[int]:
@@ -269,7 +280,7 @@ class ShardService:
                     continue
                 chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._config.silence_s)
-                async with self._turn(chunk):
+                async with self.turn(chunk):
                     pass  # nothing is awaited from here until the elements are the carrier's
                 span = self.store.span(vector, chunk)
                 version = self.state.version(chunk)
@@ -285,7 +296,7 @@ class ShardService:
             del self._outboxes[token]
             self.state.forget(token)
 
-    def _turn(self, chunk: int) -> asyncio.Lock:
+    def turn(self, chunk: int) -> asyncio.Lock:
         """Updates and readers of a chunk in the order in which they ask: neither starves the other."""
         return self._turns.setdefault(chunk, asyncio.Lock())
 
@@ -347,7 +358,7 @@ class ShardService:
         self._latecomers.gone(token, chunk)
 
     async def _apply(self, due: Apply) -> None:
-        async with self._turn(due.chunk):
+        async with self.turn(due.chunk):
             try:
                 await self._compute(due)
             except Exception as error:

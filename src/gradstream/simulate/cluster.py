@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from gradstream.data.base import Dataset
-from gradstream.membership import Outcome
+from gradstream.membership import Coordinator, Outcome
 from gradstream.model.base import Model
 from gradstream.roles import COORDINATOR, Cast, shard_name, worker_name
+from gradstream.runtime.base import Storage
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
 from gradstream.runtime.world import World
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
@@ -30,6 +31,7 @@ class SimulatedCluster:
         data: never read in a phantom world.
         world: machines and network.
         on_events: gets JSON lines of events as they happen.
+        storage: the disk of all nodes; an empty one if None.
     """
 
     def __init__(
@@ -39,9 +41,11 @@ class SimulatedCluster:
         data: Dataset,
         world: World,
         on_events: Callable[[bytes], None],
+        storage: Storage | None = None,
     ) -> None:
         self.cast = cast
-        self.virtual = VirtualCluster(cast.seed, world)
+        self.coordinator: Coordinator | None = None  # once it has started
+        self.virtual = VirtualCluster(cast.seed, world, storage)
         self.network = MemoryNetwork(self.virtual)
         self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
         self._model = model
@@ -74,6 +78,11 @@ class SimulatedCluster:
         self.virtual.runtime(name).kill()
         director = self.virtual.runtime("director")
         director.spawn(self._bury(self._tasks[name]), name=f"burial of {name}")
+
+    def stop(self) -> None:
+        """Asks the run to stop with a checkpoint, as Ctrl-C does."""
+        if self.coordinator is not None:
+            self.coordinator.stop()
 
     async def _bury(self, task: asyncio.Task[None]) -> None:
         """Cancels until it has ended: clean-up code of a dead node waits for timers that never fire."""
@@ -117,7 +126,8 @@ class SimulatedCluster:
 
     async def _coordinator(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(COORDINATOR)
-        self._outcome = await self.cast.coordinator(runtime, endpoint, self._on_events).run()
+        self.coordinator = self.cast.coordinator(runtime, endpoint, self._on_events)
+        self._outcome = await self.coordinator.run()
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)

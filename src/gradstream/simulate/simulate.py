@@ -8,14 +8,17 @@ from typing import Any, Unpack
 
 import safetensors.numpy
 
+from gradstream.checkpoint import Resume, newest
 from gradstream.config import JobOptions, build_model, cast_of, make_job, metrics_of
 from gradstream.data.base import Dataset
-from gradstream.errors import GradstreamError, PeerLostError
+from gradstream.errors import GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of
 from gradstream.run import Run
+from gradstream.runtime.base import Storage
 from gradstream.runtime.world import World
 from gradstream.simulate.cluster import Script, SimulatedCluster
+from gradstream.wire import v1
 from gradstream.worker.node import FINAL_MODEL
 
 __all__ = ["simulate"]
@@ -30,6 +33,8 @@ def simulate(
     world: World | None = None,
     on_event: OnEvent | None = None,
     script: Script | None = None,
+    storage: Storage | None = None,
+    resume: bool = False,
     **options: Unpack[JobOptions],
 ) -> Run:
     """Runs a job with all of its nodes in this process, on virtual time.
@@ -43,12 +48,15 @@ def simulate(
         world: what computing costs and what the network is like.
         on_event: called with each event as it happens; `time_s` is virtual.
         script: a coroutine function of the `SimulatedCluster`, run beside the nodes: it can wait
-            on virtual time and kill nodes.
+            on virtual time, kill nodes, and stop the run.
+        storage: the disk of all nodes. With one, checkpoints are made as `train` makes them.
+        resume: go on from the newest checkpoint in `storage`; from the beginning where there is none.
 
     Returns:
         The run, with nothing on disk.
 
     Raises:
+        Interrupted: the script has stopped the run.
         The same as `train`; the message names the node, `traceback_text` is the user's.
 
     Example:
@@ -67,10 +75,18 @@ def simulate(
                 on_event(event)
 
     built = build_model(job)
-    cast = cast_of(job, "simulation")
+    found = newest(storage, lambda _: None) if storage is not None and resume else None
+    cast = cast_of(
+        job,
+        "simulation",
+        resume=None if found is None else Resume.at(*found),
+        keeps=storage is not None and not world.phantom,
+    )
     cast.grouped(built)  # says what is wrong before anything is started
-    cluster = SimulatedCluster(cast, built, job.data, world, take)
+    cluster = SimulatedCluster(cast, built, job.data, world, take, storage)
     outcome = cluster.run(script)
+    if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
+        raise Interrupted(None, next(e["folder"] for e in reversed(events) if e["event"] == "stopped"))
     if outcome is None or outcome.failed is not None:
         raise _error(cluster, events)
     parameters = {}

@@ -334,52 +334,141 @@ class ModelSpec(_message.Message):
     def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("node", "model", "software")
+    __slots__ = ("node", "model", "software", "tensors", "buffers")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
     node: Node
     model: ModelSpec
     software: str
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ...) -> None: ...
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    buffers: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "shape", "dtype")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
         TRAINING: _ClassVar[Notice.Phase]
         FINISHED: _ClassVar[Notice.Phase]
         ABORTED: _ClassVar[Notice.Phase]
+        STOPPED: _ClassVar[Notice.Phase]
     GATHERING: Notice.Phase
     TRAINING: Notice.Phase
     FINISHED: Notice.Phase
     ABORTED: Notice.Phase
+    STOPPED: Notice.Phase
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    CUT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     model: ModelSpec
     phase: Notice.Phase
     reason: str
     culprit: str
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ...) -> None: ...
+    cut: Cut
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ...) -> None: ...
+
+class Cut(_message.Message):
+    __slots__ = ("number", "phase", "stop_at", "places", "last")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PAUSE: _ClassVar[Cut.Phase]
+        STOP: _ClassVar[Cut.Phase]
+        SNAPSHOT: _ClassVar[Cut.Phase]
+        WRITE: _ClassVar[Cut.Phase]
+    PAUSE: Cut.Phase
+    STOP: Cut.Phase
+    SNAPSHOT: Cut.Phase
+    WRITE: Cut.Phase
+    class StopAtEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STOP_AT_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    phase: Cut.Phase
+    stop_at: _containers.ScalarMap[str, int]
+    places: _containers.RepeatedCompositeFieldContainer[Place]
+    last: bool
+    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Cut.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ...) -> None: ...
+
+class Place(_message.Message):
+    __slots__ = ("vector", "path", "offset_bytes")
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    vector: str
+    path: str
+    offset_bytes: int
+    def __init__(self, vector: _Optional[str] = ..., path: _Optional[str] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
+
+class CutReport(_message.Message):
+    __slots__ = ("number", "kind", "count", "versions", "sums", "error")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        BEGUN: _ClassVar[CutReport.Kind]
+        REACHED: _ClassVar[CutReport.Kind]
+        HELD: _ClassVar[CutReport.Kind]
+        WRITTEN: _ClassVar[CutReport.Kind]
+        FAILED: _ClassVar[CutReport.Kind]
+    BEGUN: CutReport.Kind
+    REACHED: CutReport.Kind
+    HELD: CutReport.Kind
+    WRITTEN: CutReport.Kind
+    FAILED: CutReport.Kind
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    kind: CutReport.Kind
+    count: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    sums: _containers.RepeatedScalarFieldContainer[int]
+    error: str
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[CutReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure")
+    __slots__ = ("events", "receipts", "finished", "failure", "cuts")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CUTS_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
     failure: Failure
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+    cuts: _containers.RepeatedCompositeFieldContainer[CutReport]
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "partition", "batch")

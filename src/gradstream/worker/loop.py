@@ -24,6 +24,7 @@ from gradstream.runtime.base import Report, Runtime
 from gradstream.server.client import ServerClient, Update
 from gradstream.strategies import base
 from gradstream.worker.gradient import Result
+from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import UNKNOWN, OpenSchedule, Supply
 from gradstream.worker.worker import ComputedGradient, Replica, SampleBatch
 
@@ -131,7 +132,7 @@ class LoopReplica(Replica):
 
     Args:
         loop: computes them.
-        runtime, layout, server, rank, num_workers, on_receipt, on_step: as for `Replica`.
+        runtime, layout, server, rank, num_workers, pace, on_receipt, on_step: as for `Replica`.
         schedule: asks the loop for one minibatch after the other.
     """
 
@@ -145,6 +146,7 @@ class LoopReplica(Replica):
         *,
         rank: int,
         num_workers: int,
+        pace: Pace,
         on_receipt: Callable[[Sequence[BatchRef]], None],
         on_step: Callable[[StepEvent], None],
     ) -> None:
@@ -158,6 +160,7 @@ class LoopReplica(Replica):
             num_workers=num_workers,
             lr=0.0,  # comes with each turn
             joins=False,
+            pace=pace,
             on_receipt=on_receipt,
             on_step=on_step,
             on_boundary=_nothing,

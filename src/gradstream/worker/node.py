@@ -9,15 +9,20 @@ from functools import partial
 import numpy as np
 import safetensors.numpy
 
+from gradstream.checkpoint import own_state
+from gradstream.checkpoint.folder import read_own
+from gradstream.checkpoint.format import spec_of, to_spec
+from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.own_state import OwnState, averaged
 from gradstream.data.base import BatchRef, Dataset, Plan
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
-from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.errors import DeadlineError, GradstreamError, PeerLostError, RefusedError, UserCodeError
 from gradstream.events import EvaluatedEvent, TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
-from gradstream.model.buffers import buffers_of
+from gradstream.model.buffers import buffers_of, load_buffers
 from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
@@ -30,6 +35,7 @@ from gradstream.worker.accounts import Accounts
 from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
 from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.loop import Loop, LoopReplica
+from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.worker import Replica
 
@@ -57,10 +63,12 @@ class WorkerConfig:
         evaluation: when held-out samples are looked at.
         seed: of the run.
         chunk_elems: of the chunk map.
-        epochs, steps: when the run ends; one may be None.
+        epochs, steps: when the run ends; one may be None. `steps` are those from here on.
+        num_steps: the same of the whole run, where it is resumed.
         silence_s, retry_s: see `ServerClient`.
         loop: computes the gradients, where the user's own loop does; there is no plan then.
         optimizer: the update rule that this worker brings; "" where the shards know it.
+        resume: where the run goes on, if it does not begin.
     """
 
     rank: int
@@ -80,6 +88,8 @@ class WorkerConfig:
     retry_s: float
     loop: Loop | None = None
     optimizer: str = ""
+    num_steps: int | None = None
+    resume: Resume | None = None
 
 
 class WorkerNode:
@@ -91,6 +101,8 @@ class WorkerNode:
         self._member = member
         self._config = config
         self._accounts = Accounts(config.rank)
+        self._pace = Pace(runtime.node, member.report)
+        member.listen(self._pace.hear)
         self._transfers_left = MAX_TRANSFERS
 
     async def run(self) -> None:
@@ -102,7 +114,7 @@ class WorkerNode:
             PeerLostError, DeadlineError: a shard or the coordinator is gone.
         """
         try:
-            await self._member.join(await self._spec())
+            await self._member.join(await self._spec(), *self._tensors())
             await self._runtime.gather(self._train(), self._over())
         except Exception as error:
             await self._member.failed(error, _traceback_of(error))
@@ -123,6 +135,14 @@ class WorkerNode:
             optimizer=self._config.optimizer,
         )
 
+    def _tensors(self) -> tuple[list[v1.TensorSpec], list[v1.TensorSpec]]:
+        """What a checkpoint's files need to know: the flat vector's tensors, and the model's buffers."""
+        layout = self._config.model.layout
+        own = buffers_of(self._config.model)
+        tensors = [spec_of(slot.name, slot.shape, layout.dtype) for slot in layout.slots]
+        buffers = [spec_of(name, array.shape, array.dtype) for name, array in own.items()]
+        return list(map(to_spec, tensors)), list(map(to_spec, buffers))
+
     async def _over(self) -> None:
         await self._member.over()
 
@@ -141,16 +161,20 @@ class WorkerNode:
             on_transfer=self._transferred,
         )
         replica = self._replica(client)
+        own_state.serve(self._endpoint, lambda: self._own_state(replica))
         vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
         tasks = [vitals]
         try:
-            if self._is_lowest():
+            if config.resume is not None:
+                await self._restore(replica, config.resume)
+            elif self._is_lowest():
                 await self._init(replica.parameters)
                 await client.assign(replica.parameters)
             else:
                 tasks.append(runtime.spawn(self._take_over(replica), name=f"{runtime.node}-heir"))
             await config.strategy.train(replica)
             await client.settle()
+            self._pace.stand()
             if config.loop is not None:  # every worker's loop goes on with the final parameters
                 await self._fetch_final(replica)
                 config.loop.finish(replica.parameters.tensor)
@@ -158,6 +182,41 @@ class WorkerNode:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _own_state(self, replica: Replica) -> OwnState:
+        """Between two gradients: buffers change while one is computed."""
+        model = self._config.model
+        return await self._runtime.compute(
+            lambda _: OwnState(replica.samples, buffers_of(model)),
+            work=Work("copy"),
+            phantom=OwnState(0, {}),
+        )
+
+    async def _own_states(self, replica: Replica) -> list[OwnState]:
+        """Of all workers that answer: one may die, or be done, at any time."""
+        mine = await self._own_state(replica)
+        buffers = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
+        states = [mine]
+        for worker in names_of(self._member.notice.nodes, "worker") if buffers else ():
+            if worker == self._runtime.node:
+                continue
+            try:
+                asked = own_state.ask(self._endpoint, worker, buffers, silence_s=self._config.silence_s)
+                states.append(await asked)
+            except (PeerLostError, DeadlineError, RefusedError):
+                pass
+        return states
+
+    async def _restore(self, replica: Replica, resume: Resume) -> None:
+        """Takes what this worker had of its own, and the parameters: a strategy may not begin by fetching."""
+        model, storage = self._config.model, self._runtime.storage
+        if buffers_of(model):
+            kept = await self._runtime.beside(
+                lambda: read_own(storage, resume.folder, self._runtime.node), work=Work("restore")
+            )
+            load_buffers(model, kept.buffers)
+            replica.samples = kept.samples
+        await replica.adopt(replica.server.fetch_soon())
 
     async def _take_over(self, replica: Replica) -> None:
         """Hands out initial parameters where the worker of the lowest rank died before it could."""
@@ -199,6 +258,7 @@ class WorkerNode:
             config.epochs,
             config.steps,
             self._member if config.num_workers > 1 else None,
+            config.num_steps,
         )
 
     def _replica(self, client: ServerClient) -> Replica:
@@ -225,6 +285,8 @@ class WorkerNode:
             num_workers=config.num_workers,
             lr=config.lr,
             joins=isinstance(config.plan, JoinedPlan),
+            pace=self._pace,
+            first_step=0 if config.resume is None else config.resume.step_of(self._runtime.node),
             on_receipt=self._member.receipt,
             on_step=self._member.emit,
             on_boundary=partial(self._at_boundary, schedule),
@@ -240,6 +302,7 @@ class WorkerNode:
             client,
             rank=config.rank,
             num_workers=config.num_workers,
+            pace=self._pace,
             on_receipt=self._member.receipt,
             on_step=self._member.emit,
         )
@@ -306,12 +369,12 @@ class WorkerNode:
         if self._config.evaluation.every is not None:
             schedule = self._schedule()
             await self._evaluate(replica, schedule, schedule.last, final=True)
+        buffers = averaged(await self._own_states(replica))
         replica.retire()  # makes room for the copy that is written
 
         def write(_: object) -> None:
             trim()
-            model = self._config.model
-            tree = {**model.tree(replica.parameters.tensor), **buffers_of(model)}
+            tree = {**self._config.model.tree(replica.parameters.tensor), **buffers}
             arrays = {name: np.ascontiguousarray(array) for name, array in tree.items()}
             self._runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
 

@@ -35,8 +35,9 @@ class Schedule:
         cut: rounds for all, or a partition for each. Only partitions can be taken over.
         rank: of this worker.
         epochs: data epochs to go through, or None.
-        steps: minibatches to go through, or None; with both, the smaller counts.
+        steps: minibatches to go through from here on, or None; with both, the smaller counts.
         orphanage: asked for minibatches of lost workers; None for a worker that is alone.
+        num_steps: minibatches of the whole run, where `steps` are those of a resumed one.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Schedule:
     epochs: int | None
     steps: int | None
     orphanage: OrphanSource | None
+    num_steps: int | None = None
 
     @property
     def num_batches(self) -> int:
@@ -52,16 +54,23 @@ class Schedule:
         return self._count(self.rank)
 
     def _count(self, rank: int) -> int:
-        per_epoch = self.plan.batches_per_epoch(rank)
-        limits = [] if self.epochs is None else [self.epochs * per_epoch]
+        limits = [] if self.epochs is None else [self.plan.batches_before(rank, self.epochs)]
         if self.steps is not None:
-            limits.append(self.steps if per_epoch else 0)
+            limits.append(self.steps if self.plan.batches_per_epoch(rank) else 0)
         return min(limits)
 
     def position(self, ref: BatchRef) -> Position:
-        """Where a minibatch lies in the run of its partition, whoever computes it."""
-        per_epoch = self.plan.batches_per_epoch(ref.partition)
-        return Position(ref.epoch * per_epoch + ref.batch, self._count(ref.partition), per_epoch)
+        """Where a minibatch lies in the run of its partition, whoever computes it.
+
+        In an epoch that a resumed run has found begun, it is counted from the epoch's end.
+        """
+        plan, partition = self.plan, ref.partition
+        per_epoch = plan.batches_per_epoch(partition)
+        batch = per_epoch - plan.batches_in(partition, ref.epoch) + ref.batch
+        limits = [] if self.epochs is None else [self.epochs * per_epoch]
+        if self.steps is not None:
+            limits.append(self.num_steps or self.steps)
+        return Position(ref.epoch * per_epoch + batch, min(limits), per_epoch)
 
     @property
     def last(self) -> BatchRef:
@@ -73,11 +82,8 @@ class Schedule:
     @property
     def last_epoch(self) -> int:
         """The data epoch in which the longest partition ends."""
-        ends = []
-        for rank in range(self.plan.num_partitions):
-            per_epoch = self.plan.batches_per_epoch(rank)
-            ends.append(-(-self._count(rank) // per_epoch) - 1 if per_epoch else 0)
-        return max(0, *ends)
+        counts = enumerate(map(self._count, range(self.plan.num_partitions)))
+        return max((self.plan.nth(rank, count - 1).epoch for rank, count in counts if count), default=0)
 
     async def refs(self, flush: Flush) -> AsyncIterator[BatchRef]:
         """Own minibatches in order; after each epoch, those of workers that died.
@@ -86,13 +92,14 @@ class Schedule:
             flush: awaited before the end of the run is waited for: what this worker has
                 computed must be in the model by then, or two workers would wait for each other.
         """
-        per_epoch = self.plan.batches_per_epoch(self.rank)
+        begun = self.plan.done.epochs
         for count in range(self.num_batches):
-            epoch, batch = divmod(count, per_epoch)
-            if batch == 0 and epoch > 0:
-                async for ref in self._orphans(epoch - 1):
-                    yield ref
-            yield BatchRef(epoch, self.rank, batch)
+            ref = self.plan.nth(self.rank, count)
+            if ref.epoch > begun:
+                async for orphan in self._orphans(ref.epoch - 1):
+                    yield orphan
+                begun = ref.epoch
+            yield ref
         await flush()
         complete = self.orphanage is None or self.cut == "rounds"
         while not complete:

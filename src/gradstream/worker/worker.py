@@ -27,6 +27,7 @@ from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
 from gradstream.server.client import Arrival, ServerClient, Update
 from gradstream.strategies import base
 from gradstream.worker.gradient import GradientSource, Result
+from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.stopwatch import Stopwatch
 
@@ -120,6 +121,8 @@ class Replica:
         num_workers: W.
         lr: learning rate, or a schedule of it; the rate is sent with each push.
         joins: whether minibatches have several parts, whose gradients are summed up in one more vector.
+        pace: lets it begin each minibatch.
+        first_step: number of its first minibatch; not 0 where the run is resumed.
         on_receipt: told which minibatches are in the model, once their push is acknowledged.
         on_step: told of each step.
         on_boundary: awaited between a minibatch and the next one, with this replica: its parameters
@@ -138,19 +141,23 @@ class Replica:
         num_workers: int,
         lr: Rate,
         joins: bool,
+        pace: Pace,
+        first_step: int = 0,
         on_receipt: Callable[[Sequence[BatchRef]], None],
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, BatchRef], Awaitable[None]],
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
-        self.step = 0
+        self.step = first_step
+        self.samples = 0  # gone through since it started
         self.version = -1  # nothing adopted yet
         self.server = server
         self._runtime = runtime
         self._layout = layout
         self._differentiator = differentiator
         self._schedule = schedule
+        self._pace = pace
         self._lr = lr
         self._on_receipt = on_receipt
         self._on_step = on_step
@@ -181,11 +188,13 @@ class Replica:
     async def batches(self) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
         async for ref in self._schedule.refs(self._flush):
+            await self._pace.gate(self._flush)
             self._stopwatch.begin(self._runtime.now())
             batch = await self._named(ref)
             yield batch
             self._report(batch)
             self.step += 1
+            self.samples += batch.num_samples
             await self._on_boundary(self, ref)
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
@@ -208,6 +217,7 @@ class Replica:
         if self._taken.num_gradients or self._refs:  # a gradient of no samples needs its receipt all the same
             await self.server.push_soon(self.take_accumulated())
         await self.server.settle()
+        self._pace.stand()
 
     def _report(self, batch: SampleBatch) -> None:
         event = StepEvent(

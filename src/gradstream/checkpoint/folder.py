@@ -1,0 +1,309 @@
+"""Checkpoints on a storage: written so that a crash at any instant leaves the old or the new one.
+
+    1  shards write their ranges of each file into a hidden folder       durable when they say so
+    2  headers, buffers and workers' own state are added                 each file is fsynced
+    3  every file is read back: its SHA-256, and each chunk's checksum against what the shard held
+    4  state.json, which tells sizes and SHA-256, is written last        fsync of the folder
+    5  the folder gets its name (rename)                                 fsync of its parent
+    6  old checkpoints that nobody wants any more go
+
+A folder counts from step 5 on, and only as long as its files are what `state.json` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gradstream.checkpoint.format import TensorSpec, header_of, parse
+from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
+from gradstream.checkpoint.own_state import OwnState
+from gradstream.checkpoint.policy import Kept, Policy
+from gradstream.errors import DataError
+from gradstream.runtime.base import Storage
+
+__all__ = [
+    "FOLDER",
+    "MODEL",
+    "Draft",
+    "Place",
+    "data_offset",
+    "file_of",
+    "kept",
+    "newest",
+    "prune",
+    "read_own",
+    "sweep",
+    "verify",
+    "worker_file",
+]
+
+FOLDER = "checkpoints"
+MODEL = "model.safetensors"
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_OWN = re.compile(r"worker-\d+\.safetensors")
+_DRAFT = re.compile(r"\.step-.*\.tmp")
+PIECE_BYTES = 1 << 22
+
+
+def worker_file(worker: str) -> str:
+    """Name of the file that holds a worker's own state."""
+    return f"{worker}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a vector of the shards goes: element i at byte offset + i · itemsize of a file.
+
+    Args:
+        vector: "" for the parameters, else the name of an optimizer's state vector.
+        path: in the run directory.
+        offset_bytes: of element 0.
+    """
+
+    vector: str
+    path: str
+    offset_bytes: int
+
+
+class Draft:
+    """A checkpoint that is being written. Nobody sees it before `commit` has returned.
+
+    Args:
+        storage: the run directory.
+        step: names the folder.
+        token: tells this draft from one that a process killed before has left.
+        tensors: of the flat vector, in its order.
+        buffers: tensors that are added to the model's file.
+        states: names of the optimizer's state vectors.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        step: int,
+        token: str,
+        tensors: Sequence[TensorSpec],
+        buffers: Sequence[TensorSpec] = (),
+        states: Sequence[str] = (),
+    ) -> None:
+        self._storage = storage
+        self._step = step
+        self._buffers = buffers
+        self._data_bytes = sum(tensor.size_bytes for tensor in tensors)
+        self.folder = f"{FOLDER}/.step-{step:08d}.{token}.tmp"
+        self._headers = {"": header_of([*tensors, *buffers]), **dict.fromkeys(states, header_of(tensors))}
+        self.places = tuple(
+            Place(vector, f"{self.folder}/{file_of(vector)}", len(header))
+            for vector, header in self._headers.items()
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the large files together."""
+        return len(self.places) * self._data_bytes + sum(map(len, self._headers.values()))
+
+    def open(self) -> None:
+        """Makes the folder that shards write into."""
+        self._storage.mkdir(self.folder)
+
+    def commit(
+        self,
+        manifest: Manifest,
+        *,
+        buffers: Mapping[str, bytes],
+        own: Mapping[str, bytes],
+        sums: Mapping[str, Sequence[int]],
+        chunk_bytes: int,
+    ) -> str:
+        """Steps 2 to 5, once all shards have written. Returns the folder's name.
+
+        Args:
+            manifest: what is kept; `files` is filled in here.
+            buffers: bytes of each tensor in `buffers`.
+            own: by worker, its own state as safetensors.
+            sums: by vector, the CRC-32 of each chunk as its shard held it.
+            chunk_bytes: of every chunk but the last.
+
+        Raises:
+            OSError: the disk is full or broken.
+            DataError: a file does not hold what a shard has held.
+            After either nothing has changed for readers; `discard` removes the rest.
+        """
+        storage, files = self._storage, {}
+        for place in self.places:
+            extra = [buffers[spec.name] for spec in self._buffers] if not place.vector else []
+            pieces = [(0, self._headers[place.vector])]
+            offset = place.offset_bytes + self._data_bytes
+            for piece in extra:
+                pieces.append((offset, piece))
+                offset += len(piece)
+            storage.patch(place.path, pieces)
+            files[file_of(place.vector)] = self._read_back(place, offset, sums[place.vector], chunk_bytes)
+        for worker, data in own.items():
+            name = worker_file(worker)
+            storage.write(f"{self.folder}/{name}", data)
+            files[name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
+        storage.write(f"{self.folder}/{STATE}", replace(manifest, files=files).encode())
+        storage.sync(self.folder)
+        name = self._free_name()
+        storage.rename(self.folder, name)
+        storage.sync(FOLDER)
+        storage.sync("")
+        return name
+
+    def discard(self) -> None:
+        """Removes what was written. A shard that writes still finds no folder, and says so."""
+        self._storage.remove(self.folder)
+
+    def _read_back(self, place: Place, size_bytes: int, sums: Sequence[int], chunk_bytes: int) -> FileEntry:
+        storage, path = self._storage, place.path
+        if storage.size(path) != size_bytes:
+            raise DataError(
+                f"{path} has {storage.size(path)} bytes, expected {size_bytes}: not all shards wrote"
+            )
+        digest = hashlib.sha256(storage.read_at(path, 0, place.offset_bytes))
+        end = place.offset_bytes + self._data_bytes
+        for chunk, start in enumerate(range(place.offset_bytes, end, chunk_bytes)):
+            data = storage.read_at(path, start, min(chunk_bytes, end - start))
+            if zlib.crc32(data) != sums[chunk]:
+                raise DataError(
+                    f"{path}: chunk {chunk} is not what its shard held; does every shard write to the "
+                    "disk of the run directory?"
+                )
+            digest.update(data)
+        digest.update(storage.read_at(path, end, size_bytes - end))
+        return FileEntry(size_bytes, digest.hexdigest())
+
+    def _free_name(self) -> str:
+        """step-00000120; where a resumed run comes by again and does not trust that one, step-00000120.1."""
+        there = self._storage.names(FOLDER)
+        name, count = f"step-{self._step:08d}", 0
+        while name in there:
+            count += 1
+            name = f"step-{self._step:08d}.{count}"
+        return f"{FOLDER}/{name}"
+
+
+def file_of(vector: str) -> str:
+    """The file that holds a vector of the shards: "" is the parameters, else an optimizer's state."""
+    return f"optimizer-{vector}.safetensors" if vector else MODEL
+
+
+def verify(storage: Storage, folder: str) -> Manifest:
+    """Reads every file of a checkpoint, and returns what it is.
+
+    Raises:
+        DataError: names the file, and what about it is wrong.
+    """
+    try:
+        manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {STATE}") from None
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from None
+    if MODEL not in manifest.files:
+        raise DataError(f"{folder}/{STATE} tells of no {MODEL}")
+    for name, entry in manifest.files.items():
+        path = f"{folder}/{name}"
+        try:
+            size_bytes = storage.size(path)
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing") from None
+        if size_bytes != entry.size_bytes:
+            raise DataError(
+                f"{path} has {size_bytes} bytes, {STATE} says {entry.size_bytes}: it was cut short"
+            )
+        digest = hashlib.sha256()
+        for start in range(0, size_bytes, PIECE_BYTES):
+            digest.update(storage.read_at(path, start, min(PIECE_BYTES, size_bytes - start)))
+        if digest.hexdigest() != entry.sha256:
+            raise DataError(
+                f"{path} was altered: its SHA-256 is {digest.hexdigest()[:16]}…, "
+                f"{STATE} says {entry.sha256[:16]}…"
+            )
+    return manifest
+
+
+def newest(storage: Storage, refused: Callable[[DataError], None]) -> tuple[str, Manifest] | None:
+    """The newest checkpoint that is what it says, and its folder; None where there is none.
+
+    Args:
+        refused: told of each newer one that is not.
+    """
+    for folder in reversed(_folders(storage)):
+        try:
+            return folder, verify(storage, folder)
+        except DataError as error:
+            refused(error)
+    return None
+
+
+def kept(storage: Storage) -> Iterator[Kept]:
+    """The checkpoints whose `state.json` can be read, oldest first. Their files are not looked at."""
+    for folder in _folders(storage):
+        try:
+            manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
+        except (DataError, FileNotFoundError):
+            continue
+        yield Kept(folder, manifest.step, manifest.evaluated)
+
+
+def prune(storage: Storage, policy: Policy) -> None:
+    """Step 6. A checkpoint loses its name first, so that half a one is never found."""
+    for one in policy.superfluous(list(kept(storage))):
+        doomed = f"{FOLDER}/.{one.folder.rpartition('/')[2]}.old.tmp"
+        storage.remove(doomed)
+        storage.rename(one.folder, doomed)
+        storage.remove(doomed)
+
+
+def sweep(storage: Storage) -> None:
+    """Removes drafts of processes that were killed. For who alone has the run directory."""
+    for name in storage.names(FOLDER):
+        if _DRAFT.fullmatch(name):
+            storage.remove(f"{FOLDER}/{name}")
+
+
+def data_offset(storage: Storage, path: str) -> int:
+    """Where the data of a safetensors file begins. Raises DataError."""
+    size_bytes = storage.size(path)
+    length = int.from_bytes(storage.read_at(path, 0, min(8, size_bytes)), "little")
+    offset_bytes, _ = parse(storage.read_at(path, 0, min(8 + length, size_bytes)))
+    return offset_bytes
+
+
+def read_own(storage: Storage, folder: str, worker: str) -> OwnState:
+    """A worker's own state in a checkpoint; one that was not there before gets the mean of all."""
+    path = f"{folder}/{worker_file(worker)}"
+    try:
+        return OwnState.decode(storage.read(path))
+    except FileNotFoundError:
+        path = f"{folder}/{MODEL}"
+    own = next(name for name in storage.names(folder) if _OWN.fullmatch(name))
+    wanted = OwnState.decode(storage.read(f"{folder}/{own}")).buffers
+    size_bytes = storage.size(path)
+    length = int.from_bytes(storage.read_at(path, 0, 8), "little")
+    offset_bytes, tensors = parse(storage.read_at(path, 0, min(8 + length, size_bytes)))
+    out = {}
+    for name, array in wanted.items():
+        spec, start = tensors[name]
+        data = storage.read_at(path, offset_bytes + start, spec.size_bytes)
+        out[name] = np.frombuffer(data, array.dtype).reshape(array.shape).copy()
+    return OwnState(0, out)
+
+
+def _folders(storage: Storage) -> list[str]:
+    """Folders that have the name of a checkpoint, oldest first."""
+    found = []
+    for name in storage.names(FOLDER):
+        if match := _NAME.fullmatch(name):
+            found.append((int(match[1]), int(match[2] or 0), f"{FOLDER}/{name}"))
+    return [folder for _, _, folder in sorted(found)]

@@ -1,0 +1,123 @@
+"""The safetensors header of a flat vector's file, made from the layout alone.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {"layer.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}
+    data      the flat vector's bytes as they are, then other tensors one after the other
+
+The tensors of a layout lie in the flat vector without gaps, so the vector *is* the data of a valid
+file, and a shard writes a range of the vector at the range's own offset. Nobody has to hold the whole.
+
+Reference: the safetensors format, https://github.com/huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstream.errors import ConfigError, DataError
+from gradstream.wire import v1
+
+__all__ = ["TensorSpec", "header_of", "of_spec", "parse", "spec_of", "to_spec"]
+
+_OF_NUMPY = {
+    "float64": "F64", "float32": "F32", "float16": "F16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_OF_TORCH = {torch.float32: "F32", torch.float64: "F64"}
+_TO_NUMPY = {theirs: ours for ours, theirs in _OF_NUMPY.items()}
+
+ALIGNMENT_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors itself takes at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's name, shape, and element type as safetensors spells it: "F32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * np.dtype(_TO_NUMPY[self.dtype]).itemsize
+
+
+def spec_of(name: str, shape: Sequence[int], dtype: torch.dtype | np.dtype[Any]) -> TensorSpec:
+    """What describes a tensor. Raises ConfigError for an element type that is not kept."""
+    known = _OF_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _OF_NUMPY.get(dtype.name)
+    if known is None:
+        raise ConfigError(f"{name!r} has elements of {dtype}; a checkpoint holds {', '.join(_TO_NUMPY)}")
+    return TensorSpec(name, tuple(shape), known)
+
+
+def to_spec(spec: TensorSpec) -> v1.TensorSpec:
+    """As the wire has it."""
+    return v1.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype)
+
+
+def of_spec(spec: v1.TensorSpec) -> TensorSpec:
+    """From the wire. Raises DataError for an element type that is not known."""
+    if spec.dtype not in _TO_NUMPY:
+        raise DataError(f"{spec.name!r} has elements of {spec.dtype}; known: {', '.join(_TO_NUMPY)}")
+    return TensorSpec(spec.name, tuple(spec.shape), spec.dtype)
+
+
+def header_of(tensors: Sequence[TensorSpec]) -> bytes:
+    """The header of a file that holds these tensors in this order, its length first.
+
+    Raises:
+        ConfigError: two tensors have one name.
+    """
+    entries: dict[str, Any] = {}
+    start = 0
+    for tensor in tensors:
+        if tensor.name in entries:
+            raise ConfigError(f"two tensors are called {tensor.name!r}: a file needs one name for each")
+        stop = start + tensor.size_bytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text
+
+
+def parse(begin: bytes) -> tuple[int, Mapping[str, tuple[TensorSpec, int]]]:
+    """The offset of a file's data, and each tensor with its own offset in that data.
+
+    Args:
+        begin: the first bytes of a file, the header at least.
+
+    Raises:
+        DataError: this is no header, or it says what cannot be.
+    """
+    length = int.from_bytes(begin[:8], "little")
+    if len(begin) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(begin) - 8):
+        raise DataError(f"not a safetensors file: its header would have {length} of {len(begin)} bytes")
+    try:
+        entries = json.loads(begin[8 : 8 + length])
+        entries.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in entries.items():
+            start, stop = entry["data_offsets"]
+            spec = TensorSpec(name, tuple(map(int, entry["shape"])), entry["dtype"])
+            if start < 0 or stop - start != spec.size_bytes:
+                raise ValueError(f"{name!r} of {spec.size_bytes} bytes lies at [{start}, {stop})")
+            tensors[name] = spec, start
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"not a safetensors file: {error!r}") from error
+    return 8 + length, tensors

@@ -1,0 +1,155 @@
+"""`state.json`: what a checkpoint is, in one small file that is written last.
+
+A folder without it, or whose files are not of the sizes and SHA-256 that it tells, is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradstream.data.done import Done
+from gradstream.errors import ConfigError, DataError
+
+__all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume"]
+
+FORMAT = 1
+"""Of `state.json`; a reader refuses others."""
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and SHA-256 of a file beside `state.json`."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The latest evaluation before a checkpoint. Accuracy counts before loss, as far as known."""
+
+    step: int
+    accuracy: float | None
+    loss: float | None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Larger is better."""
+        no = float("-inf")
+        return (no if self.accuracy is None else self.accuracy, no if self.loss is None else -self.loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Contents of `state.json`.
+
+    Args:
+        step: rounds of a synchronous run, minibatches over all workers of another.
+        rounds: minibatches of each worker: `step` itself, or the mean over the workers.
+        steps: by worker, its own count of minibatches.
+        done: which samples are in the model.
+        versions: of each chunk.
+        model: fingerprint, elems, dtype, chunk_elems: what it belongs to.
+        optimizer, strategy, seed, workers, servers, num_samples: of the run that wrote it.
+        evaluated: the latest evaluation, if there was any.
+        files: of the folder, by name.
+        software: version of gradstream.
+    """
+
+    step: int
+    rounds: int
+    steps: Mapping[str, int]
+    done: Done
+    versions: Sequence[int]
+    model: Mapping[str, int]
+    optimizer: str
+    strategy: str
+    seed: int
+    workers: int
+    servers: int
+    num_samples: int | None
+    software: str
+    evaluated: Evaluated | None = None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        record = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        record["done"] = self.done.as_json()
+        record["files"] = {name: dataclasses.asdict(entry) for name, entry in self.files.items()}
+        record["evaluated"] = None if self.evaluated is None else dataclasses.asdict(self.evaluated)
+        return json.dumps({"format": FORMAT, **record}, indent=1).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """What `encode` has made. Raises DataError for anything else, a newer format included."""
+        try:
+            record = json.loads(data)
+            number = record.pop("format")
+            if number != FORMAT:
+                raise DataError(f"{STATE} has format {number}, this gradstream reads {FORMAT}: install newer")
+            record["done"] = Done.of_json(record["done"])
+            record["files"] = {name: FileEntry(**entry) for name, entry in record["files"].items()}
+            if record["evaluated"] is not None:
+                record["evaluated"] = Evaluated(**record["evaluated"])
+            return cls(**record)
+        except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{STATE} cannot be read: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What the nodes of a resumed run are told: where it goes on.
+
+    Args:
+        folder: of the checkpoint, in the run directory.
+        step, rounds, steps, done, model, seed, num_samples: of its manifest.
+        time_s: of the run's events so far: theirs go on from here.
+    """
+
+    folder: str
+    step: int
+    rounds: int
+    steps: Mapping[str, int]
+    done: Done
+    model: Mapping[str, int]
+    seed: int
+    num_samples: int | None
+    time_s: float = 0.0
+
+    @classmethod
+    def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
+        """Where a checkpoint goes on."""
+        return cls(
+            folder=folder,
+            step=manifest.step,
+            rounds=manifest.rounds,
+            steps=manifest.steps,
+            done=manifest.done,
+            model=manifest.model,
+            seed=manifest.seed,
+            num_samples=manifest.num_samples,
+            time_s=time_s,
+        )
+
+    def step_of(self, worker: str) -> int:
+        """The number of a worker's next minibatch; a new one goes on from the furthest."""
+        return self.steps.get(worker, max(self.steps.values(), default=0))
+
+    def as_json(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        record = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        return {**record, "done": self.done.as_json()}
+
+    @classmethod
+    def of_json(cls, record: Mapping[str, Any]) -> Resume:
+        """What `as_json` has made."""
+        return cls(**{**record, "done": Done.of_json(record["done"])})

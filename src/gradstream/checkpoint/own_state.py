@@ -1,0 +1,115 @@
+"""What a worker has of its own: the service "state", and its few bytes as safetensors.
+
+A model's buffers (a BatchNorm's running means) are each worker's own. Whoever needs them, for a
+checkpoint or for an evaluation, asks the worker: method "state", answered by Body frames that
+together are one safetensors file, whose metadata tells how many samples the worker has gone through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from gradstream.checkpoint.format import TensorSpec
+from gradstream.errors import DataError, RefusedError
+from gradstream.model.buffers import Buffers, average_buffers
+from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.wire import v1
+
+__all__ = ["METHOD", "OwnState", "ask", "averaged", "serve"]
+
+METHOD = "state"
+PIECE_BYTES = 1 << 20
+HEADER_BYTES = 1 << 20
+"""More than any header that describes buffers in this bound is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """A worker's own state.
+
+    Args:
+        samples: it has gone through so many since it started.
+        buffers: of its model, by name.
+    """
+
+    samples: int
+    buffers: Buffers
+
+    def encode(self) -> bytes:
+        """As the bytes of a safetensors file."""
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.buffers.items()}
+        return safetensors.numpy.save(arrays, metadata={"samples": str(self.samples)})
+
+    @classmethod
+    def decode(cls, data: bytes, expected: Sequence[TensorSpec] | None = None) -> OwnState:
+        """What `encode` has made.
+
+        Args:
+            expected: the tensors that must be there, and no others.
+
+        Raises:
+            DataError: it is not that.
+        """
+        try:
+            buffers = safetensors.numpy.load(data)
+            length = int.from_bytes(data[:8], "little")
+            samples = int(json.loads(data[8 : 8 + length])["__metadata__"]["samples"])
+        except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"not a worker's state: {error!r}") from error
+        if expected is not None:
+            wanted = {spec.name: spec.shape for spec in expected}
+            got = {name: array.shape for name, array in buffers.items()}
+            if wanted != got:
+                raise DataError(f"a worker's state has {got}, expected {wanted}")
+        return cls(samples, buffers)
+
+
+def averaged(states: Sequence[OwnState]) -> dict[str, np.ndarray[Any, Any]]:
+    """One set of buffers of several workers'; {} of none."""
+    return average_buffers([(state.samples, state.buffers) for state in states]) if states else {}
+
+
+def serve(endpoint: Endpoint, state: Callable[[], Awaitable[OwnState]]) -> None:
+    """Answers whoever asks for this worker's own state, with what `state()` gives at that moment."""
+
+    async def answer(stream: Stream) -> None:
+        data = (await state()).encode()
+        for start in range(0, len(data), PIECE_BYTES):
+            await stream.send(v1.Frame(body=v1.Body(data=data[start : start + PIECE_BYTES])))
+
+    endpoint.serve(METHOD, answer, model=False)
+
+
+async def ask(
+    endpoint: Endpoint, worker: str, expected: Sequence[TensorSpec], *, silence_s: float = 30.0
+) -> OwnState:
+    """A worker's own state.
+
+    Args:
+        expected: its buffers, as it has registered them: they bound what is taken.
+
+    Raises:
+        PeerLostError, DeadlineError: it is gone, or says nothing.
+        RefusedError: it said what does not fit.
+    """
+    limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected)
+    stream = await endpoint.open(worker, METHOD, v1.Body(), priority=Priority.CONTROL)
+    parts: list[bytes] = []
+    try:
+        await stream.end()
+        while (received := await stream.recv(silence_s)) is not None:
+            parts.append(received.frame.body.data)
+            if sum(map(len, parts)) > limit_bytes:
+                raise RefusedError(worker, "BAD_REQUEST", f"its state has more than {limit_bytes} bytes")
+    finally:
+        stream.cancel("done")
+    try:
+        return OwnState.decode(b"".join(parts), expected)
+    except DataError as error:
+        raise RefusedError(worker, "BAD_REQUEST", str(error)) from error

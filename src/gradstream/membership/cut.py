@@ -1,0 +1,298 @@
+"""A consistent cut, as a pure state machine: reports of nodes go in, phases come out.
+
+    PAUSE ─all begun─▶ STOP ─all reached─▶ (Prepare) ─▶ SNAPSHOT ─all held─▶ WRITE ─all written─▶ (Commit)
+
+Where data is divided in rounds, all workers stop after the round that the furthest of them has
+begun; else each after the minibatch it is in. So the model holds whole minibatches, the ledger
+says which, and nobody waits for somebody who has stopped: the one that is behind is let on, and the
+one that is ahead has begun nothing that the others do not get to.
+
+Workers stand still from PAUSE to SNAPSHOT. A node that is lost then, or a deadline that passes,
+ends the cut and not the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gradstream.checkpoint.folder import Place
+from gradstream.checkpoint.manifest import Evaluated, Resume
+from gradstream.checkpoint.policy import Policy
+from gradstream.data.done import Done
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.events import CheckpointEvent, CheckpointFailedEvent
+from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
+from gradstream.wire import v1
+
+__all__ = ["Cut", "Cuts", "Limits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a cut may take.
+
+    Args:
+        hold_s: from PAUSE until all shards hold their ranges: workers stand still.
+        write_s: from there until everything is on the disk.
+    """
+
+    hold_s: float = 120.0
+    write_s: float = 1800.0
+
+
+@dataclass(slots=True, eq=False)
+class Cut:
+    """One cut.
+
+    Args:
+        number: from 1.
+        workers, shards: who takes part.
+        together: all workers stop after the same number of minibatches.
+        last: the run stops with it.
+        began_s: when it began.
+    """
+
+    number: int
+    workers: Sequence[str]
+    shards: Sequence[str]
+    together: bool
+    last: bool
+    began_s: float
+    phase: v1.Cut.Phase = v1.Cut.PAUSE
+    begun: dict[str, int] = field(default_factory=dict)
+    stop_at: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, Sequence[int]] = field(default_factory=dict)
+    sums: dict[str, Sequence[int]] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+    held_s: float = 0.0  # when workers went on
+    done: Done = field(default_factory=Done)
+    step: int = 0
+    reached: set[str] = field(default_factory=set)
+    ordered: v1.Cut.Phase | None = None  # the phase that an instruction was given in
+
+    @property
+    def awaited(self) -> list[str]:
+        """For whom it waits."""
+        there: Iterable[str]
+        match self.phase:
+            case v1.Cut.PAUSE:
+                needed, there = self.workers, self.begun
+            case v1.Cut.STOP:
+                needed, there = self.workers, self.reached
+            case v1.Cut.SNAPSHOT:
+                needed, there = self.shards, self.versions
+            case _:
+                needed, there = self.shards, self.sums
+        return [name for name in needed if name not in there]
+
+    @property
+    def standing(self) -> bool:
+        """Whether workers stand still for it."""
+        return self.phase != v1.Cut.WRITE
+
+    def take(self, who: str, report: v1.CutReport) -> None:
+        """Notes what a node says. What is said twice, or too late, changes nothing."""
+        kind = v1.CutReport
+        if report.kind == kind.BEGUN and who in self.workers:
+            self.begun.setdefault(who, report.count)
+        elif report.kind == kind.REACHED and who in self.workers:
+            self.reached.add(who)
+        elif report.kind == kind.HELD and who in self.shards:
+            self.versions.setdefault(who, tuple(report.versions))
+        elif report.kind == kind.WRITTEN and who in self.shards:
+            self.sums.setdefault(who, tuple(report.sums))
+
+    def stop(self) -> None:
+        """PAUSE → STOP: how far each worker goes."""
+        furthest = max(self.begun.values(), default=0)
+        self.stop_at = {who: furthest if self.together else count for who, count in self.begun.items()}
+        self.phase = v1.Cut.STOP
+
+    def as_notice(self) -> v1.Cut:
+        """As every node is told it."""
+        places = [v1.Place(vector=p.vector, path=p.path, offset_bytes=p.offset_bytes) for p in self.places]
+        return v1.Cut(
+            number=self.number, phase=self.phase, stop_at=self.stop_at, places=places, last=self.last
+        )
+
+
+class Cuts:
+    """Begins cuts when they are due, leads one at a time to its end, and says what became of it.
+
+    Args:
+        ledger: which minibatches are in the model.
+        policy: when a checkpoint is due.
+        together: all workers stop after the same number of minibatches.
+        resume: where the run has begun.
+        limits: deadlines.
+        enabled: whether there is a disk to keep checkpoints on; without, the run just stops.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger | OpenLedger,
+        policy: Policy,
+        *,
+        together: bool,
+        resume: Resume | None = None,
+        limits: Limits | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.current: Cut | None = None
+        self.kept = resume.folder if resume is not None else ""  # the newest checkpoint
+        self.evaluated: Evaluated | None = None
+        self.stopping = False
+        self._enabled = enabled
+        self._ledger = ledger
+        self._policy = policy
+        self._together = together
+        self._first_step = resume.step if resume is not None else 0
+        self._limits = limits or Limits()
+        self._count = 0
+        self._last_step = self._first_step
+        self._last_epochs = ledger.num_complete
+        self._last_s: float | None = None
+
+    @property
+    def step(self) -> int:
+        """Rounds in the model, where data is divided in rounds; else minibatches of all workers."""
+        ledger = self._ledger
+        return self._first_step + (ledger.num_rounds if self._together else ledger.num_receipts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was to stop, and nothing more is to be waited for."""
+        return self.stopping and self.current is None
+
+    def tick(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
+        """Looks at the clock and the ledger: begins a cut that is due, ends one that takes too long."""
+        if self._last_s is None:
+            self._last_s = at_s
+        cut = self.current
+        if cut is not None:
+            limit_s = self._limits.hold_s if cut.standing else self._limits.write_s
+            if at_s - (cut.began_s if cut.standing else cut.held_s) > limit_s:
+                names = ", ".join(cut.awaited) or "the coordinator"
+                return self.fail(names, f"nothing came from {names} within {limit_s:g} s", at_s)
+            return []
+        due = self._policy.due(
+            steps=self.step - self._last_step,
+            epochs=self._ledger.num_complete - self._last_epochs,
+            seconds=at_s - self._last_s,
+        )
+        if not due or not self._enabled or self._ledger.finished:
+            return []
+        return self.begin(at_s, workers, shards)
+
+    def stop(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
+        """The run is to stop with a cut: with the one under way, if workers stand still for it."""
+        self.stopping = True
+        if not self._enabled:
+            return []
+        if self.current is None:
+            return self.begin(at_s, workers, shards)
+        if self.current.standing:
+            self.current.last = True
+        return [Notify()]
+
+    def begin(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
+        """PAUSE."""
+        self._count += 1
+        self._last_step, self._last_epochs, self._last_s = self.step, self._ledger.num_complete, at_s
+        self.current = Cut(self._count, workers, shards, self._together, self.stopping, at_s)
+        return [Notify()]
+
+    def report(self, who: str, report: v1.CutReport, at_s: float) -> list[Instruction]:
+        """A node says how far it is."""
+        cut = self.current
+        if cut is None or report.number != cut.number:
+            return []
+        if report.kind == v1.CutReport.FAILED:
+            return self.fail(who, report.error, at_s)
+        cut.take(who, report)
+        return self._advance(cut, at_s)
+
+    def prepared(self, cut: Cut, places: Sequence[Place], at_s: float) -> list[Instruction]:
+        """The draft is open, and the workers' own state is here: shards may hold their ranges."""
+        if cut is not self.current:
+            return [Discard(cut)]
+        cut.places, cut.phase = tuple(places), v1.Cut.SNAPSHOT
+        return [Notify(), *self._advance(cut, at_s)]
+
+    def committed(
+        self,
+        cut: Cut,
+        folder: str,
+        size_bytes: int,
+        at_s: float,
+        workers: Sequence[str],
+        shards: Sequence[str],
+    ) -> list[Instruction]:
+        """It is on the disk under its name."""
+        self.kept = folder
+        event = CheckpointEvent(
+            step=cut.step,
+            folder=folder,
+            size_bytes=size_bytes,
+            stood_s=cut.held_s - cut.began_s,
+            total_s=at_s - cut.began_s,
+        )
+        if cut is not self.current:
+            return [Emit(event)]
+        self.current = None
+        again = self.begin(at_s, workers, shards) if self.stopping and not cut.last else []
+        return [Emit(event), *(again or [Notify()])]
+
+    def lost(self, who: str, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
+        """A node is gone. Once the shards hold their ranges, a worker is not needed any more.
+
+        Args:
+            workers, shards: who is left, to make another cut if the run is to stop with one.
+        """
+        cut = self.current
+        if cut is None or who not in cut.workers or not cut.standing:
+            return []
+        failed = self.fail(who, f"{who} was lost while the cut was made", at_s)
+        return [*failed, *(self.begin(at_s, workers, shards) if self.stopping else [])]
+
+    def fail(self, who: str, why: str, at_s: float) -> list[Instruction]:
+        """Nothing comes of the cut under way; the run goes on, and the checkpoint of before is kept."""
+        cut, self.current = self.current, None
+        if cut is None:
+            return []
+        self._last_s = at_s
+        event = CheckpointFailedEvent(step=self.step, who=who, message=why, kept=self.kept)
+        return [Discard(cut), Emit(event), Notify()]
+
+    def drop(self) -> list[Instruction]:
+        """The run is over: no cut is of use any more."""
+        cut, self.current = self.current, None
+        return [] if cut is None else [Discard(cut)]
+
+    def _advance(self, cut: Cut, at_s: float) -> list[Instruction]:
+        if cut.awaited:
+            return []
+        match cut.phase:
+            case v1.Cut.PAUSE:
+                cut.stop()
+                return [Notify(), *self._advance(cut, at_s)]
+            case v1.Cut.STOP:
+                cut.done, cut.step = self._ledger.done(), self.step
+                return self._order(cut, Prepare(cut))
+            case v1.Cut.SNAPSHOT:
+                if any(version < 0 for versions in cut.versions.values() for version in versions):
+                    return self.fail("coordinator", "there are no parameters yet", at_s)
+                cut.phase, cut.held_s = v1.Cut.WRITE, at_s
+                return [Notify(), *self._advance(cut, at_s)]
+            case _:
+                return self._order(cut, Commit(cut))
+
+    @staticmethod
+    def _order(cut: Cut, instruction: Instruction) -> list[Instruction]:
+        """Once in a phase: nodes may say a thing twice."""
+        if cut.ordered == cut.phase:
+            return []
+        cut.ordered = cut.phase
+        return [instruction]

@@ -1,0 +1,187 @@
+"""The coordinator's hands in a cut: asks workers for their own state, opens drafts and commits them.
+
+What is decided, `cut.py` decides; what is written how, `checkpoint/folder.py`. Files are written
+beside the event loop, so members are heard all the while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradstream.checkpoint.folder import Draft, Place, prune, sweep
+from gradstream.checkpoint.format import TensorSpec, of_spec
+from gradstream.checkpoint.manifest import Manifest, Resume
+from gradstream.checkpoint.own_state import OwnState, ask, averaged
+from gradstream.checkpoint.policy import Policy
+from gradstream.membership.cut import Cut
+from gradstream.membership.state import Membership
+from gradstream.runtime.base import Runtime, Work
+from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
+from gradstream.wire.dtypes import itemsize_bytes
+
+__all__ = ["Keeper", "Keeping"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """What is kept, and for how long.
+
+    Args:
+        template: the manifest of every checkpoint, with what one run's have in common.
+        states: names of the optimizer's state vectors.
+        policy: when, and how many.
+        resume: where the run goes on.
+        silence_s: how long a worker may take to say what it has of its own.
+    """
+
+    template: Manifest
+    states: Sequence[str]
+    policy: Policy
+    resume: Resume | None
+    silence_s: float
+
+
+@dataclass(slots=True)
+class _Open:
+    """A draft, and what belongs into it."""
+
+    draft: Draft
+    own: Mapping[str, OwnState]
+    rounds: int
+
+
+class Keeper:
+    """Carries out `Prepare`, `Commit` and `Discard`.
+
+    Args:
+        runtime: of the coordinator; its storage is the run directory.
+        endpoint: knows the workers.
+        membership: has the model and the ledger.
+        keeping: what is kept.
+    """
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, membership: Membership, keeping: Keeping
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._membership = membership
+        self._keeping = keeping
+        self._open: dict[int, _Open] = {}  # by number of the cut
+
+    async def sweep(self) -> None:
+        """Removes what a process that was killed has left half written."""
+        await self._runtime.beside(lambda: sweep(self._runtime.storage), work=Work("write"))
+
+    async def prepare(self, cut: Cut) -> tuple[Place, ...]:
+        """Opens a draft. Returns where vectors go.
+
+        Raises:
+            OSError: no folder can be made.
+            GradstreamError: a worker did not say what it has.
+        """
+        buffers = _specs(self._membership.buffers)
+        own: dict[str, OwnState] = {}
+        if buffers:
+            answers = await self._runtime.gather(
+                *(ask(self._endpoint, who, buffers, silence_s=self._keeping.silence_s) for who in cut.workers)
+            )
+            own = dict(zip(cut.workers, answers, strict=True))
+        draft = Draft(
+            self._runtime.storage,
+            step=cut.step,
+            token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
+            tensors=_specs(self._membership.tensors),
+            buffers=buffers,
+            states=self._keeping.states,
+        )
+        before = self._keeping.resume.rounds if self._keeping.resume else 0
+        rounds = before + self._membership.ledger.num_rounds
+        self._open[cut.number] = _Open(draft, own, rounds)
+        await self._runtime.beside(draft.open, work=Work("write"))
+        return draft.places
+
+    async def commit(self, cut: Cut) -> tuple[str, int]:
+        """Makes a checkpoint of what all shards have written. Returns its folder, and its size.
+
+        Raises:
+            OSError: the disk is full or broken.
+            DataError: what is on the disk is not what the shards held.
+        """
+        opened, keeping, storage = self._open.pop(cut.number), self._keeping, self._runtime.storage
+        spec = self._membership.model
+        assert spec is not None
+        num_chunks = -(-spec.elems // spec.chunk_elems)
+        versions = _dealt(num_chunks, [cut.versions[shard] for shard in cut.shards])
+        sums = {
+            place.vector: _dealt(num_chunks, [_part(cut.sums[s], index, len(cut.places)) for s in cut.shards])
+            for index, place in enumerate(cut.places)
+        }
+        manifest = replace(
+            keeping.template,
+            step=cut.step,
+            rounds=opened.rounds,
+            steps={who: self._base(who) + count for who, count in cut.stop_at.items()},
+            done=cut.done,
+            versions=versions,
+            model={
+                "fingerprint": spec.fingerprint,
+                "elems": spec.elems,
+                "dtype": int(spec.dtype),
+                "chunk_elems": spec.chunk_elems,
+            },
+            evaluated=self._membership.cuts.evaluated,
+        )
+        buffers = averaged(list(opened.own.values()))
+        own = {who: state.encode() for who, state in opened.own.items()}
+        chunk_bytes = spec.chunk_elems * itemsize_bytes(spec.dtype)
+
+        def write() -> str:
+            try:
+                folder = opened.draft.commit(
+                    manifest,
+                    buffers={name: array.tobytes() for name, array in buffers.items()},
+                    own=own,
+                    sums=sums,
+                    chunk_bytes=chunk_bytes,
+                )
+            except BaseException:
+                opened.draft.discard()
+                raise
+            try:
+                prune(storage, keeping.policy)
+            except OSError:
+                pass  # tried again after the next one
+            return folder
+
+        elems = len(cut.places) * spec.elems
+        return await self._runtime.beside(write, work=Work("commit", elems=elems)), opened.draft.size_bytes
+
+    async def discard(self, cut: Cut) -> None:
+        """Removes what was written of a cut."""
+        opened = self._open.pop(cut.number, None)
+        if opened is not None:
+            await self._runtime.beside(opened.draft.discard, work=Work("write"))
+
+    def _base(self, worker: str) -> int:
+        return self._keeping.resume.step_of(worker) if self._keeping.resume else 0
+
+
+def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
+    return [of_spec(tensor) for tensor in tensors]
+
+
+def _dealt(num_chunks: int, by_shard: Sequence[Sequence[int]]) -> list[int]:
+    """Numbers by chunk, from those of each shard: chunk c lives on shard c mod S."""
+    out = [0] * num_chunks
+    for rank, numbers in enumerate(by_shard):
+        out[rank :: len(by_shard)] = numbers
+    return out
+
+
+def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
+    """The index-th of `count` equally long parts."""
+    length = len(numbers) // count
+    return numbers[index * length : (index + 1) * length]

@@ -1,0 +1,239 @@
+"""Cuts and resumed runs on virtual time: stopped at any instant, a run ends as one that never stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+import gradstream as gs
+from gradstream.checkpoint import Manifest, newest, verify
+from gradstream.errors import Interrupted
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.simulate import simulate
+from gradstream.testing.runs import (
+    QUICK,
+    Tokens,
+    check_exactly_once,
+    least_squares,
+    numbered,
+    token_counts,
+)
+
+WORLD = World(
+    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
+)
+MODEL, DATA = least_squares(101, 200, seed=1, whole=False, dtype="float32", reduction="mean")
+JOB: dict[str, Any] = {
+    "optimizer": gs.Adam(lr=0.05), "workers": 3, "servers": 2, "batch_size": 4, "epochs": 6,
+    "chunk_elems": 64, "deadlines": QUICK, "world": WORLD, "checkpoint_every": None,
+}  # fmt: skip
+TOKENS: dict[str, Any] = {
+    "strategy": "downpour", "optimizer": gs.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
+    "epochs": 4, "chunk_elems": 64, "deadlines": QUICK, "world": WORLD, "checkpoint_every": None,
+}  # fmt: skip
+NUM_TOKENS = 24
+
+
+def stop_at(seconds: float, kill: str | None = None) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """Asks the run to stop; with a name, that node dies a moment later, in the middle of the cut."""
+
+    async def script(cluster: Any) -> None:
+        director = cluster.virtual.runtime("director")
+        await director.sleep(seconds)
+        cluster.stop()
+        if kill is not None:
+            await director.sleep(0.01)
+            cluster.kill(kill)
+
+    return script
+
+
+def unexpected(error: gs.GradstreamError) -> None:
+    raise AssertionError(error)
+
+
+def same(one: gs.Run, other: gs.Run) -> bool:
+    return all(np.array_equal(one.parameters[name], array) for name, array in other.parameters.items())
+
+
+@pytest.mark.parametrize("optimizer", [gs.Adam(lr=0.05), gs.Momentum(lr=0.01)], ids=["adam", "momentum"])
+def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any) -> None:
+    job = {**JOB, "optimizer": optimizer}
+    whole = simulate(MODEL, DATA, **job)
+    rng = random.Random(0)
+    for seconds in [0.02, *(rng.uniform(0.05, 2.0) for _ in range(5))]:
+        storage = MemoryStorage()
+        with pytest.raises(Interrupted) as caught:
+            simulate(MODEL, DATA, storage=storage, script=stop_at(seconds), **job)
+        assert caught.value.code == 75
+        manifest = verify(storage, caught.value.checkpoint)
+        assert manifest.step == manifest.rounds == min(manifest.versions) == max(manifest.versions)
+        for servers in (2, 3):
+            resumed = simulate(MODEL, DATA, storage=storage, resume=True, **{**job, "servers": servers})
+            assert same(resumed, whole), (seconds, servers)
+            assert resumed.summary["samples_accounted"] == 6 * 101
+
+
+def test_a_run_stopped_again_and_again_ends_with_the_same_bytes() -> None:
+    whole, storage = simulate(MODEL, DATA, **JOB), MemoryStorage()
+    stops = 0
+    while True:
+        try:
+            run = simulate(MODEL, DATA, storage=storage, resume=True, script=stop_at(0.6), **JOB)
+        except Interrupted:
+            stops += 1
+            continue
+        break
+    assert stops > 2
+    assert same(run, whole)
+
+
+def test_checkpoints_on_the_way_change_no_bit_and_are_plain_safetensors() -> None:
+    whole, storage = simulate(MODEL, DATA, **JOB), MemoryStorage()
+    run = simulate(MODEL, DATA, storage=storage, **{**JOB, "checkpoint_every": "epoch", "keep_last": 3})
+    assert same(run, whole)
+    made = [event for event in run.events if event["event"] == "checkpoint"]
+    assert len(made) >= 4
+    found = newest(storage, unexpected)
+    assert found is not None
+    folder, manifest = found
+    assert folder == made[-1]["folder"]
+    assert len([name for name in storage.names("checkpoints") if name.startswith("step-")]) == 3
+    arrays = load(storage.read(f"{folder}/model.safetensors"))
+    assert {name: array.shape for name, array in arrays.items()} == {"w": (200,)}
+    resumed = simulate(MODEL, DATA, storage=storage, resume=True, **JOB)
+    assert same(resumed, whole)
+    (event,) = [event for event in resumed.events if event["event"] == "resumed"]
+    assert event["samples"] == manifest.done.count(101)
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_another_number_of_workers_goes_on_at_the_right_sample(workers: int) -> None:
+    """Synchronous: no sample of an epoch is repeated, none is left out."""
+    model, data = Tokens(num_chunks=3), numbered(NUM_TOKENS)
+    # A round's update is the mean over its samples: the weight of a sample counts, so only where it is 0.
+    job = {**TOKENS, "strategy": "synchronous", "batch_size": 3}
+    for seconds in (0.1, 0.25, 0.4):
+        storage = MemoryStorage()
+        with pytest.raises(Interrupted) as caught:
+            simulate(model, data, storage=storage, script=stop_at(seconds), **job)
+        done = verify(storage, caught.value.checkpoint).done
+        resumed = simulate(model, data, storage=storage, resume=True, **{**job, "workers": workers})
+        trained = sum(event["samples"] for event in resumed.events if event["event"] == "step")
+        assert trained + done.count(NUM_TOKENS) == 4 * NUM_TOKENS
+        assert resumed.summary["samples_accounted"] == 4 * NUM_TOKENS
+        assert (token_counts(resumed, NUM_TOKENS) > 0).all()
+
+
+@pytest.mark.parametrize("strategy", [gs.Downpour(), gs.Downpour(overlap=False, push_every=3, fetch_every=2)])
+def test_downpour_resumed_has_every_sample_once(strategy: gs.Strategy) -> None:
+    model, data = Tokens(num_chunks=3), numbered(NUM_TOKENS)
+    rng = random.Random(1)
+    for seed in range(6):
+        job = {**TOKENS, "strategy": strategy, "seed": seed}
+        storage = MemoryStorage()
+        try:
+            simulate(model, data, storage=storage, script=stop_at(rng.uniform(0.0, 0.5)), **job)
+        except Interrupted:
+            workers = rng.choice([1, 3, 4])
+            run = simulate(model, data, storage=storage, resume=True, **{**job, "workers": workers})
+            check_exactly_once(run, NUM_TOKENS, 4)
+            assert run.summary["samples_accounted"] == 4 * NUM_TOKENS
+
+
+def test_checker_notices_a_cut_that_does_not_wait_for_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a worker says that it stands although its last push is not in the model."""
+    from gradstream.worker.worker import Replica
+
+    async def hasty(self: Any) -> None:
+        self._pace.stand()
+
+    monkeypatch.setattr(Replica, "_flush", hasty)
+    wrong = 0
+    for seed in range(3):
+        storage = MemoryStorage()
+        job = {**TOKENS, "seed": seed, "strategy": gs.Downpour(push_every=3)}
+        try:
+            simulate(Tokens(3), numbered(NUM_TOKENS), storage=storage, script=stop_at(0.2), **job)
+        except Interrupted:
+            folder = newest(storage, unexpected)
+            assert folder is not None
+            counts = load(storage.read(f"{folder[0]}/model.safetensors"))["tokens"]
+            wrong += counts.sum() != 3 * folder[1].done.count(NUM_TOKENS)
+    assert wrong
+
+
+def test_cut_of_downpour_holds_what_its_ledger_says() -> None:
+    for seed in range(6):
+        storage = MemoryStorage()
+        job = {**TOKENS, "seed": seed, "strategy": gs.Downpour(push_every=3)}
+        with pytest.raises(Interrupted):
+            simulate(Tokens(3), numbered(NUM_TOKENS), storage=storage, script=stop_at(0.2), **job)
+        folder = newest(storage, unexpected)
+        assert folder is not None
+        counts = load(storage.read(f"{folder[0]}/model.safetensors"))["tokens"]
+        assert counts.sum() == 3 * folder[1].done.count(NUM_TOKENS)
+
+
+def test_a_worker_lost_in_the_middle_of_a_cut_ends_the_cut_and_not_the_run() -> None:
+    aborted = 0
+    for seed in range(5):
+        job, storage, events = {**TOKENS, "seed": seed}, MemoryStorage(), list[Any]()
+        with pytest.raises(Interrupted):
+            simulate(
+                Tokens(3), numbered(NUM_TOKENS), storage=storage, script=stop_at(0.2, kill="worker-1"),
+                on_event=events.append, **job,
+            )  # fmt: skip
+        aborted += any(event["event"] == "checkpoint_failed" for event in events)
+        run = simulate(Tokens(3), numbered(NUM_TOKENS), storage=storage, resume=True, **job)
+        assert (token_counts(run, NUM_TOKENS) >= 4).all()
+    assert aborted
+
+
+def test_another_seed_is_refused() -> None:
+    storage = MemoryStorage()
+    with pytest.raises(Interrupted):
+        simulate(MODEL, DATA, storage=storage, script=stop_at(0.5), **JOB)
+    with pytest.raises(gs.ConfigError, match=r"seed=1.*expected 0"):
+        simulate(MODEL, DATA, storage=storage, resume=True, **{**JOB, "seed": 1})
+
+
+def test_a_cut_that_takes_too_long_is_given_up_and_training_goes_on() -> None:
+    import dataclasses
+
+    deadlines = dataclasses.replace(QUICK, cut_s=0.001, lease_s=0.2)
+    storage = MemoryStorage()
+    job = {**JOB, "deadlines": deadlines, "checkpoint_every": 3}
+    run = simulate(MODEL, DATA, storage=storage, **job)
+    assert same(run, simulate(MODEL, DATA, **JOB))
+    failed = [event for event in run.events if event["event"] == "checkpoint_failed"]
+    assert failed
+    assert "within 0.001 s" in failed[0]["message"]
+
+
+def test_steps_go_on_counting() -> None:
+    job = {**JOB, "epochs": None, "steps": 20, "optimizer": gs.SGD(lr=gs.Linear(0.1, 0.0))}
+    whole, storage = simulate(MODEL, DATA, **job), MemoryStorage()
+    with pytest.raises(Interrupted):
+        simulate(MODEL, DATA, storage=storage, script=stop_at(0.5), **job)
+    resumed = simulate(MODEL, DATA, storage=storage, resume=True, **job)
+    assert same(resumed, whole)
+    before = newest(storage, unexpected)
+    assert before is not None
+    steps = sorted({event["step"] for event in resumed.events if event["event"] == "step"})
+    assert steps == list(range(before[1].step, 20))
+
+
+def test_manifest_survives_json() -> None:
+    storage = MemoryStorage()
+    with pytest.raises(Interrupted) as caught:
+        simulate(MODEL, DATA, storage=storage, script=stop_at(0.5), **JOB)
+    data = storage.read(f"{caught.value.checkpoint}/state.json")
+    assert Manifest.decode(data).encode() == data
