@@ -29,8 +29,11 @@ model = gs.from_functions(
     lambda p, x, y: {"w": 2 / len(x) * x.T @ (x @ p["w"] - y)},
 )
 
+def worst(outputs, targets):
+    return float(abs(np.asarray(outputs) - np.asarray(targets)).max())
+
 def job():
-    return gs.Job(model, data, optimizer=gs.SGD(lr=0.2), epochs=1)
+    return gs.Job(model, data, optimizer=gs.SGD(lr=0.2), epochs=1, metrics={"worst": worst})
 
 def zeros():
     return gs.from_arrays(inputs, inputs[:, 0], inputs[:8], np.zeros(8, "float32"))
@@ -77,6 +80,7 @@ def test_a_finished_run(run: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "mean square, 50 samples" in result.stdout
     assert f"parameters  {run}/checkpoints/final/model.safetensors\n" in result.stdout
+    assert "test worst" in result.stdout
     assert loss_of(run) < 0.1
 
 
