@@ -13,7 +13,6 @@ from typing import Any
 
 __all__ = [
     "SWITCH_INTERVAL_S",
-    "available_bytes",
     "describe_machine",
     "git_commit",
     "node_environment",
@@ -41,9 +40,6 @@ KEEP_PAGES = {
 NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
 
-CGROUP2 = ("memory.max", "memory.current")
-
-
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -62,37 +58,6 @@ def node_environment(workers: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     wanted = dict.fromkeys(names, threads) | KEEP_PAGES | NO_FORK_HANDLERS
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
-
-
-def available_bytes() -> int:
-    """Memory that this process could still get: of the machine, or of its cgroup where that is less.
-
-    0 where the system does not tell.
-    """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
-    return min([free, *_cgroup_bytes()])
-
-
-def _cgroup_bytes() -> list[int]:
-    """What the memory cgroup of this process has left; [] without one, or without a limit."""
-    try:
-        entries = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    for _, controllers, path in entries:
-        root = "/sys/fs/cgroup/memory" if controllers == "memory" else "/sys/fs/cgroup"
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else CGROUP2
-        if controllers in ("memory", ""):
-            try:
-                limit, used = (int(Path(root + path, name).read_text()) for name in names)
-            except (OSError, ValueError):  # "max": no limit
-                continue
-            return [max(0, limit - used)]
-    return []
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import gradstream
-from gradstream.cluster.machine import available_bytes
+from gradstream.cluster.resources import free_memory_bytes
 from gradstream.errors import GradstreamError
 from gradstream.remote.address import Address
 from gradstream.remote.authority import ENROLMENT
@@ -95,7 +95,7 @@ def look_here(folder: Path) -> Iterator[Finding]:
     yield Finding("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
     free = facts.pop("free memory")
     yield Finding("versions", ", ".join(f"{name} {version}" for name, version in facts.items()))
-    yield _enough("memory", available_bytes(), MIN_MEMORY_BYTES, f"{free} free")
+    yield _enough("memory", free_memory_bytes() or 0, MIN_MEMORY_BYTES, f"{free} free")
     yield from _look_at_disk(folder)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.cluster.machine import available_bytes, num_cores
+from gradstream.cluster.machine import num_cores
+from gradstream.cluster.resources import free_memory_bytes
 from gradstream.config import Job
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.jobfile import load_job
@@ -125,7 +126,7 @@ class _Machine:
             facts=facts_of(self._job),
             request=self._key.request(),
             cores=num_cores(),
-            memory_bytes=available_bytes(),
+            memory_bytes=free_memory_bytes() or 0,
             address=self._address,
         )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradstream.cluster.machine import available_bytes, num_cores, versions
+from gradstream.cluster.machine import num_cores, versions
+from gradstream.cluster.resources import free_memory_bytes
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
@@ -40,7 +41,7 @@ def machine_facts() -> dict[str, str]:
     return {
         "host": socket.gethostname(),
         "cores": str(num_cores()),
-        "free memory": f"{available_bytes() / 1e9:.1f} GB",
+        "free memory": f"{(free_memory_bytes() or 0) / 1e9:.1f} GB",
         **{name: found[name] for name in ("python", "gradstream", "torch", "grpcio", "protobuf")},
     }
 

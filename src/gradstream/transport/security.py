@@ -23,6 +23,7 @@ __all__ = ["CALLERS", "Tls", "explain", "role_of"]
 CALLERS: Mapping[str, frozenset[str]] = {
     "join": frozenset({"worker", "shard"}),
     "orphans": frozenset({"worker"}),
+    "ending": frozenset({"worker"}),
     "push": frozenset({"worker"}),
     "fetch": frozenset({"worker"}),
     "command": frozenset({"worker"}),
