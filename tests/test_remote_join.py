@@ -416,11 +416,25 @@ def test_ctrl_c_on_a_joined_machine_frees_its_place(machine: Callable[..., Machi
 
 def test_a_machine_learns_why_the_run_failed(machine: Callable[..., Machine]) -> None:
     raises = "\ndef outputs(p, x):\n    raise RuntimeError('on purpose')\n"
-    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "2", addition=raises)
-    words = launcher.line(r"gradstream (join .*)")[1].split()
+    arguments = ("train", "linear.py", "--listen", "127.0.0.1", "--wait", "2", "--insecure")
+    launcher = machine("a", *arguments, addition=raises)
+    words = launcher.line(r"gradstream (join .* --insecure)")[1].split()  # in plain text: it says so
     joined = machine("b", *words, addition=raises)
-    assert launcher.end()[0] == 1
+    status, said = launcher.end()
+    assert status == 1, said
+    assert "WARNING: --insecure" in said
     status, said = joined.end()
     assert status == 1
     assert "the run has ended" in said
     assert "on purpose" in said
+
+
+def test_a_machine_whose_launcher_is_gone_stops(machine: Callable[..., Machine]) -> None:
+    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "3")
+    words = launcher.line(r"gradstream (join .*)")[1].split()
+    joined = machine("b", *words)
+    joined.line("in as")
+    launcher.process.kill()
+    status, said = joined.end()
+    assert status == 4, said
+    assert "launcher: is gone, and the run with it" in said

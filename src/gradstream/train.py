@@ -30,7 +30,7 @@ from gradstream.node import NodeSpec, play
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
-from gradstream.run import Run
+from gradstream.run import FINAL_MODEL, Run
 from gradstream.settings import effective, to_toml
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ class _Launch:
                     self._start_nodes()
                     self._follow()
                     self._let_leave()
+                    self._check_result()
         except GradstreamError as error:
             self._note_failure(error)
             error.add_note(f"run directory: {self._run_dir}")
@@ -398,6 +399,16 @@ class _Launch:
         waited = 0
         while self._cluster.running and waited * POLL_S < self._job.deadlines.lease_s:
             waited += self._hear() is None
+
+    def _check_result(self) -> None:
+        """The worker of the lowest rank keeps the final parameters; that may have become one elsewhere."""
+        if self._gathering is None or (self._run_dir / FINAL_MODEL).is_file():
+            return
+        raise PeerLostError(
+            "worker-0",
+            "was lost with all workers of this machine. The others have finished the run, but the final "
+            "parameters are with them: `gradstream join` has said where, copy them from there",
+        )
 
     # ---- events and errors --------------------------------------------------------------
 

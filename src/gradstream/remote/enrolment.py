@@ -32,6 +32,7 @@ JOB = "enrolment"
 
 BEAT_S = 5.0
 START_S = 10.0
+LEAVE_S = 30.0
 LOUD_S = 60.0
 """How often a run in plain text says so."""
 
@@ -100,7 +101,7 @@ class Enrolment:
     ) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+            self._thread.join(LEAVE_S)
 
     def go(self, port: int) -> None:
         """Tells every machine to start, with the coordinator's port. Nobody is let in any more."""

@@ -28,6 +28,7 @@ from gradstream.remote.authority import ENROLMENT, Key
 from gradstream.remote.enrolment import JOB
 from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.reach import reach
+from gradstream.run import FINAL_MODEL
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.grpc import GrpcEndpoint
@@ -131,9 +132,12 @@ class _Machine:
         )
 
     async def _order(self, stream: Stream) -> v1.Order:
-        received = await stream.recv(SILENCE_S)
+        try:
+            received = await stream.recv(SILENCE_S)
+        except PeerLostError as error:
+            raise PeerLostError(ENROLMENT, f"is gone, and the run with it ({error})") from error
         if received is None:
-            raise PeerLostError(ENROLMENT, "hung up")
+            raise PeerLostError(ENROLMENT, "hung up before the run was over")
         return v1.Order.FromString(received.frame.body.data)
 
     async def _take_part(self, stream: Stream, grant: v1.Grant) -> int:
@@ -156,6 +160,9 @@ class _Machine:
         assert self._over is not None
         await stream.end()
         self._note(self._over.message)
+        final = run_dir / FINAL_MODEL
+        if final.is_file():  # the launcher's own workers were lost
+            self._note(f"the final parameters are in {final}")
         return self._over.status
 
     def _arguments(self, name: str, run_dir: Path, coordinator: Address, keys: Path | None) -> list[str]:
