@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 import gradstream
+from gradstream.callbacks import check_callbacks
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
@@ -92,6 +93,8 @@ class Job:
             worker of the lowest rank looks while the others go on or wait for it; besides, at the end.
         metrics: functions (outputs, targets) to a number, by name, asked in each evaluation and in
             `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
+        callbacks: objects told of the run in the process that calls `train`, by those of these methods that
+            they have: on_start(info), on_step(event), on_evaluate(event), on_end(run).
         seed: of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
@@ -124,6 +127,7 @@ class Job:
     steps: int | None = None
     evaluate_every: int | Literal["epoch"] | None = None
     metrics: Mapping[str, str | Metric] = field(default_factory=dict)
+    callbacks: Sequence[Any] = ()
     seed: int = 0
     name: str | None = None
     run_dir: Path | None = None
@@ -158,6 +162,7 @@ class JobOptions(TypedDict, total=False):
     steps: int | None
     evaluate_every: int | Literal["epoch"] | None
     metrics: Mapping[str, str | Metric]
+    callbacks: Sequence[Any]
     seed: int
     name: str | None
     run_dir: Path | None
@@ -324,6 +329,7 @@ def check(job: Job) -> None:
             raise ConfigError(f"{name}={bound!r}: expected a finite number > 0, or None for no clipping")
 
     _check_evaluation(job)
+    check_callbacks(job.callbacks)
 
 
 def _check_evaluation(job: Job) -> None:
@@ -359,7 +365,7 @@ def _whole(name: str, value: object, *, least: int, other: str = "") -> None:
 
 
 # Model and data come from the job file; strategy and optimizer travel as class and fields.
-_NOT_PLAIN = ("model", "data", "strategy", "strategy_options", "optimizer", "spec", "origins")
+_NOT_PLAIN = ("model", "data", "callbacks", "strategy", "strategy_options", "optimizer", "spec", "origins")
 
 
 def overrides(job: Job) -> dict[str, Any]:

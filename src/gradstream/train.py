@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from gradstream.callbacks import Callbacks
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
 from gradstream.config import Job, JobOptions, build_model, cast_of, is_open_ended, make_job, metrics_of
@@ -125,7 +126,14 @@ def train(
         cast.grouped(build_model(job))  # says what is wrong before anything is started
     run_dir = _make_run_dir(job)
     as_threads = processes is False or spec is None
-    _Launch(job, cast, run_dir, tuple(_made.get(spec or "", ())), on_event, as_threads, listening).run()
+    callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": str(run_dir)})
+    told, earlier = callbacks.beside(on_event), tuple(_made.get(spec or "", ()))
+    try:
+        _Launch(job, cast, run_dir, earlier, told, as_threads, listening).run()
+    except GradstreamError:
+        callbacks.end(lambda: Run.load(run_dir))
+        raise
+    callbacks.end(lambda: _load(run_dir, job))
     if spec is not None:
         _made.setdefault(spec, []).append(run_dir)
     return _load(run_dir, job)

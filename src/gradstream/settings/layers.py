@@ -23,7 +23,7 @@ NAME = ("", "name", "class")
 RIVALS = frozenset({"epochs", "steps"})
 """To give one of them takes back what layers below have said about the others."""
 
-OF_THE_JOB = frozenset({"model", "data", "spec", "origins", "strategy_options"})
+OF_THE_JOB = frozenset({"callbacks", "model", "data", "spec", "origins", "strategy_options"})
 """Fields of a job that are not settings."""
 
 

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import safetensors.numpy
 
+from gradstream.callbacks import Callbacks
 from gradstream.checkpoint import Resume, newest
 from gradstream.config import JobOptions, build_model, cast_of, make_job, metrics_of
 from gradstream.data.base import Dataset
@@ -66,13 +67,14 @@ def simulate(
     intercept(job, simulated=True)
     world = world or World()
     events: list[dict[str, Any]] = []
+    callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": None}, threads=False)
+    told = callbacks.beside(on_event)
 
     def take(lines: bytes) -> None:
         for line in lines.splitlines():
             event = json.loads(line)
             events.append(event)
-            if on_event is not None:
-                on_event(event)
+            told(event)
 
     built = build_model(job)
     found = newest(storage, lambda _: None) if storage is not None and resume else None
@@ -86,14 +88,16 @@ def simulate(
     cluster = SimulatedCluster(cast, built, job.data, world, take, storage)
     outcome = cluster.run(script)
     if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
+        callbacks.end(lambda: Run(events=events))
         raise Interrupted(None, next(e["folder"] for e in reversed(events) if e["event"] == "stopped"))
     if outcome is None or outcome.failed is not None:
+        callbacks.end(lambda: Run(events=events))
         raise _error(cluster, events)
     parameters = {}
     if not world.phantom:
         parameters = dict(safetensors.numpy.load(cluster.virtual.storage.read(FINAL_MODEL)))
     info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
-    return Run(
+    run = Run(
         path=None,
         parameters=parameters,
         events=events,
@@ -102,6 +106,8 @@ def simulate(
         data=job.data,
         metrics=metrics_of(job),
     )
+    callbacks.end(lambda: run)
+    return run
 
 
 def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:

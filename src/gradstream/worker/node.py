@@ -269,8 +269,8 @@ class WorkerNode:
         schedule = self._schedule()
         differentiator = Differentiator(
             config.model,
-            feed_of(config.data, unjoined(config.plan), config.rank, config.seed),
-            config.plan,
+            feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
+            schedule.plan,
             rank=config.rank,
             seed=config.seed,
             clip=config.clip,
