@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 import gradstream as gs
+from gradstream.checkpoint.manifest import FileEntry, Manifest
 from gradstream.cli import main
+from gradstream.data.done import Done
 from gradstream.jobfile import load_job
 from gradstream.reopen import kept_parameters
 
@@ -71,8 +74,27 @@ def loss_of(*arguments: str | Path) -> float:
 
 def keep(run: Path, name: str, w: list[float]) -> None:
     """A checkpoint with these parameters."""
-    (run / "checkpoints" / name).mkdir()
-    save_file({"w": np.array(w, "float32")}, run / "checkpoints" / name / "model.safetensors")
+    folder = run / "checkpoints" / name
+    folder.mkdir()
+    data = save({"w": np.array(w, "float32")})
+    (folder / "model.safetensors").write_bytes(data)
+    manifest = Manifest(
+        step=1,
+        rounds=1,
+        steps={},
+        done=Done(),
+        versions=[1],
+        model={},
+        optimizer="sgd",
+        strategy="synchronous",
+        seed=0,
+        workers=1,
+        servers=1,
+        num_samples=200,
+        software="0",
+        files={"model.safetensors": FileEntry(len(data), hashlib.sha256(data).hexdigest())},
+    )
+    (folder / "state.json").write_bytes(manifest.encode())
 
 
 def test_a_finished_run(run: Path) -> None:
@@ -104,7 +126,20 @@ def test_a_run_that_did_not_finish_has_its_newest_checkpoint(run: Path) -> None:
     assert kept_parameters(run).parent.name == "step-00000010.1"
     result = evaluate(run, "--checkpoint", "step-00000011")
     assert result.exit_code == 2
-    assert "there: step-00000009" in result.stderr
+    assert "there: step-00000009, step-00000010, step-00000010.1\n" in result.stderr
+
+
+def test_an_altered_checkpoint_is_not_used(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints/final")
+    for name in ("step-00000001", "step-00000002"):
+        keep(run, name, [0, 0, 0])
+    file = run / "checkpoints/step-00000002/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.warns(UserWarning, match=r"step-00000002/model.safetensors was altered.*one before is used"):
+        assert kept_parameters(run).parent.name == "step-00000001"
+    result = evaluate(run, "--checkpoint", "step-00000002")
+    assert result.exit_code == 1
+    assert "was altered" in result.stderr
 
 
 def test_what_is_no_run_directory(tmp_path: Path, run: Path) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
+import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from gradstream.checkpoint import newest, verify
+from gradstream.checkpoint.folder import FOLDER
 from gradstream.config import Job, build_model, metrics_of
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError
 from gradstream.node import NodeSpec
 from gradstream.run import FINAL_MODEL, Run
+from gradstream.runtime.storage import DiskStorage
 
 __all__ = ["job_of_run", "kept_parameters", "reopen"]
 
@@ -61,23 +64,28 @@ def job_of_run(path: Path) -> Job:
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
-    """The file of parameters that a run has kept; see `reopen`. Raises ConfigError if there is none."""
-    folder = path / "checkpoints"
-    there = {found.parent.name: found for found in folder.glob("[!.]*/model.safetensors")}
-    named = {name: file for name, file in there.items() if re.fullmatch(r"step-\d+(\.\d+)?", name)}
-    if checkpoint is not None:
-        name = checkpoint.rstrip("/").rpartition("/")[2]
-        if name not in there:
-            known = ", ".join(sorted(there)) or "none"
-            raise ConfigError(f"{folder} has no checkpoint {checkpoint!r}; there: {known}")
-        return there[name]
-    if (path / FINAL_MODEL).is_file():
+    """The file of parameters that a run has kept; see `reopen`. Checkpoints are verified first.
+
+    A newest checkpoint that was torn or altered is passed over for the one before, with a warning.
+
+    Raises:
+        ConfigError: there is none, or none of this name.
+        DataError: the one of this name was torn or altered.
+    """
+    storage = DiskStorage(path)
+    if checkpoint is None and (path / FINAL_MODEL).is_file():
         return path / FINAL_MODEL
-    if not named:
-        raise ConfigError(f"{path} has no parameters: the run did not finish, and no checkpoint was kept")
-    return named[max(named, key=_age)]
-
-
-def _age(name: str) -> list[int]:
-    """step-00000120.1 comes after step-00000120, and before step-00000121."""
-    return [int(number) for number in re.findall(r"\d+", name)]
+    if checkpoint is None:
+        found = newest(storage, lambda error: warnings.warn(f"{error}; the one before is used", stacklevel=2))
+        if found is None:
+            raise ConfigError(f"{path} has no parameters: the run did not finish, and no checkpoint was kept")
+        return path / found[0] / FINAL_MODEL.name
+    there = {kept.parent.name: kept for kept in sorted((path / FOLDER).glob("[!.]*/model.safetensors"))}
+    name = checkpoint.rstrip("/").rpartition("/")[2]
+    if name not in there:
+        raise ConfigError(
+            f"{path / FOLDER} has no checkpoint {checkpoint!r}; there: {', '.join(there) or 'none'}"
+        )
+    if there[name] != path / FINAL_MODEL:
+        verify(storage, f"{FOLDER}/{name}")
+    return there[name]
