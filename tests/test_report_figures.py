@@ -108,9 +108,9 @@ def test_loss_is_a_mean_weighted_by_samples() -> None:
         step(0, n, float(n + 1), loss=loss, samples=s)
         for n, (loss, s) in enumerate([(4.0, 10), (1.0, 30), (None, 5), (2.0, 5)])
     ]
-    points = curves.loss(steps, max_points=2)
+    points = curves.training(steps, max_points=2)
     assert points == [curves.Point(40, 2.0, 1.75), curves.Point(50, 4.0, 2.0)]
-    assert len(curves.loss(steps)) == 3
+    assert len(curves.training(steps)) == 3
 
 
 def test_evaluations_are_read_where_there_are_any() -> None:
@@ -166,7 +166,7 @@ def test_many_steps_are_drawn_as_few_divided_in_proportion() -> None:
 def test_charts_of_nothing_are_nothing() -> None:
     assert line_chart([Curve("empty", [], "c0")], title="t", x_label="x") == ""
     assert histogram({}, title="t") == ""
-    assert 'points="56.0,' in line_chart([Curve("flat", [(0, 1.0), (2, 1.0)], "c0")], title="t", x_label="x")
+    assert 'points="52.0,' in line_chart([Curve("flat", [(0, 1.0), (2, 1.0)], "c0")], title="t", x_label="x")
 
 
 @pytest.mark.parametrize(

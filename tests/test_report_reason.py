@@ -14,7 +14,7 @@ from gradstream.run import Run
 from gradstream.runtime.world import Cost, Exponential, Network, World
 from gradstream.simulate import simulate
 from gradstream.strategies import Strategy
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized, least_squares, numbered
 
 CHUNK = 4096
 
@@ -92,6 +92,20 @@ def test_computing_is_what_is_left() -> None:
 def test_sums_of_ones_own_are_computing() -> None:
     reason = reason_in(world_of(1.0, costs={"copy": Cost(base_s=0.5)}), gs.Downpour(push_every=4))
     assert reason.kind == "compute"
+
+
+def test_a_worker_that_evaluates_most_of_the_time_is_not_slow() -> None:
+    model, data = least_squares(40, 8)
+    data = gs.from_arrays(data.inputs, data.targets, data.inputs, data.targets)
+    world = World(costs={"gradient": Cost(base_s=1.0), "evaluate": Cost(base_s=2.0)})
+    for strategy in ("synchronous", "downpour"):
+        run = simulate(
+            model, data, world=world, strategy=strategy, workers=2, batch_size=2, steps=8, evaluate_every=2
+        )
+        reason = reason_of(figures_of(run.events))
+        assert (reason.kind, reason.culprit) == ("evaluation", "worker-0")
+        # 3 on the way and one at the end, after which nobody waits: 8 seconds, beside 8 of 1 second each.
+        assert "50% of the time" in reason.text
 
 
 def test_without_steps_there_is_nothing_to_say() -> None:

@@ -254,6 +254,7 @@ class EvaluatedEvent(Event):
     loss: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     held_out: int = 0  # samples looked at
+    seconds: float = 0.0  # that it took, up to `time_s`
     final: bool = False  # of the parameters that the run ends with
 
 

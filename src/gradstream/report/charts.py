@@ -13,8 +13,8 @@ __all__ = ["Curve", "histogram", "line_chart", "shares", "sparkline", "ticks"]
 
 Points = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
+WIDTH, HEIGHT = 380, 200
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
 LOG_FROM = 100
 
 

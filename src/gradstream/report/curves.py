@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradstream.summary import EventDict, begin_s
 
-__all__ = ["MAX_POINTS", "Point", "evaluated", "loss", "throughput"]
+__all__ = ["MAX_POINTS", "Point", "evaluated", "throughput", "training"]
 
 MAX_POINTS = 200
 """Of a curve: more would be closer together than the pixels of a page."""
@@ -24,11 +24,16 @@ class Point:
     value: float
 
 
-def loss(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> list[Point]:
-    """Training loss: means over equal numbers of successive minibatches, weighted by samples.
+def training(events: Iterable[EventDict], key: str = "loss", max_points: int = MAX_POINTS) -> list[Point]:
+    """A figure of steps: means over equal numbers of successive minibatches, weighted by samples.
 
-    A point stands at the end of what it is the mean of. Minibatches whose loss is unknown count as
-    samples only.
+    A point stands at the end of what it is the mean of. Minibatches of which the figure is not known
+    count as samples only.
+
+    Args:
+        events: of the run.
+        key: "loss", "lr" or "gradient_norm".
+        max_points: more are not made.
     """
     steps = sorted((event for event in events if event["event"] == "step"), key=lambda e: e["time_s"])
     size = max(1, math.ceil(len(steps) / max_points))
@@ -36,10 +41,10 @@ def loss(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> list[Poin
     for first in range(0, len(steps), size):
         part = steps[first : first + size]
         samples += sum(step["samples"] for step in part)
-        known = [step for step in part if step["loss"] is not None and step["samples"]]
+        known = [step for step in part if step.get(key) is not None and step["samples"]]
         weight = sum(step["samples"] for step in known)
         if weight:
-            mean = math.fsum(step["samples"] * step["loss"] for step in known) / weight
+            mean = math.fsum(step["samples"] * step[key] for step in known) / weight
             points.append(Point(samples, part[-1]["time_s"], mean))
     return points
 

@@ -43,6 +43,7 @@ class WorkerFigures:
         wait_s: in the rest of its steps.
         waited_for: seconds of `wait_s` by name; itself is its own sums and local steps.
         push_s, fetch_s: mean seconds of a push and of a fetch; None where none was reported.
+        evaluate_s: between steps, looking at held-out samples.
     """
 
     name: str
@@ -53,6 +54,7 @@ class WorkerFigures:
     waited_for: Mapping[str, float]
     push_s: float | None
     fetch_s: float | None
+    evaluate_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -123,7 +125,7 @@ class Moment:
     """Something that a reader wants to know happened, and when."""
 
     time_s: float
-    what: Literal["joined", "left", "lost", "failed", "finished", "reassigned"]
+    what: Literal["joined", "left", "lost", "failed", "finished", "reassigned", "machine", "insecure"]
     text: str
 
 
@@ -166,7 +168,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
         status="failed" if by_kind["failed"] else "finished" if by_kind["finished"] else "unfinished",
         begin_s=begin_s(steps),
         end_s=max(last_s, default=0.0),
-        workers=_workers(steps, by_kind["transfer"]),
+        workers=_workers(steps, by_kind["transfer"], by_kind["evaluated"]),
         shards=_shards(by_kind),
         links=_links(by_kind["link"]),
         nodes=nodes,
@@ -188,13 +190,18 @@ def _order(name: str) -> tuple[str, int]:
     return (role, int(rank)) if rank.isdigit() else (name, 0)
 
 
-def _workers(steps: Iterable[EventDict], transfers: Iterable[EventDict]) -> tuple[WorkerFigures, ...]:
+def _workers(
+    steps: Iterable[EventDict], transfers: Iterable[EventDict], evaluations: Iterable[EventDict]
+) -> tuple[WorkerFigures, ...]:
     by_node: defaultdict[str, list[EventDict]] = defaultdict(list)
     for step in steps:
         by_node[step["node"]].append(step)
     durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for transfer in transfers:
         durations[transfer["node"], transfer["kind"]].append(transfer["seconds"])
+    evaluating: defaultdict[str, float] = defaultdict(float)
+    for event in evaluations:
+        evaluating[event["node"]] += event.get("seconds", 0.0)
     found = []
     for name in sorted(by_node, key=_order):
         own = by_node[name]
@@ -211,6 +218,7 @@ def _workers(steps: Iterable[EventDict], transfers: Iterable[EventDict]) -> tupl
                 waited_for=dict(waited.most_common()),
                 push_s=_mean(durations[name, "push"]),
                 fetch_s=_mean(durations[name, "fetch"]),
+                evaluate_s=evaluating[name],
             )
         )
     return tuple(found)
@@ -315,6 +323,13 @@ def _story(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
         if event["reassigned"]:
             text = f"{event['reassigned']} minibatches of data epoch {event['epoch']} by other workers"
             moments.append(Moment(event["time_s"], "reassigned", text))
+    for event in by_kind["machine"]:
+        why = f": {event['reason']}" if event["reason"] else ""
+        text = f"{event['who']} at {event['address']} {event['state']}{why}"
+        moments.append(Moment(event["time_s"], "machine", text))
+    for event in by_kind["insecure"][:1]:
+        text = f"traffic of {event['address']} is neither encrypted nor authenticated"
+        moments.append(Moment(event["time_s"], "insecure", text))
     for event in by_kind["failed"]:
         text = f"{event['culprit']}: {event['error']}: {event['message']}"
         moments.append(Moment(event["time_s"], "failed", text))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
 
 from gradstream.report.figures import Figures
-from gradstream.report.timeline import REST, Band, Lane, Timeline, pieces
+from gradstream.report.timeline import REST, Band, Lane, StepSpan, Timeline, pieces
 from gradstream.report.units import time_text
 
 __all__ = ["Styles", "keys", "styles_of", "timeline_html"]
@@ -18,6 +19,8 @@ WIDTH = 100_000
 LANE, STEP, BAND = 34, 20, 4
 """Heights: of a lane, of the steps in it, of each of the two bands below them."""
 NUM_COLOURS = 5
+MAX_TOLD = 4
+"""Names that are told of each step to who points at it."""
 NOTICED = 2e-3
 """Of the time of all workers: what takes less is drawn, but has no key."""
 
@@ -55,6 +58,8 @@ def keys(figures: Figures, styles: Styles) -> str:
     if any(styles.get(name) == "shard" for name in seen):
         entries.append(("shard", "waiting for the parameter server"))
     entries.append(("rest", "waiting, nobody named"))
+    if any(worker.evaluate_s for worker in figures.workers):
+        entries.append(("look", "evaluating"))
     return "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
 
 
@@ -102,10 +107,11 @@ def _lane(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -
     for span in lane.steps:
         rectangle("compute", span.begin_s, span.end_s, top, STEP)
     for span in lane.steps:
-        for piece in pieces(span, lane.name):
-            style = "own" if piece.name == lane.name else styles.get(piece.name, "rest")
+        for piece in pieces(_by_style(span, lane.name, styles), "own"):
             y = round(top + STEP * piece.top, 3)
-            rectangle(style, piece.begin_s, piece.end_s, y, STEP * (piece.bottom - piece.top))
+            rectangle(piece.name or "rest", piece.begin_s, piece.end_s, y, STEP * (piece.bottom - piece.top))
+    for band in lane.evaluations:
+        rectangle("look", band.begin_s, band.end_s, top, STEP)
     bands: tuple[tuple[str, tuple[Band, ...], int], ...] = (
         ("push", lane.pushes, STEP + 1),
         ("fetch", lane.fetches, STEP + 1 + BAND + 1),
@@ -116,6 +122,14 @@ def _lane(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -
     return "".join(f'<path class="{style}" d="{"".join(d)}"/>' for style, d in paths.items())
 
 
+def _by_style(span: StepSpan, me: str, styles: Styles) -> StepSpan:
+    """With styles for names: fewer rectangles, where many are waited for."""
+    waited: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in span.waited_for:
+        waited["own" if name == me else styles.get(name, "rest")] += seconds
+    return dataclasses.replace(span, waited_for=tuple(waited.items()))
+
+
 def _data(lane: Lane, origin_s: float) -> dict[str, object]:
     steps = [
         [
@@ -124,7 +138,7 @@ def _data(lane: Lane, origin_s: float) -> dict[str, object]:
             span.step,
             span.count,
             round(span.compute_s, 6),
-            [[name, round(seconds, 6)] for name, seconds in span.waited_for],
+            [[name, round(seconds, 6)] for name, seconds in span.waited_for[:MAX_TOLD]],
         ]
         for span in lane.steps
     ]

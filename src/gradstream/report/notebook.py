@@ -33,7 +33,10 @@ def run_html(rows: Sequence[tuple[str, str]], events: Sequence[EventDict]) -> st
         events: of the run.
     """
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
-    drawn = [("training", curves.loss(events), False), ("held out", curves.evaluated(events, "loss"), True)]
+    drawn = [
+        ("training", curves.training(events), False),
+        ("held out", curves.evaluated(events, "loss"), True),
+    ]
     lines = [
         Curve(name, [(point.samples, point.value) for point in points], f"c{index}", dots)
         for index, (name, points, dots) in enumerate(drawn)

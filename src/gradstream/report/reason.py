@@ -8,6 +8,8 @@ of the exchange. Waiting for another worker is the former as far as gradients of
     the exchange      one worker's network is slow; or the cores of the one machine are full; or a
                       shard is busy all the time; or the network is what is left
     neither           computing is what takes the time; a slow worker is named even so
+
+One worker also evaluates, and while it does, it does not train: that comes first where it takes long.
 """
 
 from __future__ import annotations
@@ -42,7 +44,17 @@ class Reason:
         culprit: the node that it names; "" for none.
     """
 
-    kind: Literal["nothing", "slow worker", "late worker", "turns", "machine", "server", "network", "compute"]
+    kind: Literal[
+        "nothing",
+        "evaluation",
+        "slow worker",
+        "late worker",
+        "turns",
+        "machine",
+        "server",
+        "network",
+        "compute",
+    ]
     text: str
     remedy: str = ""
     culprit: str = ""
@@ -65,6 +77,9 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
     for_shards = (
         sum(_waited(worker, {shard.name for shard in figures.shards}) for worker in workers) / total_s
     )
+    evaluator = max(workers, key=lambda one: one.evaluate_s)
+    if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * figures.seconds:
+        return _for_evaluation(figures, workers, evaluator)
     unequal = min(for_workers, figures.imbalance_s / total_s)
     exchange = for_workers + for_shards - unequal
     if unequal >= NOTABLE and unequal >= exchange:
@@ -87,6 +102,20 @@ def _slowness(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | N
     if not known or one.compute_s_per_sample is None:
         return None
     return one.compute_s_per_sample / statistics.median(known)
+
+
+def _for_evaluation(figures: Figures, workers: Sequence[WorkerFigures], one: WorkerFigures) -> Reason:
+    share = one.evaluate_s / figures.seconds
+    held_up = max(
+        _share_for(one, workers), statistics.median(_idle(figures, w) for w in workers if w is not one)
+    )
+    return Reason(
+        "evaluation",
+        f"{one.name} looks at held-out samples {share:.0%} of the time; the others waited for it, or "
+        f"had nothing left to do, {held_up:.0%} of theirs.",
+        "A larger evaluate_every, or fewer held-out samples.",
+        one.name,
+    )
 
 
 # ---- others compute longer --------------------------------------------------------------

@@ -70,11 +70,21 @@ def _figure(chart: str, caption: str, named: Sequence[Curve] = ()) -> str:
 
 def learning(events: Sequence[EventDict]) -> str:
     """Loss, accuracy and own metrics over samples and over time, and the rate."""
-    training, held_out = curves.loss(events), curves.evaluated(events, "loss")
+    training, held_out = curves.training(events), curves.evaluated(events, "loss")
     metrics = {name for e in events if e["event"] == "evaluated" for name in (e.get("metrics") or {})}
     figures = _over_both("loss", [("training", training, False), ("held out", held_out, True)])
     for name in ("accuracy", *sorted(metrics)):
         figures += _over_both(name, [("held out", curves.evaluated(events, name), True)])
+    for name, key in (("learning rate", "lr"), ("gradient norm", "gradient_norm")):
+        points = [(point.samples, point.value) for point in curves.training(events, key)]
+        if len({value for _, value in points}) > 1:
+            chart = line_chart(
+                [Curve(name, points, "c3")],
+                title=f"{name} over samples",
+                x_label="samples",
+                x_text=count_text,
+            )
+            figures += _figure(chart, f"{name} over samples")
     rate = [Curve("all workers", curves.throughput(events), "c2")]
     figures += _figure(
         line_chart(
@@ -272,7 +282,7 @@ def story(figures: Figures) -> str:
     together = [one.text for one in figures.story if one.what == "joined" and one.time_s <= begin_s]
     rows = [["0 s", "joined", escape(_few(together))]] if together else []
     for one in sorted(told, key=lambda moment: moment.time_s):
-        bad = one.what in ("lost", "failed")
+        bad = one.what in ("lost", "failed", "insecure")
         what = f'<span class="bad">{one.what}</span>' if bad else one.what
         rows.append([_when(one.time_s), what, escape(one.text)])
     return section("What happened", _table([">when", "what", "who"], rows) if rows else "")

@@ -59,7 +59,7 @@ class StepSpan:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A push or a fetch."""
+    """A push, a fetch or an evaluation."""
 
     begin_s: float
     end_s: float
@@ -73,6 +73,7 @@ class Lane:
     steps: tuple[StepSpan, ...]
     pushes: tuple[Band, ...]
     fetches: tuple[Band, ...]
+    evaluations: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +105,32 @@ def lanes_of(
         max_lanes: how many workers; those of the lowest ranks.
     """
     steps: defaultdict[int, list[EventDict]] = defaultdict(list)
-    bands: defaultdict[tuple[int, str], list[Band]] = defaultdict(list)
+    bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
     for event in events:
         if event["event"] == "step":
             steps[event["rank"]].append(event)
         elif event["event"] == "transfer":
             span = Band(event["time_s"] - event["seconds"], event["time_s"])
-            bands[event["rank"], event["kind"]].append(span)
+            bands[event["node"], event["kind"]].append(span)
+        elif event["event"] == "evaluated" and event.get("seconds"):
+            span = Band(event["time_s"] - event["seconds"], event["time_s"])
+            bands[event["node"], "evaluation"].append(span)
     shown = sorted(steps)[:max_lanes]
     every = [step for rank in shown for step in steps[rank]]
     merged = max(1, math.ceil(len(every) / max_steps))
+    names = {rank: steps[rank][0]["node"] for rank in shown}
     lanes = [
         Lane(
-            steps[rank][0]["node"],
+            name,
             tuple(_merge(steps[rank], merged)),
-            tuple(_fewer(bands[rank, "push"], merged)),
-            tuple(_fewer(bands[rank, "fetch"], merged)),
+            tuple(_fewer(bands[name, "push"], merged)),
+            tuple(_fewer(bands[name, "fetch"], merged)),
+            tuple(bands[name, "evaluation"]),
         )
-        for rank in shown
+        for rank, name in names.items()
     ]
-    end_s = max((step["time_s"] for step in every), default=0.0)
+    looked = [band.end_s for lane in lanes for band in lane.evaluations]
+    end_s = max([*(step["time_s"] for step in every), *looked], default=0.0)
     return Timeline(begin_s(every), end_s, tuple(lanes), merged, len(steps) - len(shown))
 
 

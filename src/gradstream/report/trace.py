@@ -1,8 +1,8 @@
 """A run as a Chrome trace: a JSON file that Perfetto (ui.perfetto.dev) and chrome://tracing load.
 
-Each node is a process. A worker has the tracks compute, wait (named by whom it waits for), push and
-fetch; a shard the track apply, where each slice is the arithmetic that it did since its report before.
-CPU and memory are counters. Times are microseconds since the begin of training.
+Each node is a process. A worker has the tracks compute, wait (named by whom it waits for), push, fetch
+and evaluate; a shard the track apply, where each slice is the arithmetic that it did since its report
+before. CPU and memory are counters. Times are microseconds since the begin of training.
 
 Reference: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -19,7 +19,7 @@ from gradstream.summary import EventDict
 
 __all__ = ["trace_events", "trace_json"]
 
-TRACKS = ("compute", "wait", "push", "fetch", "apply")
+TRACKS = ("compute", "wait", "push", "fetch", "evaluate", "apply")
 EVERY = 1 << 62
 """As many steps as there are: a trace viewer copes with any number."""
 
@@ -39,7 +39,7 @@ def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
     for name, pid in pids.items():
         yield _named("process_name", pid, 0, name)
         role = name.partition("-")[0]
-        tracks = {"worker": TRACKS[:4], "shard": TRACKS[4:]}.get(role, ())
+        tracks = {"worker": TRACKS[:-1], "shard": TRACKS[-1:]}.get(role, ())
         for track in tracks:
             yield _named("thread_name", pid, TRACKS.index(track), track)
     yield from _steps(events, pids)
@@ -87,6 +87,8 @@ def _steps(events: Sequence[EventDict], pids: dict[str, int]) -> Iterator[Slice]
         pid = pids.setdefault(lane.name, len(pids) + 1)
         for span in lane.steps:
             yield from _step(span, lane.name, pid)
+        for band in lane.evaluations:
+            yield _slice(pid, "evaluate", "held-out samples", band.begin_s, band.end_s)
 
 
 def _step(span: StepSpan, me: str, pid: int) -> Iterator[Slice]:

@@ -321,7 +321,7 @@ class WorkerNode:
     async def _evaluate(
         self, replica: Replica, schedule: Schedule, ref: BatchRef, *, final: bool = False
     ) -> None:
-        config, data = self._config, self._config.data
+        config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         found = await self._runtime.compute(
             lambda _: evaluate(config.model, replica.parameters.tensor, data, config.evaluation.metrics),
             work=Work("evaluate", samples=data.num_test_samples),
@@ -338,6 +338,7 @@ class WorkerNode:
                 loss=found.loss,
                 metrics=found.metrics,
                 held_out=found.num_samples,
+                seconds=(self._runtime.now() - begun_ns) / 1e9,
                 final=final,
             )
         )
