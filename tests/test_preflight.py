@@ -30,9 +30,14 @@ def gradients(p, x, y):
 def broken(p, x, y):
     raise LookupError("a fault of mine")
 
+class Loud:
+    def on_start(self, info):
+        open("was told", "w").close()
+
 def job(gradients=gradients, **options):
     model = gs.from_functions(lambda seed: {"w": np.zeros(3)}, lambda p, x: x @ p["w"], gradients)
-    return gs.Job(model, data, strategy="downpour", optimizer=gs.Adam(lr=0.2), **({"epochs": 1000} | options))
+    options = {"epochs": 1000, "callbacks": [Loud()]} | options
+    return gs.Job(model, data, strategy="downpour", optimizer=gs.Adam(lr=0.2), **options)
 
 def bad():
     return job(broken)

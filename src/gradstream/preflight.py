@@ -110,10 +110,7 @@ class _Trial:
     @cached_property
     def _run(self) -> Run:
         """Some minibatches on real processes."""
-        short = dataclasses.replace(
-            self._job, model=self._model, epochs=None, steps=STEPS, run_dir=self._run_dir, name="dry-run"
-        )
-        return train(short)
+        return train(_little(self._job, self._model), run_dir=self._run_dir, name="dry-run")
 
     def _configuration(self) -> str:
         cast = self._cast
@@ -192,13 +189,25 @@ class _Trial:
         return self._model.layout.elems * self._model.layout.dtype.itemsize
 
 
+def _little(job: Job, model: Model) -> Job:
+    """Some minibatches of a job, which nobody else is told of."""
+    return dataclasses.replace(
+        job,
+        model=model,
+        epochs=None,
+        steps=STEPS,
+        evaluate_every=None,
+        checkpoint_every=None,
+        callbacks=(),
+    )
+
+
 def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
     """Bytes of the vectors of each node, by name: what the nodes themselves ask for, phantom.
 
     In a phantom world the real nodes run with memory that has sizes and no elements.
     """
-    short = dataclasses.replace(job, model=model, epochs=None, steps=STEPS)
-    run = simulate(short, world=World(phantom=True))
+    run = simulate(_little(job, model), world=World(phantom=True))
     return {
         event["node"]: dict(event["vectors_bytes"])
         for event in run.events
