@@ -319,12 +319,17 @@ def test_figures_leave_out_what_is_not_known() -> None:
     assert "CPU" not in names
 
 
-def test_listening_is_told_with_the_workers_of_all_machines(recorder: Recorder) -> None:
+def test_listening_is_told_with_the_workers_of_all_machines(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = call("train", "job.py", "--listen", "10.0.0.1:4000", "--wait", "4", "--workers", "8")
     assert result.exit_code == 0, result.output
     listening = recorder.listen
     assert (str(listening.address), listening.machines) == ("10.0.0.1:4000", 4)
     assert listening.workers_per_machine == 2
+    monkeypatch.setenv("GRADSTREAM_WORKERS", "12")
+    call("train", "job.py", "--listen", "10.0.0.1", "--wait", "4")
+    assert recorder.listen.workers_per_machine == 3
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,10 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     from gradstream.train import train as run_job
 
     names = ("listen", "wait", "workers_per_machine", "wait_s", "insecure", "token_file")
-    listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
+    machines = {name: given.pop(name) for name in names}
     chosen = load_job_with(job, **given)
+    workers = chosen.workers if "workers" in chosen.origins else None  # the job's own are for one machine
+    listening = listening_of(**machines, workers=workers)
     if dry_run:
         show_dry_run(chosen, as_json)
         return
