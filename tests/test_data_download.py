@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from PIL import Image
 
 from gradstream.data import caltech101
 from gradstream.data.archive import extract_file
-from gradstream.data.download import Part, RemoteFile, body_begins_at, download, range_headers
+from gradstream.data.download import Part, RemoteFile, _SafeRedirects, body_begins_at, download, range_headers
 from gradstream.data.lock import machine_lock
 from gradstream.data.sources import Packed, Source, fetch, stored_at
 from gradstream.errors import DataError
@@ -299,6 +300,21 @@ def test_what_is_asked_for() -> None:
     assert body_begins_at(206, {**fits, "ETag": '"other"'}, part, file) is None
     assert body_begins_at(206, {"Content-Range": "nonsense"}, part, file) is None
     assert body_begins_at(200, {}, part, file) == 0
+    dated = Part(5, "Fri, 20 Nov 2026 10:00:00 GMT")
+    answer = {"Content-Range": "bytes 5-99/100", "ETag": 'W/"weak"', "Last-Modified": dated.validator}
+    assert body_begins_at(206, answer, dated, file) == 5
+    later = {**answer, "Last-Modified": "Fri, 20 Nov 2026 11:00:00 GMT"}
+    assert body_begins_at(206, later, dated, file) is None
+
+
+def test_encryption_is_not_given_up_on_the_way() -> None:
+    asked = urllib.request.Request("https://one.example/file")
+    redirects = _SafeRedirects()
+    with pytest.raises(DataError, match="which is not encrypted"):
+        redirects.redirect_request(asked, io.BytesIO(), 302, "", {}, "http://two.example/file")
+    onward = redirects.redirect_request(asked, io.BytesIO(), 302, "", {}, "https://two.example/file")
+    assert onward is not None
+    assert onward.full_url == "https://two.example/file"
 
 
 # ---- one file of an archive -----------------------------------------------------------------
