@@ -82,12 +82,14 @@ def _check_place(strategy: Strategy) -> None:
     described = describe(strategy)
     if not described["class"]:
         return
+    if "<locals>" in described["class"]:
+        raise BrokenLawError(
+            f"other processes do not find {described['class']}: define it at the top of a file"
+        )
     try:
         found = find_strategy(described["class"], described["fields"])
     except ConfigError as error:
-        raise BrokenLawError(
-            f"other processes do not find it: {error}; define it at the top of a file"
-        ) from error
+        raise BrokenLawError(f"other processes do not find it: {error}") from error
     if found != strategy:
         raise BrokenLawError(f"other processes find {found!r} at {described['class']}")
 
@@ -276,7 +278,7 @@ def ends(strategy: Strategy) -> str:
     longest = 0.0
     for workers, servers in itertools.product(range(1, 6), (1, 2, 7)):
         outcome = token_run(strategy, workers=workers, servers=servers, epochs=1, batch_size=3)
-        run = _ended(outcome, f"{workers} workers, {servers} shards")
+        run = _ended(outcome, f"with workers={workers}, servers={servers}")
         longest = max(longest, run.info["virtual_s"])
     return f"15 sizes, the longest in {longest:.2f} s of virtual time"
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
+from gradstream.errors import UserCodeError
 from gradstream.events import StepEvent
 from gradstream.memory import Vector
 from gradstream.model.base import Layout
@@ -170,6 +171,7 @@ class Replica:
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
         self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
         self._refs: list[BatchRef] = []
+        self._owed: dict[BatchRef, None] = {}  # begun, and in no update yet
         self._stopwatch = Stopwatch(runtime.node, server.claims, runtime.now())
         self._result = Result(math.nan)
 
@@ -187,10 +189,11 @@ class Replica:
 
     async def batches(self) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
-        async for ref in self._schedule.refs(self._flush):
+        async for ref in self._schedule.refs(self._close):
             await self._pace.gate(self._flush)
             self._stopwatch.begin(self._runtime.now())
             batch = await self._named(ref)
+            self._owed[ref] = None
             yield batch
             self._report(batch)
             self.step += 1
@@ -218,6 +221,22 @@ class Replica:
             await self.server.push_soon(self.take_accumulated())
         await self.server.settle()
         self._pace.stand()
+
+    async def _close(self) -> None:
+        """The same, and no minibatch is missing in it: the end of the run is waited for next."""
+        await self._flush()
+        if self._owed:  # nobody else goes through them: all would wait for ever
+            raise UserCodeError(
+                f"worker-{self.rank}: {len(self._owed)} of its {self.step} minibatches were never pushed, "
+                f"{next(iter(self._owed))} for one: a strategy must push the gradient of each minibatch, "
+                "by update() or accumulate()"
+            )
+
+    def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:
+        """These are in an update. What to call when it has been acknowledged."""
+        for ref in refs:
+            self._owed.pop(ref, None)
+        return partial(self._on_receipt, refs)
 
     def _report(self, batch: SampleBatch) -> None:
         event = StepEvent(
@@ -419,7 +438,7 @@ class Replica:
         """See `strategies.base.Worker`."""
         update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
         refs, self._refs = tuple(self._refs), []
-        update.on_done = partial(self._on_receipt, refs)
+        update.on_done = self._handed_out(refs)
         return update
 
     def update(self, gradient: base.Gradient) -> Update:
@@ -432,5 +451,5 @@ class Replica:
             self._basis,
             round=self.version,
             ready=gradient.ready if gradient.samples else None,
-            on_done=partial(self._on_receipt, gradient.refs),
+            on_done=self._handed_out(gradient.refs),
         )
