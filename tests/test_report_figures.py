@@ -103,6 +103,34 @@ def test_who_came_went_was_lost_and_what_that_cost() -> None:
     assert cost_of(figures, 3.0) == (3.0, 2)  # two machines, half an hour
 
 
+def test_a_run_that_was_stopped_and_resumed() -> None:
+    saved = event(
+        "checkpoint",
+        "coordinator",
+        3.0,
+        step=4,
+        folder="checkpoints/step-4",
+        size_bytes=8,
+        stood_s=0.5,
+        total_s=1.0,
+    )
+    stopped = event("stopped", "coordinator", 3.0, step=4, folder="checkpoints/step-4")
+    resumed = event("resumed", "coordinator", 3.0, step=4, folder="checkpoints/step-4", steps={}, samples=8)
+    before = [step(0, 0, 1.0), cpu("worker-0", 1.0, 1.0), cpu("worker-0", 2.0, 3.0), saved, stopped]
+    assert figures_of(before).status == "stopped"
+    after = [*before, resumed, cpu("worker-0", 4.0, 0.5), cpu("worker-0", 5.0, 1.0)]  # another process
+    figures = figures_of(after)
+    assert figures.status == "unfinished"
+    (node,) = figures.nodes
+    assert node.cpu_s == 4.0
+    assert node.cpu == ((2.0, 2.0), (5.0, 0.5))
+    assert [one.what for one in figures.story] == ["checkpoint", "stopped", "resumed"]
+    assert (
+        figures_of([*after, event("finished", "coordinator", 6.0, samples=9, train_s=6.0)]).status
+        == "finished"
+    )
+
+
 def test_loss_is_a_mean_weighted_by_samples() -> None:
     steps = [
         step(0, n, float(n + 1), loss=loss, samples=s)

@@ -10,23 +10,20 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.summary import EventDict, begin_s, summary_of
 
 __all__ = [
     "Figures",
     "LinkFigures",
-    "Moment",
     "NodeFigures",
     "ShardFigures",
-    "Status",
     "WorkerFigures",
     "cost_of",
     "figures_of",
 ]
-
-Status = Literal["finished", "failed", "unfinished"]
 
 Series = tuple[tuple[float, float], ...]
 """(time_s, value), in the order of time."""
@@ -121,15 +118,6 @@ class NodeFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Something that a reader wants to know happened, and when."""
-
-    time_s: float
-    what: Literal["joined", "left", "lost", "failed", "finished", "reassigned", "machine", "insecure"]
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
     """A run by who. Tuples are in the order of ranks; times count from the begin of training.
 
@@ -165,14 +153,14 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
     last_s = [event["time_s"] for event in (*steps, *by_kind["finished"])]
     return Figures(
         summary=summary_of(events),
-        status="failed" if by_kind["failed"] else "finished" if by_kind["finished"] else "unfinished",
+        status=status_of(events),
         begin_s=begin_s(steps),
         end_s=max(last_s, default=0.0),
         workers=_workers(steps, by_kind["transfer"], by_kind["evaluated"]),
         shards=_shards(by_kind),
         links=_links(by_kind["link"]),
         nodes=nodes,
-        story=_story(by_kind),
+        story=story_of(by_kind),
         hosts=tuple(sorted({node.host for node in nodes if node.host})),
         imbalance_s=_imbalance_s(steps),
     )
@@ -239,13 +227,27 @@ def _shards(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[ShardFigures, .
     updates: Counter[str] = Counter()
     for event in by_kind["applied"]:
         updates[event["node"]] += event["updates"]
-    last_cpu = {event["node"]: event for event in by_kind["cpu"]}
+    cpu: defaultdict[str, list[EventDict]] = defaultdict(list)
+    for event in by_kind["cpu"]:
+        cpu[event["node"]].append(event)
     found = []
     for name in sorted(updates, key=_order):
-        cpu = last_cpu.get(name, {"user_s": 0.0, "system_s": 0.0, "compute_s": {}})
-        apply_s = math.fsum(cpu["compute_s"].values())
-        found.append(ShardFigures(name, updates[name], apply_s, cpu["user_s"] + cpu["system_s"]))
+        apply_s = _total(math.fsum(event["compute_s"].values()) for event in cpu[name])
+        found.append(ShardFigures(name, updates[name], apply_s, _total(map(_cpu_s, cpu[name]))))
     return tuple(found)
+
+
+def _cpu_s(event: EventDict) -> float:
+    return float(event["user_s"] + event["system_s"])
+
+
+def _total(counter: Iterable[float]) -> float:
+    """What a counter has counted that begins at 0 again with each process of a resumed run."""
+    total = last = 0.0
+    for value in counter:
+        total += value - last if value >= last else value
+        last = value
+    return total
 
 
 def _links(events: Iterable[EventDict]) -> tuple[LinkFigures, ...]:
@@ -275,7 +277,6 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
     found = []
     for name in sorted({*joined, *cpu, *memory}, key=_order):
         address = joined[name]["address"] if name in joined else ""
-        last = cpu[name][-1] if cpu[name] else {"user_s": 0.0, "system_s": 0.0}
         found.append(
             NodeFigures(
                 name=name,
@@ -284,7 +285,7 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
                 joined_s=joined[name]["time_s"] if name in joined else None,
                 left_s=left[name]["time_s"] if name in left else None,
                 lost=name in left and left[name]["lost"],
-                cpu_s=last["user_s"] + last["system_s"],
+                cpu_s=_total(map(_cpu_s, cpu[name])),
                 cpu=_rates(cpu[name]),
                 memory=tuple(
                     (event["time_s"], event.get("own_bytes") or event["peak_own_bytes"])
@@ -306,33 +307,7 @@ def _rates(samples: Sequence[EventDict]) -> Series:
     points = []
     for before, after in itertools.pairwise(samples):
         passed_s = after["time_s"] - before["time_s"]
-        used_s = after["user_s"] + after["system_s"] - before["user_s"] - before["system_s"]
-        if passed_s > 0:
+        used_s = _cpu_s(after) - _cpu_s(before)
+        if passed_s > 0 and used_s >= 0:  # not where the run was resumed
             points.append((after["time_s"], used_s / passed_s))
     return tuple(points)
-
-
-def _story(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
-    moments = [Moment(e["time_s"], "joined", e["who"]) for e in by_kind["joined"]]
-    for event in by_kind["left"]:
-        if event["lost"]:
-            moments.append(Moment(event["time_s"], "lost", f"{event['who']}: {event['reason']}"))
-        else:
-            moments.append(Moment(event["time_s"], "left", event["who"]))
-    for event in by_kind["ledger"]:
-        if event["reassigned"]:
-            text = f"{event['reassigned']} minibatches of data epoch {event['epoch']} by other workers"
-            moments.append(Moment(event["time_s"], "reassigned", text))
-    for event in by_kind["machine"]:
-        why = f": {event['reason']}" if event["reason"] else ""
-        text = f"{event['who']} at {event['address']} {event['state']}{why}"
-        moments.append(Moment(event["time_s"], "machine", text))
-    for event in by_kind["insecure"][:1]:
-        text = f"traffic of {event['address']} is neither encrypted nor authenticated"
-        moments.append(Moment(event["time_s"], "insecure", text))
-    for event in by_kind["failed"]:
-        text = f"{event['culprit']}: {event['error']}: {event['message']}"
-        moments.append(Moment(event["time_s"], "failed", text))
-    for event in by_kind["finished"]:
-        moments.append(Moment(event["time_s"], "finished", f"{event['samples']:,} samples accounted for"))
-    return tuple(sorted(moments, key=lambda moment: moment.time_s))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from gradstream.errors import ConfigError
-from gradstream.report.figures import Status
+from gradstream.report.story import Status, status_of
 from gradstream.summary import EventDict, summary_of
 
 __all__ = ["RunEntry", "list_runs"]
@@ -55,10 +55,9 @@ def _events(path: Path) -> Iterator[EventDict]:
 def _entry(path: Path, events: Sequence[EventDict]) -> RunEntry:
     figures: dict[str, Any] = summary_of(events)
     accuracy = [event["accuracy"] for event in events if event["event"] == "evaluated"]
-    finished = any(event["event"] == "finished" for event in events)
     return RunEntry(
         path=path,
-        status="failed" if figures["failed"] else "finished" if finished else "unfinished",
+        status=status_of(events),
         strategy=figures["strategy"],
         accuracy=accuracy[-1] if accuracy else None,
         loss=figures["loss"],

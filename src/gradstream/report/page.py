@@ -95,6 +95,7 @@ def _header(source: Source, figures: Figures) -> str:
     state = {
         "finished": '<span class="good">finished</span>',
         "failed": '<span class="bad">failed</span>',
+        "stopped": "stopped, can be resumed",
         "unfinished": '<span class="bad">not finished</span>',
     }[figures.status]
     facts = [
@@ -121,7 +122,7 @@ def _header(source: Source, figures: Figures) -> str:
         s["num_parameters"] and f"{s['num_parameters']:,} parameters",
         "simulated, times are virtual" if source.info.get("simulated") else None,
     ]
-    failed = s["failed"]
+    failed = s["failed"] if figures.status == "failed" else None
     said = f'<p class="bad">{escape(failed["culprit"])}: {escape(failed["message"])}</p>' if failed else ""
     return (
         f"<header><h1>{escape(source.info.get('name') or source.title)}</h1>"

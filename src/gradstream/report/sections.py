@@ -282,7 +282,7 @@ def story(figures: Figures) -> str:
     together = [one.text for one in figures.story if one.what == "joined" and one.time_s <= begin_s]
     rows = [["0 s", "joined", escape(_few(together))]] if together else []
     for one in sorted(told, key=lambda moment: moment.time_s):
-        bad = one.what in ("lost", "failed", "insecure")
+        bad = one.what in ("lost", "failed", "insecure", "no checkpoint")
         what = f'<span class="bad">{one.what}</span>' if bad else one.what
         rows.append([_when(one.time_s), what, escape(one.text)])
     return section("What happened", _table([">when", "what", "who"], rows) if rows else "")

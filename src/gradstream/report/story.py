@@ -1,0 +1,87 @@
+"""What happened in a run besides steps: who came, went and failed, checkpoints, stops; and how it stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gradstream.summary import EventDict
+
+__all__ = ["Moment", "Status", "status_of", "story_of"]
+
+Status = Literal["finished", "failed", "stopped", "unfinished"]
+"""Stopped: somebody asked for it, and it can be resumed. Unfinished: it goes on, or its launcher died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that a reader wants to know happened, and when."""
+
+    time_s: float
+    what: str  # "joined", "left", "lost", "failed", "finished", ...
+    text: str
+
+
+def status_of(events: Iterable[EventDict]) -> Status:
+    """How a run stands, by the last that was said about it: a run that failed may have been resumed."""
+    status: Status = "unfinished"
+    for event in events:
+        match event["event"]:
+            case "finished" | "failed" | "stopped":
+                status = event["event"]
+            case "resumed":
+                status = "unfinished"
+    return status
+
+
+def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
+    """What a reader wants to know, in the order of time.
+
+    Args:
+        by_kind: events by their name; a kind without any has none.
+    """
+    moments = [Moment(e["time_s"], "joined", e["who"]) for e in by_kind["joined"]]
+    for event in by_kind["left"]:
+        if event["lost"]:
+            moments.append(Moment(event["time_s"], "lost", f"{event['who']}: {event['reason']}"))
+        else:
+            moments.append(Moment(event["time_s"], "left", event["who"]))
+    for event in by_kind["ledger"]:
+        if event["reassigned"]:
+            text = f"{event['reassigned']} minibatches of data epoch {event['epoch']} by other workers"
+            moments.append(Moment(event["time_s"], "reassigned", text))
+    for event in by_kind["failed"]:
+        text = f"{event['culprit']}: {event['error']}: {event['message']}"
+        moments.append(Moment(event["time_s"], "failed", text))
+    moments += _notable(by_kind)
+    for event in by_kind["finished"]:
+        moments.append(Moment(event["time_s"], "finished", f"{event['samples']:,} samples accounted for"))
+    return tuple(sorted(moments, key=lambda moment: moment.time_s))
+
+
+def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
+    """Machines that came and went, checkpoints, stops and resumptions."""
+    moments = []
+    for event in by_kind["machine"]:
+        why = f": {event['reason']}" if event["reason"] else ""
+        text = f"{event['who']} at {event['address']} {event['state']}{why}"
+        moments.append(Moment(event["time_s"], "machine", text))
+    for event in by_kind["insecure"][:1]:
+        text = f"traffic of {event['address']} is neither encrypted nor authenticated"
+        moments.append(Moment(event["time_s"], "insecure", text))
+    for event in by_kind["checkpoint_failed"]:
+        text = f"none of step {event['step']}, because of {event['who']}: {event['message']}"
+        moments.append(Moment(event["time_s"], "no checkpoint", text))
+    for event in by_kind["checkpoint"][-1:]:
+        count = len(by_kind["checkpoint"])
+        stood_s = math.fsum(one["stood_s"] for one in by_kind["checkpoint"])
+        text = f"{event['folder']}, the last of {count}; workers stood still {stood_s:.3g} s for all of them"
+        moments.append(Moment(event["time_s"], "checkpoint", text))
+    for event in by_kind["stopped"]:
+        text = f"at step {event['step']}, to be resumed from {event['folder'] or 'the begin'}"
+        moments.append(Moment(event["time_s"], "stopped", text))
+    for event in by_kind["resumed"]:
+        moments.append(Moment(event["time_s"], "resumed", f"from {event['folder']}, step {event['step']}"))
+    return moments
