@@ -192,3 +192,21 @@ def test_a_board_has_a_folder_of_its_own_and_serves_a_second_run(run: Run, tmp_p
     files = sorted((tmp_path / "boards").iterdir(), key=lambda path: path.suffix)
     assert [path.suffix for path in files] == [".one", ".two"]
     assert all(any(e.step == 4 for e in records(path)) for path in files)
+
+
+def test_files_of_one_name_stand_beside_one_another_unless_replaced(tmp_path: Path) -> None:
+    files = [EventFile(tmp_path, 10.0, "net", replace=replace) for replace in (False, False, True)]
+    assert [file.path.name for file in files] == [
+        f"events.out.tfevents.10.net{end}" for end in ("", ".1", "")
+    ]
+    for file in files:
+        file.close()
+        file.close()
+
+
+def test_a_simulated_run_tells_the_callback(tmp_path: Path) -> None:
+    model, data = least_squares(48, 8)
+    simulate(model, data, steps=4, batch_size=2, workers=2, callbacks=[TensorBoard(tmp_path)])
+    (file,) = tmp_path.iterdir()
+    tags = {e.summary.value[0].tag for e in records(file) if e.summary.value}
+    assert {"loss/train", "perf/samples_per_second", "system/memory_bytes/worker-0"} <= tags

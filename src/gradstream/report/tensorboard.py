@@ -100,7 +100,8 @@ def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path
         folder: where to; TensorBoard takes each folder for a run.
     """
     scalars = Scalars()
-    with EventFile(folder, float(info.get("began_unix_s", 0.0)), str(info.get("name", "run"))) as file:
+    began_unix_s, name = float(info.get("began_unix_s", 0.0)), str(info.get("name", "run"))
+    with EventFile(folder, began_unix_s, name, replace=True) as file:
         for event in sorted(events, key=lambda event: event["time_s"]):
             file.add(scalars.update(event))
     return file.path

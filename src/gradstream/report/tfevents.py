@@ -41,15 +41,22 @@ class EventFile:
         folder: made if it is not there.
         began_unix_s: when training began, in seconds since 1970: the wall time of `time_s` 0.
         name: ends the file's name; a host or a run.
+        replace: overwrite a file of the same name, instead of writing another beside it.
 
     Raises:
         OSError: the file cannot be made or written. What was written before stays readable.
     """
 
-    def __init__(self, folder: Path, began_unix_s: float, name: str = "gradstream") -> None:
+    def __init__(
+        self, folder: Path, began_unix_s: float, name: str = "gradstream", *, replace: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"events.out.tfevents.{int(began_unix_s)}.{name}"
         self._began_unix_s = began_unix_s
+        self.path = folder / f"events.out.tfevents.{int(began_unix_s)}.{name}"
+        count = 0
+        while not replace and self.path.exists():
+            count += 1
+            self.path = self.path.with_name(f"events.out.tfevents.{int(began_unix_s)}.{name}.{count}")
         self._file: BinaryIO = open(self.path, "wb")  # noqa: SIM115  # closed by `close`
         self._write(_double(1, began_unix_s) + _bytes(3, b"brain.Event:2"))
 
