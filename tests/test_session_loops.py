@@ -30,6 +30,7 @@ def train(
     accumulate: int = 1,
     optimizer: str = "SGD",
     num_samples: int = 64,
+    split: bool = False,
     **options: Any,
 ) -> Parameters:
     """An ordinary loop, with the five lines of a session in it."""
@@ -39,7 +40,7 @@ def train(
         nn.init.zeros_(model.bias)
     made = getattr(torch.optim, optimizer)(model.parameters(), **({"lr": 1 / 64} | options))
     data = TensorDataset(INPUTS[:num_samples], TARGETS[:num_samples])
-    loader = session.shard(DataLoader(data, batch_size=batch_size))
+    loader = session.shard(DataLoader(data, batch_size=batch_size), split=split)
     wrapped, made = session.wrap(model, made)
     for _ in range(epochs):
         for number, (x, y) in enumerate(loader):
@@ -75,6 +76,14 @@ def test_synchronous_with_two_workers_is_one_process_with_the_joined_batch(optio
     for name, parameter in one.items():
         assert torch.equal(both[0][name], both[1][name])
         torch.testing.assert_close(both[0][name], parameter, rtol=1e-9, atol=1e-12)
+
+
+def test_split_minibatches_make_the_steps_of_one_process() -> None:
+    options = {"batch_size": 9, "momentum": 0.9, "num_samples": 60}  # parts of 5 and 4, the last of 3 and 3
+    both = loop_in_threads(lambda session: train(session, split=True, **options))  # type: ignore[arg-type]
+    one = alone(**options)
+    for name, parameter in one.items():
+        torch.testing.assert_close(both[1][name], parameter, rtol=1e-9, atol=1e-12)
 
 
 def test_one_step_whose_sums_are_exact_is_bit_equal() -> None:

@@ -20,8 +20,7 @@ from gradstream.session.held import HeldArrays, HeldModule
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.place import of_torchrun
 from gradstream.session.rules import rule_of
-from gradstream.session.session import length_of
-from gradstream.session.shards import part_of
+from gradstream.session.shards import Part, length_of, part_of
 
 Numbers = np.ndarray[Any, Any]
 
@@ -287,8 +286,8 @@ def note(batch: Any) -> None:
     pass
 
 
-def deal(data: Any, world_size: int = 2) -> list[Any]:
-    return [part_of(data, rank, world_size, 0, note) for rank in range(world_size)]
+def deal(data: Any, *, split: bool = False) -> list[Any]:
+    return [part_of(data, Part(rank, 2, 0, split, note)) for rank in range(2)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -317,7 +316,7 @@ def test_other_data_is_dealt_sample_by_sample_or_batch_by_batch() -> None:
     assert [[int(x) for (x,) in part] for part in deal(TensorDataset(torch.arange(5)))] == [[0, 2, 4], [1, 3]]
     assert [list(part) for part in deal(["a", "b", "c"])] == [["a", "c"], ["b"]]
     noted: list[Any] = []
-    assert list(part_of(iter("abcd"), 1, 2, 0, noted.append)) == noted == ["b", "d"]
+    assert list(part_of(iter("abcd"), Part(1, 2, 0, False, noted.append))) == noted == ["b", "d"]
 
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
@@ -331,6 +330,22 @@ def test_other_data_is_dealt_sample_by_sample_or_batch_by_batch() -> None:
         deal(Stream())
     with pytest.raises(ConfigError, match="got int"):
         deal(3)
+
+
+def test_minibatches_can_be_split_instead() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(9)), batch_size=4)
+    assert [[batch[0].tolist() for batch in part] for part in deal(loader, split=True)] == [
+        [[0, 2], [4, 6], [8]],
+        [[1, 3], [5, 7]],  # the last minibatch has one sample
+    ]
+    trees = [{"x": torch.arange(4), "y": (np.arange(4), torch.tensor(7))}]
+    (first,), (second,) = (list(part) for part in deal(trees, split=True))
+    assert (first["x"].tolist(), second["y"][0].tolist(), int(second["y"][1])) == ([0, 2], [1, 3], 7)
+    assert [[row.tolist() for row in part] for part in deal(np.arange(6).reshape(2, 3), split=True)] == [
+        [[0, 2], [3, 5]],
+        [[1], [4]],
+    ]
+    assert [list(part) for part in deal([[1, 2, 3], [4, 5]], split=True)] == [[[1, 3], [4]], [[2], [5]]]
 
 
 def test_a_loader_that_the_user_has_cut_already_is_left_alone() -> None:

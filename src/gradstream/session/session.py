@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,7 +31,7 @@ from gradstream.session.node import LoopNode
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.place import Assignment
 from gradstream.session.rules import rule_of
-from gradstream.session.shards import part_of
+from gradstream.session.shards import Part, length_of, part_of
 
 __all__ = ["LoneSession", "Session", "WorkerSession", "enter", "running"]
 
@@ -88,14 +87,16 @@ class Session:
         """
         return model, optimizer
 
-    def shard(self, data: Any) -> Any:
+    def shard(self, data: Any, *, split: bool = False) -> Any:
         """This worker's part of data that was made for one process.
 
         Args:
             data: a `DataLoader` or any iterable of minibatches: minibatch k goes to worker k mod W, in
                 the order of one process, which must be the same on all workers (that of a DataLoader
                 that shuffles is). A map-style `Dataset`, an array or a tensor: sample i goes to worker
-                i mod W.
+                i mod W. A tuple of these: the part of each.
+            split: minibatches are not dealt, but each is split: sample i of it goes to worker i mod W.
+                So there are as many steps as alone; a synchronous step has the samples of one alone.
         """
         return data
 
@@ -225,11 +226,11 @@ class WorkerSession(Session):
         model.register_forward_pre_hook(self._count, with_kwargs=True)
         return model, wrapped
 
-    def shard(self, data: Any) -> Any:
+    def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""
         if isinstance(data, tuple):
-            return tuple(map(self.shard, data))
-        return part_of(data, self.rank, self.world_size, self._seed, self._note_dealt)
+            return tuple(self.shard(one, split=split) for one in data)
+        return part_of(data, Part(self.rank, self.world_size, self._seed, split, self._note_dealt))
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
@@ -327,17 +328,6 @@ class WorkerSession(Session):
 
 FAREWELL_S = 15.0
 """For a script that has failed to tell the others."""
-
-
-def length_of(values: Any) -> int | None:
-    """Length of the first tensor or array, of one dimension at least, in a tree of them."""
-    if isinstance(values, torch.Tensor | np.ndarray):
-        return len(values) if values.ndim else None
-    if isinstance(values, Mapping):
-        values = values.values()
-    elif not isinstance(values, list | tuple):
-        return None
-    return next((found for value in values if (found := length_of(value)) is not None), None)
 
 
 def _rate_of(rule: Optimizer) -> float:
