@@ -39,7 +39,9 @@ __all__ = [
     "JobOptions",
     "build_model",
     "check",
+    "check_script",
     "is_open_ended",
+    "is_script",
     "make_job",
     "overrides",
     "plain",
@@ -286,6 +288,39 @@ def _check_resumed(job: Job, resume: Resume) -> None:
             )
 
 
+# What a training loop of the user's own decides itself.
+_OF_THE_LOOP = (
+    "optimizer",
+    "groups",
+    "batch_size",
+    "shares",
+    "accumulate",
+    "clip_norm",
+    "clip_value",
+    "epochs",
+    "steps",
+    "evaluate_every",
+    "metrics",
+)
+
+
+def is_script(job: Job) -> bool:
+    """Whether the job is a script that calls `gradstream.join()`."""
+    return hasattr(job.data, "job")
+
+
+def check_script(job: Job) -> None:
+    """Raises ConfigError where a script is asked for what its own loop decides."""
+    defaults = {entry.name: entry for entry in dataclasses.fields(Job)}
+    for name in _OF_THE_LOOP:
+        entry, value = defaults[name], getattr(job, name)
+        made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+        if value != made:
+            raise ConfigError(
+                f"{name}={value!r}: this script has a training loop of its own; change it there"
+            )
+
+
 def check(job: Job) -> None:
     """Looks at everything that can be wrong without starting anything.
 
@@ -303,10 +338,7 @@ def check(job: Job) -> None:
     for name in ("workers", "servers", "accumulate"):
         _whole(name, getattr(job, name), least=1)
     _whole("seed", job.seed, least=0)
-    if open_ended:
-        if job.epochs is not None or job.steps is not None:
-            raise ConfigError("epochs and steps are of the script's own loop: change them there")
-    elif (job.epochs is None) == (job.steps is None):
+    if not open_ended and (job.epochs is None) == (job.steps is None):
         got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
         raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
     limit = "steps" if job.epochs is None else "epochs"

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 from gradstream.callbacks import Callbacks
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
-from gradstream.config import Job, JobOptions, build_model, cast_of, is_open_ended, make_job, metrics_of
+from gradstream.config import (
+    Job,
+    JobOptions,
+    build_model,
+    cast_of,
+    check_script,
+    is_script,
+    make_job,
+    metrics_of,
+)
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
 from gradstream.events import Event, FailedEvent, InsecureEvent, MachineEvent, WaitingEvent, encode
@@ -106,16 +115,15 @@ def train(
     kept = intercept(job)
     if kept is not None:
         return _load(kept, job)
+    if is_script(job):
+        check_script(job)
+        if processes is False or listen is not None:
+            raise ConfigError("a script with a training loop of its own runs as processes of one machine")
     spec = _place(job, processes if listen is None else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, name=name)
     listening = _listening(listen, wait)
     if listening is not None:
-        if is_open_ended(job):
-            raise ConfigError(
-                "listen: a script with a training loop of its own runs on one machine; "
-                "on several there are jobs (see gradstream new)"
-            )
         if processes is False:
             raise ConfigError("listen needs processes: other machines read the job from a file")
         if "workers" not in options:
@@ -350,7 +358,7 @@ class _Launch:
 
     def _start_node(self, name: str, *arguments: str) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
-        if is_open_ended(self._job) and name.startswith("worker"):
+        if is_script(self._job) and name.startswith("worker"):
             self._cluster.start(name, [*spec, "--script", self._job.spec or ""], main=SCRIPT)
             return
         self._cluster.start(name, spec if self._gathering is None else spec + self._gathering.arguments(name))
@@ -400,6 +408,8 @@ class _Launch:
                     raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
         self._read_events()
         if "finished" not in self._last:
+            if is_script(self._job):
+                self._let_leave()  # scripts of the user's may have something to put away
             raise self._error()
 
     def _let_leave(self) -> None:

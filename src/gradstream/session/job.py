@@ -46,8 +46,7 @@ class OwnLoop:
         """The loop of this process."""
         if self.running is None:
             raise ConfigError(
-                f"worker {rank}: a script with a training loop of its own cannot be simulated: "
-                "it runs in real time; start it with gradstream train"
+                f"worker {rank}: a script with a training loop of its own is started by gradstream train"
             )
         return self.running
 

@@ -10,9 +10,9 @@ import safetensors.numpy
 
 from gradstream.callbacks import Callbacks
 from gradstream.checkpoint import Resume, newest
-from gradstream.config import JobOptions, build_model, cast_of, make_job, metrics_of
+from gradstream.config import JobOptions, build_model, cast_of, is_script, make_job, metrics_of
 from gradstream.data.base import Dataset
-from gradstream.errors import GradstreamError, Interrupted, PeerLostError
+from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of
 from gradstream.run import Run
@@ -64,6 +64,10 @@ def simulate(
         >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
     job = make_job(job_of(model, data), data, **options)
+    if is_script(job):
+        raise ConfigError(
+            "a script with a training loop of its own runs in real time: it cannot be simulated"
+        )
     intercept(job, simulated=True)
     world = world or World()
     events: list[dict[str, Any]] = []

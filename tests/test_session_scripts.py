@@ -1,0 +1,221 @@
+"""The three scripts of examples/own_loop: five lines, the same alone, and really started."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.jobfile import load_job
+from gradstream.testing.sessions import loop_in_threads
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "examples" / "own_loop"
+SHORTER = {
+    "language_model": (
+        "STEPS, BATCH, LENGTH, WIDTH = 300, 16, 48, 64",
+        "STEPS, BATCH, LENGTH, WIDTH = 12, 8, 16, 16",
+    ),
+    "cnn": ("EPOCHS, BATCH = 4, 32", "EPOCHS, BATCH = 1, 100"),
+    "logistic": ("EPOCHS, BATCH, RATE = 20, 20, 0.5", "EPOCHS, BATCH, RATE = 4, 20, 0.5"),
+}
+SETUP = """
+import torch
+from torch import nn
+import gradstream
+session = gradstream.join(deadlines=gradstream.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5))
+torch.manual_seed(session.rank)
+model = nn.Linear(4, 1)
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
+"""
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return {**kept, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+
+
+def run(*words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *words], env=environment(), capture_output=True, text=True, check=False, timeout=100
+    )
+    assert (done.returncode == 0) == ok, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture
+def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A copy of a script that is done in a second, in the working directory, as "loops/own/name.py"."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "loops" / "own"
+    folder.mkdir(parents=True)
+    (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+
+    def copy(name: str) -> str:
+        long, quick = SHORTER[name.removesuffix("_before")]
+        text = (SCRIPTS / f"{name}.py").read_text()
+        assert text.count(long) == 1
+        path = folder / f"{name}.py"
+        path.write_text(text.replace(long, quick))
+        return str(path)
+
+    return copy
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_a_script_differs_by_five_lines(name: str) -> None:
+    before, after = ((SCRIPTS / f"{name}{end}.py").read_text().splitlines() for end in ("_before", ""))
+    lines = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
+    added = [line for line in lines if line.startswith("+ ")]
+    removed = [line for line in lines if line.startswith("- ")]
+    assert len(added) <= 5, "\n".join(added)
+    assert len(removed) <= 2, "\n".join(removed)  # those that two of the five stand for
+    assert sum("gradstream" in line or "session" in line for line in added) == len(added)
+
+
+@pytest.mark.parametrize("name", SHORTER)
+def test_alone_a_script_does_what_it_did_before(
+    short: Callable[[str], str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoken = []
+    for script in (short(name), short(f"{name}_before")):
+        if name == "cnn":  # forks, which this process should not
+            spoken.append(run(script).stdout)
+        else:
+            runpy.run_path(script, run_name="__main__")
+            spoken.append(capsys.readouterr().out)
+    assert spoken[0] == spoken[1] != ""
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", gs.Downpour(overlap=False)])
+def test_numpy_accuracy_is_that_of_one_process(strategy: Any) -> None:
+    """The logistic regression's loop, as of the script, on two workers."""
+    source = (SCRIPTS / "logistic.py").read_text().replace(*SHORTER["logistic"])
+    body = compile(source.replace("gradstream.join()", "joined"), "logistic.py", "exec")
+    spoken: dict[Any, str] = {}
+
+    def loop(session: gs.Session) -> Any:
+        names: dict[str, Any] = {"joined": session, "print": lambda text: spoken.update({session.rank: text})}
+        exec(body, names)
+        return names["weights"]
+
+    both = loop_in_threads(loop, strategy=strategy)
+    np.testing.assert_array_equal(*both)
+    accuracy = float(spoken[0].split()[-1])
+    exec(body, {"joined": gs.Session(), "print": lambda text: spoken.update(alone=text)})
+    alone = float(spoken["alone"].split()[-1])
+    assert spoken[0] == spoken[1]
+    assert accuracy == pytest.approx(alone, abs=0.02)  # 400 samples: one standard deviation
+
+
+# ---- really started ---------------------------------------------------------------------
+
+
+@pytest.mark.limit_s(200)
+def test_gradstream_train_runs_a_script_with_loader_processes(short: Callable[[str], str]) -> None:
+    done = run("-m", "gradstream", "train", short("cnn"), "--json")
+    found = re.search(r"test accuracy (\d\.\d+)\n", done.stderr)  # what worker 0 prints
+    assert found, done.stderr
+    assert float(found[1]) > 0.5
+    summary = json.loads(done.stdout)["summary"]
+    assert summary["samples_accounted"] == 5000
+    assert (summary["optimizer"], summary["strategy"], summary["workers"]) == ("sgd", "synchronous", 2)
+    (run_dir,) = Path("runs").iterdir()
+    assert set(gs.Run.load(run_dir).parameters) >= {"0.1.weight", "3.bias"}
+
+
+@pytest.mark.limit_s(200)
+def test_torchrun_runs_a_script(short: Callable[[str], str]) -> None:
+    script = short("language_model")
+    text = Path(script).read_text()
+    Path(script).write_text(text.replace("gradstream.join()", 'gradstream.join("downpour", servers=2)'))
+    done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    assert done.stdout.count("held-out loss") == 2
+    assert len(set(done.stdout.splitlines())) == 1  # the same model in both
+    (run_dir,) = Path("runs").iterdir()
+    made = gs.Run.load(run_dir)
+    assert made.summary["samples_accounted"] == 12 * 8
+    assert "embed.weight" in made.parameters
+    assert "head.weight" not in made.parameters  # tied
+
+
+@pytest.mark.limit_s(200)
+def test_an_exception_in_a_script_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+    path = tmp_path / "faulty.py"
+    path.write_text(
+        SETUP
+        + """
+for number in range(1000):
+    if session.rank == 1 and number == 3:
+        raise LookupError("a fault of mine")
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+"""
+    )
+    done = run("-m", "gradstream", "train", str(path), "--run-dir", str(tmp_path / "run"), ok=False)
+    assert done.stderr.splitlines()[-1] == "LookupError: a fault of mine"
+    assert "worker-1: the script raised LookupError" in done.stderr
+    assert f'File "{path}", line' in done.stderr
+
+
+@pytest.mark.limit_s(200)
+def test_a_worker_that_is_killed_ends_the_steps_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "endless.py"
+    path.write_text(
+        SETUP
+        + """
+try:
+    while True:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+except gradstream.PeerLostError as error:
+    open(f"heard-{session.rank}", "w").write(str(error))
+    raise
+"""
+    )
+
+    def killer(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 3 and event["rank"] == 0:
+            (run_dir,) = Path("runs").iterdir()
+            found = re.search(r"pid (\d+)", (run_dir / "logs" / "worker-1.log").read_text())
+            assert found
+            os.kill(int(found[1]), signal.SIGKILL)
+
+    with pytest.raises(gs.PeerLostError) as caught:
+        gs.train(load_job(str(path)), on_event=killer)
+    assert caught.value.peer == "worker-1"
+    assert "worker-1" in Path("heard-0").read_text()
+
+
+def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text("import gradstream\ngradstream.join(workers=3)\nraise SystemExit('never reached')\n")
+    job = load_job(str(path))
+    assert (job.workers, job.spec) == (3, str(path))
+    with pytest.raises(gs.ConfigError, match="epochs=3: this script has a training loop of its own"):
+        gs.train(job, epochs=3)
+    with pytest.raises(gs.ConfigError, match="optimizer='adam': this script"):
+        gs.train(job, optimizer="adam")
+    with pytest.raises(gs.ConfigError, match="cannot be simulated"):
+        gs.simulate(job)
+    with pytest.raises(gs.ConfigError, match="processes of one machine"):
+        gs.train(job, processes=False)
