@@ -402,16 +402,20 @@ def test_two_machines_by_the_printed_line(machine: Callable[..., Machine], tmp_p
         assert path.is_dir() or token.encode() not in path.read_bytes(), path
 
 
-def test_ctrl_c_on_a_joined_machine_frees_its_place(machine: Callable[..., Machine]) -> None:
+def test_machines_that_leave_or_are_left_before_it_begins(machine: Callable[..., Machine]) -> None:
     launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "3")
     words = launcher.line(r"gradstream (join .*)")[1].split()
-    joined = machine("b", *words, "--name", "b")
-    launcher.line("machine b .* has joined")
-    joined.process.send_signal(signal.SIGINT)
-    assert joined.end()[0] == 130
+    first = machine("b", *words, "--name", "b")
+    launcher.line("machine b .* has joined with worker-1")
+    first.process.send_signal(signal.SIGINT)
+    assert first.end()[0] == 130
     launcher.line("machine b .* has left")
-    launcher.process.send_signal(signal.SIGINT)
-    assert launcher.end()[0] != 0
+    second = machine("c", *words, "--name", "c")  # takes its place
+    launcher.line("machine c .* has joined with worker-1")
+    launcher.process.kill()
+    status, said = second.end()
+    assert status == 4, said
+    assert "launcher: is gone, and the run with it" in said
 
 
 def test_a_machine_learns_why_the_run_failed(machine: Callable[..., Machine]) -> None:
@@ -427,14 +431,3 @@ def test_a_machine_learns_why_the_run_failed(machine: Callable[..., Machine]) ->
     assert status == 1
     assert "the run has ended" in said
     assert "on purpose" in said
-
-
-def test_a_machine_whose_launcher_is_gone_stops(machine: Callable[..., Machine]) -> None:
-    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "3")
-    words = launcher.line(r"gradstream (join .*)")[1].split()
-    joined = machine("b", *words)
-    joined.line("in as")
-    launcher.process.kill()
-    status, said = joined.end()
-    assert status == 4, said
-    assert "launcher: is gone, and the run with it" in said

@@ -33,7 +33,7 @@ from gradstream.config import (
 )
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
-from gradstream.events import Event, FailedEvent, InsecureEvent, MachineEvent, WaitingEvent, encode
+from gradstream.events import Event, FailedEvent, encode
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_caller
 from gradstream.node import NodeSpec, play
@@ -63,8 +63,6 @@ NO_SCRIPT = (
     "run as threads of this process. They share its memory and Python's lock, and compute by turns; a job "
     "file scales better (see `gradstream new`). processes=False says that this is meant."
 )
-REMIND_S = 30.0
-"""How often a run that waits for machines says for how many."""
 
 _made: dict[str, list[Path]] = {}
 """Runs that this process has made, by job spec: a script may make several."""
@@ -297,51 +295,17 @@ class _Launch:
             yield
             return
         # gRPC starts threads, and the forkserver is a process of its own: it may be imported now.
-        from gradstream.remote.gathering import Gathering, files_of
+        from gradstream.remote.gathering import Gathering
 
-        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=())
-        files = files_of(spec.strategy) + files_of(spec.optimizer)
-        text = json.dumps(dataclasses.asdict(spec))
-        with Gathering(self._listening, self._job, text, files, self._cluster.post) as gathering:
+        spec = dataclasses.asdict(NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=()))
+        with Gathering(self._listening, self._job, spec, self._cluster.post, self._emit) as gathering:
             self._gathering = gathering
-            self._invite(gathering.invitation)
-            self._wait_for_machines(gathering)
+            gathering.wait(self._hear_and_show)
             yield
 
-    def _invite(self, line: str) -> None:
-        assert self._listening is not None
-        if self._listening.on_invitation is not None:
-            self._listening.on_invitation(line)
-        else:
-            sys.stderr.write(f"on each other machine, beside its own copy of the job file:\n\n    {line}\n\n")
-            sys.stderr.flush()
-
-    def _wait_for_machines(self, gathering: Gathering) -> None:
-        assert self._listening is not None
-        polls = 0
-        self._emit(WaitingEvent(state=gathering.roster.state))
-        while gathering.roster.missing:
-            polls += self._hear() is None
-            self._read_events()
-            if polls * POLL_S > self._listening.wait_s:
-                raise DeadlineError(
-                    "launcher", f"gave up after {self._listening.wait_s:g} s {gathering.roster.state}"
-                )
-            if polls % int(REMIND_S / POLL_S) == 0:
-                self._emit(WaitingEvent(state=gathering.roster.state))
-        gathering.roster.begun = True
-
-    def _note_machine(self, message: Mapping[str, Any]) -> None:
-        """A machine has come or gone. What it was to have run is missed at once while nobody trains yet."""
-        fields = ("state", "address", "workers", "reason")
-        self._emit(MachineEvent(who=message["machine"], **{name: message[name] for name in fields}))
-        assert self._gathering is not None
-        if message["state"] == "left" and self._gathering.roster.begun:
-            for worker in message["workers"]:
-                text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
-                lost = {"error": "PeerLostError", "message": text, "traceback": ""}
-                self._errors.setdefault(worker, lost)
-                self._ended.setdefault(worker, 1)
+    def _hear_and_show(self) -> None:
+        self._hear()
+        self._read_events()
 
     # ---- nodes --------------------------------------------------------------------------
 
@@ -386,10 +350,10 @@ class _Launch:
             self._ended[message["exited"]] = message["status"]
         elif "error" in message:
             self._errors[message["from"]] = message
-        elif "machine" in message:
-            self._note_machine(message)
-        elif "insecure" in message:
-            self._emit(InsecureEvent(address=message["insecure"]))
+        elif self._gathering is not None and ("machine" in message or "insecure" in message):
+            for worker, lost in self._gathering.note(message).items():
+                self._errors.setdefault(worker, lost)
+                self._ended.setdefault(worker, 1)
         elif "output" in message:
             sys.stderr.write(message["output"])
         return message

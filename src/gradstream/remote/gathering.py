@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from gradstream.config import Job
-from gradstream.errors import exit_code
+from gradstream.errors import DeadlineError, exit_code
+from gradstream.events import Event, InsecureEvent, MachineEvent, WaitingEvent
 from gradstream.remote.address import new_token
-from gradstream.remote.authority import Authority
+from gradstream.remote.authority import ENROLMENT, Authority
 from gradstream.remote.enrolment import Enrolment, Invitation
 from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.listening import Listening
 from gradstream.remote.roster import Roster
 
-__all__ = ["Gathering", "files_of"]
+__all__ = ["Gathering"]
+
+REMIND_S = 30.0
+"""How often a run that waits for machines says for how many."""
+
+INVITE = "on each other machine, beside its own copy of the job file:\n\n    {}\n\n"
 
 
 class Gathering:
@@ -28,20 +37,21 @@ class Gathering:
     Args:
         listening: where, and for how many.
         job: what is run; its spec is filled in.
-        spec: of its nodes, JSON.
-        files: that the nodes read besides the job file.
-        on_message: see `Enrolment`.
+        spec: what its nodes are told, as JSON holds it.
+        on_message: see `Enrolment`; what `note` understands is to be handed to it.
+        emit: puts a record into the run's events.
     """
 
     def __init__(
         self,
         listening: Listening,
         job: Job,
-        spec: str,
-        files: list[Path],
+        spec: Mapping[str, Any],
         on_message: Callable[[dict[str, Any]], None],
+        emit: Callable[[Event], None],
     ) -> None:
         self._listening = listening
+        self._emit = emit
         self._job = job
         self._authority = None if listening.insecure else Authority()
         self._token = new_token(listening.token)
@@ -53,7 +63,8 @@ class Gathering:
             facts=facts_of(job),
             token=self._token,
         )
-        invitation = Invitation(spec, {path.name: file_hash(path) for path in files})
+        files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
+        invitation = Invitation(json.dumps(spec), {path.name: file_hash(path) for path in files})
         self.enrolment = Enrolment(listening.address, self._authority, self.roster, invitation, on_message)
         self._folder = tempfile.TemporaryDirectory(prefix="gradstream-")
 
@@ -93,6 +104,50 @@ class Gathering:
         words += ["--insecure"] if self._authority is None else ["--fingerprint", self._authority.fingerprint]
         return shlex.join(words)
 
+    def wait(self, hear: Callable[[], None]) -> None:
+        """Invites, and returns when all machines are in.
+
+        Args:
+            hear: waits for a moment, and handles what happened.
+
+        Raises:
+            DeadlineError: they did not all come in time.
+        """
+        if self._listening.on_invitation is not None:
+            self._listening.on_invitation(self.invitation)
+        else:
+            sys.stderr.write(INVITE.format(self.invitation))
+            sys.stderr.flush()
+        begun = reminded = time.monotonic()
+        self._emit(WaitingEvent(state=self.roster.state))
+        while self.roster.missing:
+            hear()
+            now = time.monotonic()
+            if now > begun + self._listening.wait_s:
+                text = f"gave up after {self._listening.wait_s:g} s {self.roster.state}"
+                raise DeadlineError(ENROLMENT, text)
+            if now > reminded + REMIND_S:
+                reminded = now
+                self._emit(WaitingEvent(state=self.roster.state))
+        self.roster.begun = True
+
+    def note(self, message: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+        """Records what the enrolment service has said of a machine.
+
+        Returns:
+            Nodes that are lost by it, once training has begun, and the error of each.
+        """
+        if "insecure" in message:
+            self._emit(InsecureEvent(address=message["insecure"]))
+            return {}
+        fields = {name: message[name] for name in ("state", "address", "workers", "reason")}
+        self._emit(MachineEvent(who=message["machine"], **fields))
+        if message["state"] != "left" or not self.roster.begun:
+            return {}
+        text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
+        lost = {"error": "PeerLostError", "message": text, "traceback": ""}
+        return {str(worker): lost for worker in message["workers"]}
+
     def is_here(self, name: str) -> bool:
         """Whether a node runs on this machine."""
         return not name.startswith("worker") or name in self.roster.workers_of(0)
@@ -118,7 +173,7 @@ class Gathering:
         return spec[spec.rfind("/") + 1 :]
 
 
-def files_of(described: Mapping[str, Any]) -> list[Path]:
+def _files_of(described: Mapping[str, Any]) -> list[Path]:
     """The file of the user's in which a strategy or an update rule is defined, if it is in one."""
     file = str(described["class"]).rpartition(":")[0]
     return [Path(file)] if file.endswith(".py") else []
