@@ -344,24 +344,25 @@ class Machine:
             [sys.executable, "-m", "gradstream", *arguments],
             cwd=folder,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "COLUMNS": "200", "PYTHONPATH": SOURCE},
         )
 
     def line(self, pattern: str) -> re.Match[str]:
-        """The first line of stderr from here on in which the pattern is found."""
-        assert self.process.stderr is not None
+        """The first line from here on in which the pattern is found."""
+        assert self.process.stdout is not None
         seen = []
-        for line in self.process.stderr:
+        for line in self.process.stdout:
             seen.append(line)
             if found := re.search(pattern, line):
                 return found
         raise AssertionError("".join(seen))
 
     def end(self) -> tuple[int, str]:
-        out, error = self.process.communicate(timeout=60)
-        return self.process.returncode, out + error
+        assert self.process.stdout is not None
+        said = self.process.stdout.read()  # not communicate(): that loses what `line` has read ahead
+        return self.process.wait(), said
 
 
 @pytest.fixture
@@ -379,7 +380,7 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     yield start
     for entry in made:
         entry.process.kill()
-        entry.process.communicate()
+        entry.end()
 
 
 def test_two_machines_by_the_printed_line(machine: Callable[..., Machine], tmp_path: Path) -> None:

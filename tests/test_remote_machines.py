@@ -69,8 +69,9 @@ class Command:
         raise AssertionError("".join(self.said))
 
     def end(self) -> tuple[int, str]:
-        out, _ = self.process.communicate(timeout=90)
-        return self.process.returncode, "".join(self.said) + out
+        assert self.process.stdout is not None
+        rest = self.process.stdout.read()  # not communicate(): that loses what `line` has read ahead
+        return self.process.wait(), "".join(self.said) + rest
 
 
 @pytest.fixture
