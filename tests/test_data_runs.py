@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from gradstream.jobfile import load_job
 from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, token_counts
 
 LOADED = """
+import time
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -29,13 +34,14 @@ class Line(Dataset):
         return 200
 
     def __getitem__(self, index):
+        time.sleep(SLOW_S / 20)
         if index == BROKEN:
             raise LookupError("nothing at this place")
-        assert torch.utils.data.get_worker_info() is not None or not PROCESSES
+        assert torch.utils.data.get_worker_info() is not None or not CHECKED
         x = np.random.default_rng(index).standard_normal(3).astype("float32")
         return x, x @ np.float32([1, 2, 3])
 
-BROKEN, PROCESSES = -1, 2
+BROKEN, PROCESSES, SLOW_S, CHECKED = -1, 2, 0, True
 
 def job():
     loader = DataLoader(Line(), batch_size=20, shuffle=True, num_workers=PROCESSES)
@@ -64,7 +70,7 @@ def test_a_loader_with_processes_in_real_workers_and_in_none_give_the_same_bits(
     run = gs.train(write(), run_dir=Path("real"))
     np.testing.assert_allclose(run.parameters["0.weight"], [[1, 2, 3]], atol=0.1)
     assert (run.summary["samples"], run.summary["samples_accounted"]) == (1000, 1000)
-    simulated = gs.simulate(write(PROCESSES=0))
+    simulated = gs.simulate(write(PROCESSES=0, CHECKED=False))
     assert simulated.parameters["0.weight"].tobytes() == run.parameters["0.weight"].tobytes()
 
 
@@ -74,6 +80,36 @@ def test_what_a_data_set_raises_in_a_loaders_process_of_a_real_worker_ends_the_r
     ) as raised:
         gs.train(write(BROKEN=150), run_dir=Path("broken"))
     assert "in __getitem__" in raised.value.traceback_text
+
+
+def children_of(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in found for child in file.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for processes in /proc")
+def test_a_killed_workers_loader_processes_go_with_it_and_others_do_its_work(write: Any) -> None:
+    readers: list[int] = []
+
+    def kill(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["rank"] == 1 and not readers:
+            pid = int(re.findall(r"pid (\d+)", Path("killed/logs/worker-1.log").read_text())[0])
+            readers.extend(children_of(pid))
+            os.kill(pid, signal.SIGKILL)
+
+    job = write(SLOW_S=0.02, CHECKED=False)  # orphans are read in the node itself
+    run = gs.train(job, strategy="downpour", run_dir=Path("killed"), epochs=8, on_event=kill)
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert run.summary["samples_accounted"] == 1600
+    assert len(readers) == 2
+    assert not any(map(is_running, readers))
 
 
 def numbered_stream(rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
@@ -183,3 +219,36 @@ def test_tokens_of_varying_length_train_a_module() -> None:
         epochs=5,
     )
     assert run.evaluate().accuracy == 1.0
+
+
+@pytest.mark.parametrize("length", [4, None])
+def test_accumulated_steps_of_a_stream(length: int | None) -> None:
+    data = gs.from_stream(numbered_stream, batches=length)
+    ends: Any = {"epochs": 3} if length else {"steps": 6}
+    model = Tokens(1)
+    model.reduction = "sum"
+    run = gs.simulate(
+        model,
+        data,
+        strategy="downpour",
+        optimizer=gs.SGD(lr=1.0),
+        workers=2,
+        accumulate=2,
+        chunk_elems=64,
+        **ends,
+    )
+    assert (run.summary["steps"], run.summary["samples"]) == (12, 144)
+
+
+def test_accumulated_steps_of_a_loader_are_those_of_twice_its_batch_size() -> None:
+    model, arrays = least_squares(64, 3)
+    pairs = [(arrays.inputs[i], arrays.targets[i]) for i in range(64)]
+    options: Any = {"optimizer": gs.SGD(lr=2.0**-9), "workers": 2, "epochs": 1, "seed": 4}
+
+    def run(batch_size: int, accumulate: int) -> gs.Run:
+        loader: Any = DataLoader(pairs, batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
+        data = gs.from_loader(loader)
+        return gs.simulate(model, data, strategy="downpour", accumulate=accumulate, **options)
+
+    one, two = run(8, 1), run(4, 2)
+    assert one.parameters["w"].tobytes() == two.parameters["w"].tobytes()
