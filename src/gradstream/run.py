@@ -95,7 +95,7 @@ class Run:
 
     def save_parameters(self, path: str | Path) -> None:
         """Writes the parameters as one safetensors file, readable without gradstream."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.parameters.items()}
+        arrays = {name: np.asarray(array, order="C") for name, array in self.parameters.items()}
         save_file(arrays, path)
 
     def evaluate(self, data: Dataset | None = None, *, batch_size: int = 256) -> Evaluation:

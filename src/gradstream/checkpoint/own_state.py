@@ -43,7 +43,7 @@ class OwnState:
 
     def encode(self) -> bytes:
         """As the bytes of a safetensors file."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in self.buffers.items()}
+        arrays = {name: np.asarray(array, order="C") for name, array in self.buffers.items()}
         return safetensors.numpy.save(arrays, metadata={"samples": str(self.samples)})
 
     @classmethod
@@ -75,11 +75,15 @@ def averaged(states: Sequence[OwnState]) -> dict[str, np.ndarray[Any, Any]]:
     return average_buffers([(state.samples, state.buffers) for state in states]) if states else {}
 
 
-def serve(endpoint: Endpoint, state: Callable[[], Awaitable[OwnState]]) -> None:
-    """Answers whoever asks for this worker's own state, with what `state()` gives at that moment."""
+def serve(endpoint: Endpoint, state: Callable[[int | None], Awaitable[OwnState]]) -> None:
+    """Answers whoever asks for this worker's own state, with what `state(step)` gives at that moment.
+
+    `step` is None for the state as it is; else the one after so many steps is meant, if it is known.
+    """
 
     async def answer(stream: Stream) -> None:
-        data = (await state()).encode()
+        asked = v1.Body.FromString(stream.opened.body).data
+        data = (await state(int(asked) if asked.isdigit() else None)).encode()
         for start in range(0, len(data), PIECE_BYTES):
             await stream.send(v1.Frame(body=v1.Body(data=data[start : start + PIECE_BYTES])))
 
@@ -87,19 +91,26 @@ def serve(endpoint: Endpoint, state: Callable[[], Awaitable[OwnState]]) -> None:
 
 
 async def ask(
-    endpoint: Endpoint, worker: str, expected: Sequence[TensorSpec], *, silence_s: float = 30.0
+    endpoint: Endpoint,
+    worker: str,
+    expected: Sequence[TensorSpec],
+    *,
+    step: int | None = None,
+    silence_s: float = 30.0,
 ) -> OwnState:
     """A worker's own state.
 
     Args:
         expected: its buffers, as it has registered them: they bound what is taken.
+        step: as it was after so many steps, where that is known; None as it is.
 
     Raises:
         PeerLostError, DeadlineError: it is gone, or says nothing.
         RefusedError: it said what does not fit.
     """
     limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected)
-    stream = await endpoint.open(worker, METHOD, v1.Body(), priority=Priority.CONTROL)
+    request = v1.Body(data=b"" if step is None else str(step).encode())
+    stream = await endpoint.open(worker, METHOD, request, priority=Priority.CONTROL)
     parts: list[bytes] = []
     try:
         await stream.end()

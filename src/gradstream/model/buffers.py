@@ -6,14 +6,15 @@ evaluation or a checkpoint, those of all workers are averaged, weighted by sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Buffers", "average_buffers", "buffers_of", "load_buffers"]
+__all__ = ["Buffers", "average_buffers", "buffers_of", "load_buffers", "with_buffers"]
 
 Buffers = Mapping[str, np.ndarray[Any, Any]]
 """Arrays by the user's own names."""
@@ -34,6 +35,18 @@ def load_buffers(model: object, buffers: Buffers) -> None:
     take = getattr(model, "load_buffers", None)
     if take is not None:
         take(buffers)
+
+
+@contextmanager
+def with_buffers(model: object, buffers: Buffers) -> Iterator[None]:
+    """A model with other buffers for a while. Raises ConfigError as `load_buffers` does."""
+    own = buffers_of(model)
+    try:
+        if buffers:
+            load_buffers(model, buffers)
+        yield
+    finally:
+        load_buffers(model, own)
 
 
 def average_buffers(replicas: Sequence[tuple[float, Buffers]]) -> dict[str, np.ndarray[Any, Any]]:

@@ -9,20 +9,18 @@ from functools import partial
 import numpy as np
 import safetensors.numpy
 
-from gradstream.checkpoint import own_state
 from gradstream.checkpoint.folder import read_own
 from gradstream.checkpoint.format import spec_of, to_spec
 from gradstream.checkpoint.manifest import Resume
-from gradstream.checkpoint.own_state import OwnState, averaged
 from gradstream.data.base import BatchRef, Dataset, Plan
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
-from gradstream.errors import DeadlineError, GradstreamError, PeerLostError, RefusedError, UserCodeError
+from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.events import EvaluatedEvent, TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
-from gradstream.model.buffers import buffers_of, load_buffers
+from gradstream.model.buffers import buffers_of, load_buffers, with_buffers
 from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
@@ -37,6 +35,7 @@ from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.loop import Loop, LoopReplica
 from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
+from gradstream.worker.siblings import Siblings
 from gradstream.worker.worker import Replica
 
 __all__ = ["FINAL_MODEL", "WorkerConfig", "WorkerNode"]
@@ -103,6 +102,13 @@ class WorkerNode:
         self._accounts = Accounts(config.rank)
         self._pace = Pace(runtime.node, member.report)
         member.listen(self._pace.hear)
+        self._siblings = Siblings(
+            runtime,
+            endpoint,
+            config.model,
+            workers=lambda: names_of(member.notice.nodes, "worker"),
+            silence_s=config.silence_s,
+        )
         self._transfers_left = MAX_TRANSFERS
 
     async def run(self) -> None:
@@ -161,7 +167,7 @@ class WorkerNode:
             on_transfer=self._transferred,
         )
         replica = self._replica(client)
-        own_state.serve(self._endpoint, lambda: self._own_state(replica))
+        self._siblings.serve(lambda: replica.samples)
         vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
         tasks = [vitals]
         try:
@@ -182,30 +188,6 @@ class WorkerNode:
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _own_state(self, replica: Replica) -> OwnState:
-        """Between two gradients: buffers change while one is computed."""
-        model = self._config.model
-        return await self._runtime.compute(
-            lambda _: OwnState(replica.samples, buffers_of(model)),
-            work=Work("copy"),
-            phantom=OwnState(0, {}),
-        )
-
-    async def _own_states(self, replica: Replica) -> list[OwnState]:
-        """Of all workers that answer: one may die, or be done, at any time."""
-        mine = await self._own_state(replica)
-        buffers = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
-        states = [mine]
-        for worker in names_of(self._member.notice.nodes, "worker") if buffers else ():
-            if worker == self._runtime.node:
-                continue
-            try:
-                asked = own_state.ask(self._endpoint, worker, buffers, silence_s=self._config.silence_s)
-                states.append(await asked)
-            except (PeerLostError, DeadlineError, RefusedError):
-                pass
-        return states
 
     async def _restore(self, replica: Replica, resume: Resume) -> None:
         """Takes what this worker had of its own, and the parameters: a strategy may not begin by fetching."""
@@ -313,22 +295,33 @@ class WorkerNode:
         """Evaluates where that is due: the worker of the lowest rank does, whoever that is now.
 
         Its parameters are, synchronous, those of the round just done; asynchronous, what it has
-        adopted last and its own steps since.
+        adopted last and its own steps since. Buffers are those of all workers, averaged.
         """
-        if self._config.evaluation.due(schedule, ref) and self._is_lowest():
+        if not self._config.evaluation.due(schedule, ref):
+            return
+        if self._is_lowest():
             await self._evaluate(replica, schedule, ref)
+        else:
+            await self._siblings.keep(schedule.position(ref).after().step)
 
     async def _evaluate(
         self, replica: Replica, schedule: Schedule, ref: BatchRef, *, final: bool = False
     ) -> None:
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
+        done = schedule.position(ref).after()
+        buffers = await self._siblings.average(None if final else done.step)
+
+        def look(_: object) -> Evaluation:
+            with with_buffers(config.model, buffers):
+                return evaluate(config.model, replica.parameters.tensor, data, config.evaluation.metrics)
+
         found = await self._runtime.compute(
-            lambda _: evaluate(config.model, replica.parameters.tensor, data, config.evaluation.metrics),
+            look,
             work=Work("evaluate", samples=data.num_test_samples),
             reads=[replica.parameters.all],
             phantom=Evaluation(None, None, data.num_test_samples),
         )
-        done, num_samples = schedule.position(ref).after(), data.num_samples
+        num_samples = data.num_samples
         self._member.emit(
             EvaluatedEvent(
                 step=done.step,
@@ -370,13 +363,13 @@ class WorkerNode:
         if self._config.evaluation.every is not None:
             schedule = self._schedule()
             await self._evaluate(replica, schedule, schedule.last, final=True)
-        buffers = averaged(await self._own_states(replica))
+        buffers = await self._siblings.average()
         replica.retire()  # makes room for the copy that is written
 
         def write(_: object) -> None:
             trim()
             tree = {**self._config.model.tree(replica.parameters.tensor), **buffers}
-            arrays = {name: np.ascontiguousarray(array) for name, array in tree.items()}
+            arrays = {name: np.asarray(array, order="C") for name, array in tree.items()}
             self._runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
 
         work = Work("checkpoint", elems=len(replica.parameters))
