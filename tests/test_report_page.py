@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 import gradstream as gs
 from gradstream.cli import main
+from gradstream.events import EvaluatedEvent, encode
 from gradstream.report.page import Source, page
 from gradstream.run import Run
 from gradstream.runtime.world import Cost, World
@@ -54,15 +56,8 @@ def slow_run() -> Run:
     world = World(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 1 / 3})
     options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 8, "chunk_elems": 64, "batch_size": 2}
     run = simulate(model, data, strategy="synchronous", optimizer=gs.SGD(lr=0.01), world=world, **options)
-    evaluated = {
-        "event": "evaluated",
-        "node": "worker-0",
-        "time_s": 1.5,
-        "step": 4,
-        "epoch": 0,
-        "samples": 24,
-    }
-    evaluated |= {"accuracy": 0.5, "loss": 2.0, "metrics": {"top5": 0.75}}
+    found = EvaluatedEvent(step=4, epoch=0, samples=24, accuracy=0.5, loss=2.0, metrics={"top5": 0.75})
+    evaluated = json.loads(encode(found, node="worker-0", time_s=1.5))
     return Run(events=[*run.events, evaluated], info=run.info)
 
 
@@ -123,8 +118,6 @@ def test_a_run_shows_itself_in_a_notebook(slow_run: Run) -> None:
 
 
 def test_commands(slow_run: Run, tmp_path: Path) -> None:
-    import json
-
     folder = tmp_path / "runs" / "20261120-net"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text('{"name": "net", "began_unix_s": 1795000000.0}')

@@ -152,6 +152,7 @@ class Run:
 
     def _rows(self) -> list[tuple[str, str]]:
         figures = self.summary
+        accuracy = [row["accuracy"] for row in self.evaluations]
         rows = [
             ("path", self.path),
             ("strategy", figures["strategy"]),
@@ -160,6 +161,7 @@ class Run:
             ("samples/s", figures["samples_per_s"]),
             ("train_s", figures["train_s"]),
             ("loss", figures["loss"]),
+            ("accuracy", accuracy[-1] if accuracy else None),
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]
         return [(key, _short(value)) for key, value in rows if value is not None]

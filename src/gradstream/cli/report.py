@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import GradstreamError, UserCodeError
@@ -50,6 +51,7 @@ def show(run: Run, evaluation: Evaluation | None, console: Console | None = None
         rows += evaluation_rows(evaluation)
     if run.path:
         rows.append(("run directory", str(run.path)))
+        rows.append(("more", f"gradstream report {shlex.quote(str(run.path))}"))
     print_rows(rows, console)
 
 

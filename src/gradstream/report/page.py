@@ -132,6 +132,8 @@ def _header(source: Source, figures: Figures) -> str:
 
 
 def _reason(reason: Reason) -> str:
+    if reason.kind == "nothing":
+        return ""
     remedy = f"<p>{escape(reason.remedy)}</p>" if reason.remedy else ""
     return (
         f'<section class="reason" aria-label="Why is it slow?"><p><strong>Why is it slow?</strong> '

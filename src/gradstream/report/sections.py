@@ -148,13 +148,25 @@ def workers(figures: Figures, styles: Styles) -> str:
                 time_text(per_sample) if per_sample is not None else "",
                 shares(_parts(worker, styles), title=f"Where the time of {worker.name} went"),
                 f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
-                f"{max(0.0, 1 - worker.total_s / seconds):.0%}",
+                f"{worker.evaluate_s / seconds:.0%}",
+                f"{max(0.0, 1 - (worker.total_s + worker.evaluate_s) / seconds):.0%}",
                 escape(_waits(worker, shards)),
                 ", ".join("–" if s is None else time_text(s) for s in (worker.push_s, worker.fetch_s)),
             ]
         )
-    head = ["worker", ">steps", ">samples", ">per sample", "its steps", ">computing", ">idle", "waited for"]
-    return section("Workers", _table([*head, ">a push, a fetch"], rows) if rows else "")
+    head = [
+        "worker",
+        ">steps",
+        ">samples",
+        ">per sample",
+        "its steps",
+        ">computing",
+        ">evaluating",
+        ">idle",
+        "waited for",
+    ]
+    about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
+    return section("Workers", _table([*head, ">a push, a fetch"], rows, about) if rows else "")
 
 
 def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]]:
@@ -284,7 +296,7 @@ def story(figures: Figures) -> str:
     for one in sorted(told, key=lambda moment: moment.time_s):
         bad = one.what in ("lost", "failed", "insecure", "no checkpoint")
         what = f'<span class="bad">{one.what}</span>' if bad else one.what
-        rows.append([_when(one.time_s), what, escape(one.text)])
+        rows.append([_when(one.time_s), what, f'<span class="told">{escape(one.text)}</span>'])
     return section("What happened", _table([">when", "what", "who"], rows) if rows else "")
 
 
