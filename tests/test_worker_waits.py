@@ -58,6 +58,9 @@ def test_a_step_is_computing_and_waiting() -> None:
         "waited_for": {"shard-0": 0.4, "worker-0": 0.25},
     }
     watch.begin(3_000_000_000)
+    watch.computed(2_000_000_000, 4_000_000_000)  # begun in the step before
+    assert watch.times(4_000_000_000)["compute_s"] == 1.0
+    watch.begin(3_000_000_000)
     assert watch.times(3_000_000_000)["compute_at_s"] == 0.0  # a step without a gradient
 
 

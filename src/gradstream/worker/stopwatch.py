@@ -39,8 +39,11 @@ class Stopwatch:
         self._computed.clear()
 
     def computed(self, begin_ns: int, end_ns: int) -> None:
-        """A gradient was computed. Gradients of one worker follow one another."""
-        self._computed.append((begin_ns, end_ns))
+        """A gradient was computed. Gradients of one worker follow one another.
+
+        What lies before this step, of a gradient that was asked for in the step before, is left out.
+        """
+        self._computed.append((max(begin_ns, self._begun_ns), end_ns))
 
     def worked(self, begin_ns: int, end_ns: int) -> None:
         """Other arithmetic of its own kept the worker waiting: a sum, a local step."""
