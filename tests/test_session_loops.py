@@ -144,6 +144,25 @@ def test_evaluation_shows_the_servers_parameters_and_goes_back() -> None:
     assert loop_in_threads(loop) == [True, True]
 
 
+def test_running_means_are_averaged_by_samples_at_the_end() -> None:
+    def loop(session: gs.Session) -> tuple[torch.Tensor, int]:
+        model = nn.BatchNorm1d(1, momentum=1.0)
+        _, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.0001))
+        for _ in range(1 + session.rank):  # 6 samples around 0; 2 x 3 around 1
+            size = 6 if session.rank == 0 else 3
+            model(session.rank + torch.linspace(-1, 1, size)[:, None]).sum().backward()
+            optimizer.step()
+        assert float(model.running_mean) == pytest.approx(session.rank, abs=1e-6)  # type: ignore[arg-type]
+        session.close()
+        assert model.running_mean is not None and model.num_batches_tracked is not None
+        return model.running_mean.clone(), int(model.num_batches_tracked)
+
+    both = loop_in_threads(loop)
+    assert both[0] == both[1]
+    assert float(both[0][0]) == pytest.approx(0.5)
+    assert both[0][1] == 2
+
+
 def test_numpy_arrays_by_exchange() -> None:
     x, y = INPUTS.numpy(), TARGETS.numpy()[:, 0]
 

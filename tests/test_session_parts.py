@@ -246,7 +246,7 @@ def test_user_and_worker_take_turns() -> None:
         for number in range(3):
             gradient = torch.zeros(2)
             turns.append((handover.turn(torch.full((2,), float(number)), gradient), gradient.tolist()))
-        handover.finish(torch.full((2,), 9.0))
+        handover.finish(torch.full((2,), 9.0), {})
         handover.over(None)
 
     thread = threading.Thread(target=worker)

@@ -13,6 +13,7 @@ from gradstream.config import Job
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import InternalError
+from gradstream.model.buffers import Buffers
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.loop import LoopReplica, Turn
 
@@ -47,7 +48,7 @@ class Scripted:
         self.samples += len(x)
         return Turn(len(x), RATE, float(residual @ residual) / len(x))
 
-    def finish(self, parameters: torch.Tensor) -> None:
+    def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         self.final = parameters.clone()
 
 

@@ -21,6 +21,7 @@ import torch
 
 from gradstream.errors import ClosedError, UserCodeError
 from gradstream.memory import Memory
+from gradstream.model.buffers import Buffers
 from gradstream.session.held import Held
 from gradstream.worker.loop import LoopReplica, Turn
 
@@ -82,9 +83,10 @@ class Handover:
             self._held.take(gradient)
             return self._step
 
-    def finish(self, parameters: torch.Tensor) -> None:
+    def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         """See `Loop.finish`."""
         self._show(parameters)
+        self._held.load_buffers(buffers)
 
     def over(self, error: BaseException | None) -> None:
         """The worker has ended, and will take no turn any more."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from gradstream.errors import ConfigError, GradientError, InternalError
 from gradstream.model.base import Layout, Reduction
+from gradstream.model.buffers import Buffers
 from gradstream.model.tree import Tree, leaves
 
 __all__ = ["Held", "HeldArrays", "HeldModule"]
@@ -42,6 +43,13 @@ class Held(ABC):
         Raises:
             GradientError: a gradient of another shape or dtype than its parameter.
         """
+
+    def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of what the user holds besides, of each worker its own: running means."""
+        return {}
+
+    def load_buffers(self, buffers: Buffers) -> None:  # noqa: B027  arrays have none
+        """Sets them, all workers' means by now. The user's thread must be waiting."""
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """Parameters under the user's own names, as views."""
@@ -70,6 +78,7 @@ class HeldModule(Held):
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self._module = module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         places = {key: place for place, key in enumerate(names)}
         # The last one first, about the order in which a backprop finishes them.
@@ -88,6 +97,20 @@ class HeldModule(Held):
             got = ", ".join(sorted(dtypes)) or "no parameters that require a gradient"
             raise ConfigError(f"the optimizer has {got}; expected one dtype, float32 or float64")
         self.layout = Layout.of(tensors, self._parameters[0].dtype)
+
+    def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
+        """See `Held.buffers`: the persistent ones."""
+        return {name: buffer.detach().numpy().copy() for name, buffer in self._buffers()}
+
+    def load_buffers(self, buffers: Buffers) -> None:
+        """See `Held.load_buffers`."""
+        for name, buffer in self._buffers():
+            if name in buffers:
+                buffer.detach().copy_(torch.from_numpy(buffers[name]))
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        persistent = self._module.state_dict(keep_vars=True)
+        return [(name, buffer) for name, buffer in self._module.named_buffers() if name in persistent]
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """See `Held.init`."""

@@ -19,6 +19,7 @@ from gradstream.errors import GradientError, InternalError
 from gradstream.events import StepEvent
 from gradstream.model.base import Layout
 from gradstream.model.batch import Batch
+from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
 from gradstream.runtime.base import Report, Runtime
 from gradstream.server.client import ServerClient, Update
@@ -60,8 +61,8 @@ class Loop(Supply, Protocol):
         """
         ...
 
-    def finish(self, parameters: torch.Tensor) -> None:
-        """The run is over: these (E,) are the final parameters, the same for every worker."""
+    def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
+        """The run is over: these (E,) are the final parameters, and these the buffers, the same for all."""
         ...
 
 

@@ -183,7 +183,8 @@ class WorkerNode:
             self._pace.stand()
             if config.loop is not None:  # every worker's loop goes on with the final parameters
                 await self._fetch_final(replica)
-                config.loop.finish(replica.parameters.tensor)
+                await self._siblings.freeze()  # others may ask when this one has the average already
+                config.loop.finish(replica.parameters.tensor, await self._siblings.average())
             await self._conclude(replica)
         finally:
             for task in tasks:

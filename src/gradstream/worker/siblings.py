@@ -46,6 +46,7 @@ class Siblings:
         self._silence_s = silence_s
         self._samples: Callable[[], int] = lambda: 0
         self._kept: tuple[int, OwnState] | None = None  # as it was after so many steps
+        self._frozen: OwnState | None = None
 
     def serve(self, samples: Callable[[], int]) -> None:
         """From now on others can ask. `samples()` is how many this worker has gone through."""
@@ -58,17 +59,24 @@ class Siblings:
         if state.buffers:
             self._kept = step, state
 
+    async def freeze(self) -> None:
+        """There will be no more gradients: the buffers as they are now are this worker's for good."""
+        self._frozen = await self._own()
+
     async def average(self, step: int | None = None) -> Buffers:
         """Averaged over all workers that answer, weighted by samples; one may be gone at any time.
+
+        Summed by rank, so that all workers get the same bits.
 
         Args:
             step: as they were after so many steps; None as they are.
         """
         mine = await self._own()
         specs = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
-        states = [mine]
-        for worker in self._workers() if specs else ():
-            if worker == self._runtime.node:
+        states: list[OwnState] = []
+        for worker in self._workers():
+            if worker == self._runtime.node or not specs:
+                states.append(mine)
                 continue
             try:
                 asked = own_state.ask(self._endpoint, worker, specs, step=step, silence_s=self._silence_s)
@@ -87,6 +95,8 @@ class Siblings:
 
     async def _own(self) -> OwnState:
         """Between two gradients: buffers change while one is computed."""
+        if self._frozen is not None:
+            return self._frozen
         return await self._runtime.compute(
             lambda _: OwnState(self._samples(), buffers_of(self._model)),
             work=Work("copy"),
