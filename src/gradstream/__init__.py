@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         RefusedError,
         UserCodeError,
     )
+    from gradstream.membership.goal import until
     from gradstream.model import Batch, from_functions, from_jax, from_torch
     from gradstream.optim import (
         SGD,
@@ -106,6 +107,7 @@ __all__ = [
     "join",
     "simulate",
     "train",
+    "until",
 ]
 
 _ROOMS = {
@@ -119,6 +121,7 @@ _ROOMS = {
         "from_stream",
     ),
     "gradstream.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "gradstream.membership.goal": ("until",),
     "gradstream.model": ("Batch", "from_functions", "from_jax", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
     "gradstream.optim.schedules": (

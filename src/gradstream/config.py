@@ -16,6 +16,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.membership.goal import Until
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import groups_of
@@ -95,6 +96,7 @@ class Job:
             worker of the lowest rank looks while the others go on or wait for it; besides, at the end.
         metrics: functions (outputs, targets) to a number, by name, asked in each evaluation and in
             `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
+        until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
         callbacks: objects told of the run in the process that calls `train`, by those of these methods that
             they have: on_start(info), on_step(event), on_evaluate(event), on_end(run).
         seed: of initial parameters, order of samples and dropout.
@@ -129,6 +131,7 @@ class Job:
     steps: int | None = None
     evaluate_every: int | Literal["epoch"] | None = None
     metrics: Mapping[str, str | Metric] = field(default_factory=dict)
+    until: Until | None = None
     callbacks: Sequence[Any] = ()
     seed: int = 0
     name: str | None = None
@@ -164,6 +167,7 @@ class JobOptions(TypedDict, total=False):
     steps: int | None
     evaluate_every: int | Literal["epoch"] | None
     metrics: Mapping[str, str | Metric]
+    until: Until | None
     callbacks: Sequence[Any]
     seed: int
     name: str | None
@@ -254,6 +258,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         accumulate=job.accumulate,
         clip=Clip(job.clip_norm, job.clip_value),
         evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
+        until=job.until,
         epochs=job.epochs,
         steps=job.steps,
         seed=job.seed,
@@ -366,7 +371,14 @@ def check(job: Job) -> None:
 
 def _check_evaluation(job: Job) -> None:
     every = job.evaluate_every
+    if job.until is not None and not isinstance(job.until, Until):
+        raise ConfigError(f"until={job.until!r}: expected gradstream.until(accuracy=0.9), for example")
     if every is None:
+        if job.until is not None and job.until.accuracy is not None:
+            raise ConfigError(
+                f"until accuracy={job.until.accuracy}, but nobody looks at held-out samples: "
+                "give evaluate_every"
+            )
         return
     if every != "epoch":
         _whole("evaluate_every", every, least=1, other=", or 'epoch'")
@@ -419,6 +431,8 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
     """The job with the fields that `overrides` has made of another."""
     values = dict(fields)
     values["deadlines"] = Deadlines(**values["deadlines"])
+    if values.get("until") is not None:
+        values["until"] = Until(**values["until"])
     if values["run_dir"] is not None:
         values["run_dir"] = Path(values["run_dir"])
     values["metrics"] = {

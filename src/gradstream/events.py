@@ -314,11 +314,12 @@ class FailedEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedEvent(Event):
-    """Every sample is accounted for (coordinator)."""
+    """Every sample is accounted for, or enough of them (coordinator)."""
 
     name: ClassVar[str] = "finished"
-    samples: int | None  # None in a stream
+    samples: int | None  # in the model: those with a receipt; None in a stream
     train_s: float  # from the begin of training, initial parameters included, to the last receipt
+    reason: str = ""  # why it finished before its data was through
 
 
 def encode(event: Event, *, node: str, time_s: float) -> bytes:

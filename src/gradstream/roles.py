@@ -21,6 +21,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import StartedEvent
 from gradstream.membership.coordinator import Coordinator, Leases
 from gradstream.membership.cut import Limits
+from gradstream.membership.goal import Goal, Until
 from gradstream.membership.keeper import Keeping
 from gradstream.membership.member import Member
 from gradstream.membership.state import Membership
@@ -67,6 +68,7 @@ class Cast:
         accumulate: so many minibatches of that size are joined in a step.
         clip: bounds of each worker's gradient.
         evaluation: when held-out samples are looked at.
+        until: what ends the run early.
         epochs, steps: when the run ends.
         seed: of initial parameters, order of samples and dropout.
         chunk_elems: elements per chunk.
@@ -99,6 +101,7 @@ class Cast:
     accumulate: int = 1
     clip: Clip = field(default_factory=Clip)
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
+    until: Until | None = None
     policy: Policy | None = None
     resume: Resume | None = None
     join_s: float = 60.0
@@ -187,6 +190,7 @@ class Cast:
             leases=self.leases,
             keeping=None if self.policy is None else self._keeping(started, self.policy),
             earlier_s=self._earlier_s,
+            goal=None if self.until is None else Goal(self.until),
         )
 
     def _keeping(self, started: StartedEvent, policy: Policy) -> Keeping:

@@ -57,6 +57,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         job, strategy, optimizer, workers, servers, num_parameters, num_samples: as started.
         steps: minibatches over all workers. samples: samples of those, counted with repeats.
         samples_accounted: samples with a receipt, of all data epochs; None if it did not finish.
+        reason: why it finished before its data was through (`until`), or None.
         samples_reassigned: batches that another worker took over.
         train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
         loss: mean over the samples of the last data epoch seen.
@@ -108,6 +109,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "steps": len(steps),
         "samples": samples,
         "samples_accounted": finished.get("samples"),
+        "reason": finished.get("reason") or None,
         "samples_reassigned": sum(event["reassigned"] for event in _of(events, "ledger")),
         "train_s": train_s,
         "samples_per_s": samples / train_s if train_s else None,

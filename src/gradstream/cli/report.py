@@ -95,6 +95,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("strategy", _of(s["strategy"], f"{{}}, {s['workers']} workers, {s['servers']} servers")),
         ("optimizer", _of(s["optimizer"], "{}")),
         ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
+        ("ended by", _of(s.get("reason"), "{}")),
         ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
         ("time", _of(s["train_s"], "{:.2f} s")),
         ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),

@@ -104,6 +104,7 @@ class Ledger:
         self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
         self._holder: dict[tuple[int, int], int] = {}  # (partition, k) handed out -> taker
         self._lost: set[int] = set()
+        self.num_samples: int | None = 0  # of minibatches with a receipt; None where nobody counts them
 
     @property
     def num_receipts(self) -> int:
@@ -145,6 +146,8 @@ class Ledger:
         line.receive(k)
         self._holder.pop((ref.partition, k), None)
         self._received[ref.epoch] += 1
+        size = self.plan.size(ref)
+        self.num_samples = None if size is None or self.num_samples is None else self.num_samples + size
         if worker != ref.partition:
             self._reassigned[ref.epoch] += 1
         while not self.finished and self.missing(self._num_complete) == 0:

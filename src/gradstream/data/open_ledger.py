@@ -127,6 +127,11 @@ class OpenLedger:
         del epoch
         return sum(line.samples for line in self._lines)
 
+    @property
+    def num_samples(self) -> int:
+        """Samples that the workers which have run out have brought."""
+        return self.samples(0)
+
     def missing(self, epoch: int) -> int:
         """How many of those have no receipt yet."""
         del epoch

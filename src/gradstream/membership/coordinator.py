@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.events import Event, FailedEvent, encode
+from gradstream.membership.goal import Goal
 from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
 from gradstream.membership.keeper import Keeper, Keeping
 from gradstream.membership.state import Membership
@@ -86,6 +87,7 @@ class Coordinator:
         leases: deadlines.
         keeping: what checkpoints are made; None makes none.
         earlier_s: of the run's time before it was resumed.
+        goal: ends the run early.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Coordinator:
         leases: Leases,
         keeping: Keeping | None = None,
         earlier_s: float = 0.0,
+        goal: Goal | None = None,
     ) -> None:
         self._runtime = runtime
         self._membership = membership
@@ -111,6 +114,7 @@ class Coordinator:
         self._failed: FailedEvent | None = None
         self._endpoint = endpoint
         self._earlier_s = earlier_s
+        self._goal = goal
         self._keeper = None if keeping is None else Keeper(runtime, endpoint, membership, keeping)
         self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
@@ -179,8 +183,10 @@ class Coordinator:
             beat = v1.Beat.FromString(received.frame.body.data)
             if beat.events:
                 self._on_events(beat.events)
-                self._note_evaluation(beat.events)
+                self._note(beat.events)
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
+            if beat.receipts and self._goal is not None:
+                self._reached(self._goal.counted(self._membership.num_samples))
             if beat.receipts:
                 self._wake_askers()
 
@@ -235,6 +241,7 @@ class Coordinator:
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         if self._training_ns is None and self._membership.phase == v1.Notice.TRAINING:
             self._training_ns = self._runtime.now()
+            self._watch_clock()
         for instruction in instructions:
             if isinstance(instruction, Emit):
                 if isinstance(instruction.event, FailedEvent):
@@ -269,14 +276,28 @@ class Coordinator:
             why = f"{type(error).__name__}: {error}"
             self._carry_out(membership.cut_failed(cut, self._runtime.node, why, self._age_s()))
 
-    def _note_evaluation(self, lines: bytes) -> None:
-        """Remembers the latest evaluation among these events: the next checkpoint tells of it."""
-        if b'"evaluated"' not in lines:
+    def _note(self, lines: bytes) -> None:
+        """Remembers the latest evaluation, which the next checkpoint tells of, and looks for the goal."""
+        goal = self._goal if self._goal is not None and self._goal.needs_events else None
+        if goal is None and b'"evaluated"' not in lines:
             return
         for line in lines.splitlines():
             event = json.loads(line)
             if event["event"] == "evaluated":
                 self._membership.cuts.evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
+            if goal is not None:
+                self._reached(goal.event(event))
+
+    def _reached(self, reason: str) -> None:
+        """Ends the run if there is a reason to."""
+        if reason:
+            self._carry_out(self._membership.finish(reason, self._age_s()))
+
+    def _watch_clock(self) -> None:
+        goal = self._goal
+        if goal is not None and goal.until.seconds is not None:
+            left_s = max(0.0, goal.until.seconds - self._earlier_s)
+            self._runtime.call_later(left_s, lambda: self._reached(goal.timed()))
 
     def _age_s(self) -> float:
         return (self._runtime.now() - self._born_ns) / 1e9

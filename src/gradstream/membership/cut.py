@@ -7,6 +7,9 @@ begun; else each after the minibatch it is in. So the model holds whole minibatc
 says which, and nobody waits for somebody who has stopped: the one that is behind is let on, and the
 one that is ahead has begun nothing that the others do not get to.
 
+A run that has done enough finishes with such a cut: STOP is then followed by ENDED, which says that
+everything that was begun is in the model, and nothing is written but the final parameters.
+
 Workers stand still from PAUSE to SNAPSHOT. A node that is lost then, or a deadline that passes,
 ends the cut and not the run.
 """
@@ -51,6 +54,8 @@ class Cut:
         workers, shards: who takes part.
         together: all workers stop after the same number of minibatches.
         last: the run stops with it.
+        ends: the run finishes with it: workers have no more to do than to get to where they stop, and
+            nothing is written.
         began_s: when it began.
     """
 
@@ -60,6 +65,7 @@ class Cut:
     together: bool
     last: bool
     began_s: float
+    ends: bool = False
     phase: v1.Cut.Phase = v1.Cut.PAUSE
     begun: dict[str, int] = field(default_factory=dict)
     stop_at: dict[str, int] = field(default_factory=dict)
@@ -83,6 +89,8 @@ class Cut:
                 needed, there = self.workers, self.reached
             case v1.Cut.SNAPSHOT:
                 needed, there = self.shards, self.versions
+            case v1.Cut.ENDED:
+                needed, there = (), ()
             case _:
                 needed, there = self.shards, self.sums
         return [name for name in needed if name not in there]
@@ -114,7 +122,12 @@ class Cut:
         """As every node is told it."""
         places = [v1.Place(vector=p.vector, path=p.path, offset_bytes=p.offset_bytes) for p in self.places]
         return v1.Cut(
-            number=self.number, phase=self.phase, stop_at=self.stop_at, places=places, last=self.last
+            number=self.number,
+            phase=self.phase,
+            stop_at=self.stop_at,
+            places=places,
+            last=self.last,
+            ends=self.ends,
         )
 
 
@@ -144,6 +157,7 @@ class Cuts:
         self.kept = resume.folder if resume is not None else ""  # the newest checkpoint
         self.evaluated: Evaluated | None = None
         self.stopping = False
+        self.finishing = False  # the run has done enough
         self._enabled = enabled
         self._ledger = ledger
         self._policy = policy
@@ -172,6 +186,8 @@ class Cuts:
             self._last_s = at_s
         cut = self.current
         if cut is not None:
+            if self.ending:
+                return []  # what they have begun takes as long as it takes
             limit_s = self._limits.hold_s if cut.standing else self._limits.write_s
             if at_s - (cut.began_s if cut.standing else cut.held_s) > limit_s:
                 names = ", ".join(cut.awaited) or "the coordinator"
@@ -189,7 +205,7 @@ class Cuts:
     def stop(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
         """The run is to stop with a cut: with the one under way, if workers stand still for it."""
         self.stopping = True
-        if not self._enabled:
+        if not self._enabled or self.finishing:
             return []
         if self.current is None:
             return self.begin(at_s, workers, shards)
@@ -197,11 +213,21 @@ class Cuts:
             self.current.last = True
         return [Notify()]
 
+    def finish(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
+        """The run is to finish early: with a cut of its own, after the one under way."""
+        self.finishing = True
+        return [] if self.current is not None else self.begin(at_s, workers, shards)
+
+    @property
+    def ending(self) -> bool:
+        """Whether workers have been told after which minibatch the run ends."""
+        return self.current is not None and self.current.ends and self.current.phase != v1.Cut.PAUSE
+
     def begin(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
         """PAUSE."""
         self._count += 1
         self._last_step, self._last_epochs, self._last_s = self.step, self._ledger.num_complete, at_s
-        self.current = Cut(self._count, workers, shards, self._together, self.stopping, at_s)
+        self.current = Cut(self._count, workers, shards, self._together, self.stopping, at_s, self.finishing)
         return [Notify()]
 
     def report(self, who: str, report: v1.CutReport, at_s: float) -> list[Instruction]:
@@ -242,7 +268,8 @@ class Cuts:
         if cut is not self.current:
             return [Emit(event)]
         self.current = None
-        again = self.begin(at_s, workers, shards) if self.stopping and not cut.last else []
+        due = self.finishing or (self.stopping and not cut.last)
+        again = self.begin(at_s, workers, shards) if due else []
         return [Emit(event), *(again or [Notify()])]
 
     def lost(self, who: str, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
@@ -254,8 +281,12 @@ class Cuts:
         cut = self.current
         if cut is None or who not in cut.workers or not cut.standing:
             return []
+        if self.ending:  # the others get to where they stop all the same
+            cut.workers = [worker for worker in cut.workers if worker != who]
+            return self._advance(cut, at_s)
         failed = self.fail(who, f"{who} was lost while the cut was made", at_s)
-        return [*failed, *(self.begin(at_s, workers, shards) if self.stopping else [])]
+        again = self.stopping or self.finishing
+        return [*failed, *(self.begin(at_s, workers, shards) if again else [])]
 
     def fail(self, who: str, why: str, at_s: float) -> list[Instruction]:
         """Nothing comes of the cut under way; the run goes on, and the checkpoint of before is kept."""
@@ -263,13 +294,15 @@ class Cuts:
         if cut is None:
             return []
         self._last_s = at_s
+        if cut.ends:
+            return []
         event = CheckpointFailedEvent(step=self.step, who=who, message=why, kept=self.kept)
         return [Discard(cut), Emit(event), Notify()]
 
     def drop(self) -> list[Instruction]:
         """The run is over: no cut is of use any more."""
         cut, self.current = self.current, None
-        return [] if cut is None else [Discard(cut)]
+        return [] if cut is None or cut.ends else [Discard(cut)]
 
     def _advance(self, cut: Cut, at_s: float) -> list[Instruction]:
         if cut.awaited:
@@ -278,6 +311,9 @@ class Cuts:
             case v1.Cut.PAUSE:
                 cut.stop()
                 return [Notify(), *self._advance(cut, at_s)]
+            case v1.Cut.STOP if cut.ends:
+                cut.phase = v1.Cut.ENDED
+                return [Notify()]
             case v1.Cut.STOP:
                 cut.done, cut.step = self._ledger.done(), self.step
                 return self._order(cut, Prepare(cut))

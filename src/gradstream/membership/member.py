@@ -176,6 +176,10 @@ class Member:
             time_s += (self._runtime.now() - self._training_ns) / 1e9
         self._events.append(encode(event, node=self.node.name, time_s=time_s))
 
+    def hurry(self) -> None:
+        """What has been reported so far goes out at once."""
+        self._urgent.ring()
+
     def receipt(self, refs: Iterable[BatchRef]) -> None:
         """These batches are in the model: their pushes were acknowledged by all shards."""
         self._beat.receipts.extend(receipt_of(ref) for ref in refs)
@@ -185,9 +189,13 @@ class Member:
         self._beat.cuts.append(report)
         self._urgent.ring()
 
-    def finished(self) -> None:
-        """This worker's strategy is done with all of its batches."""
-        self._beat.finished = True
+    def finished(self, *, relies: bool = False) -> None:
+        """This worker's strategy is done with all of its batches.
+
+        Args:
+            relies: on another worker to keep the final parameters; otherwise they are kept.
+        """
+        self._beat.finished, self._beat.relies = True, relies
         self._urgent.ring()
 
     async def failed(self, error: BaseException, traceback_text: str) -> None:

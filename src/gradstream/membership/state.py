@@ -103,6 +103,7 @@ class Membership:
         )
         self._reason = ""
         self._culprit = ""
+        self._goal_reached = ""
         self._began_s = 0.0
         self._receipt_s = 0.0
         self._num_complete = ledger.num_complete
@@ -179,7 +180,8 @@ class Membership:
         for receipt in beat.receipts:
             self.ledger.receipt(ref_of(receipt), node.rank)
             self._receipt_s = at_s
-        if beat.finished:
+        if beat.finished and not (beat.relies and who == self.workers[0].name):
+            # One that said so before it heard that keeping the parameters is its duty now says so again.
             self._finished.add(who)
         out: list[Instruction] = []
         for report in beat.cuts:
@@ -228,6 +230,13 @@ class Membership:
             return self._stop()
         return self.cuts.stop(at_s, *self._names) + self._after_cut()
 
+    def finish(self, reason: str, at_s: float) -> list[Instruction]:
+        """The run has done enough. It finishes with what workers have begun; asking again changes nothing."""
+        if self.phase != v1.Notice.TRAINING or self.cuts.stopping or self.cuts.finishing:
+            return []
+        self._goal_reached = reason
+        return self.cuts.finish(at_s, *self._names)
+
     def prepared(self, cut: Cut, places: Sequence[Place], at_s: float) -> list[Instruction]:
         """See `Cuts.prepared`."""
         return self.cuts.prepared(cut, places, at_s) + self._after_cut()
@@ -260,6 +269,8 @@ class Membership:
         node = self._nodes.get(who)
         if node is None:
             return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.epoch}")
+        if self.cuts.ending:
+            return v1.OrphanBatches(complete=True)
         refs = self.ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
         complete = self.ledger.finished if last else self.ledger.complete(epoch)
         if last and not refs and not complete and not self.over:
@@ -355,7 +366,8 @@ class Membership:
             self._num_complete += 1
         if any(node.name not in self._finished for node in self.workers):
             return out
-        if not self.ledger.finished:
+        early = self.cuts.ending and not self.ledger.finished
+        if not self.ledger.finished and not early:
             epoch = self._num_complete
             return out + self._abort(
                 self.workers[0].name,
@@ -364,11 +376,18 @@ class Membership:
                 f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
             )
         self.phase = v1.Notice.FINISHED
-        counts = [self.ledger.samples(epoch) for epoch in range(self.ledger.num_epochs)]
-        samples = None if None in counts else sum(count or 0 for count in counts) + self._samples_before()
+        samples = self.num_samples
         trained_s = self._receipt_s - self._began_s + (self._resume.time_s if self._resume else 0.0)
-        done = FinishedEvent(samples=samples, train_s=max(0.0, trained_s))
+        done = FinishedEvent(
+            samples=samples, train_s=max(0.0, trained_s), reason=self._goal_reached if early else ""
+        )
         return [*out, *self.cuts.drop(), Emit(done), Notify()]
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the model: those with a receipt; None in a stream that does not count them."""
+        samples = self.ledger.num_samples
+        return None if samples is None else samples + self._samples_before()
 
     def _samples_before(self, epoch: int | None = None) -> int:
         """Samples that were in the model when a resumed run went on: of all epochs, or of one."""

@@ -388,17 +388,19 @@ class Notice(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ...) -> None: ...
 
 class Cut(_message.Message):
-    __slots__ = ("number", "phase", "stop_at", "places", "last")
+    __slots__ = ("number", "phase", "stop_at", "places", "last", "ends")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PAUSE: _ClassVar[Cut.Phase]
         STOP: _ClassVar[Cut.Phase]
         SNAPSHOT: _ClassVar[Cut.Phase]
         WRITE: _ClassVar[Cut.Phase]
+        ENDED: _ClassVar[Cut.Phase]
     PAUSE: Cut.Phase
     STOP: Cut.Phase
     SNAPSHOT: Cut.Phase
     WRITE: Cut.Phase
+    ENDED: Cut.Phase
     class StopAtEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -411,12 +413,14 @@ class Cut(_message.Message):
     STOP_AT_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     number: int
     phase: Cut.Phase
     stop_at: _containers.ScalarMap[str, int]
     places: _containers.RepeatedCompositeFieldContainer[Place]
     last: bool
-    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Cut.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ...) -> None: ...
+    ends: bool
+    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Cut.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("vector", "path", "offset_bytes")
@@ -457,18 +461,20 @@ class CutReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[CutReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "cuts")
+    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     CUTS_FIELD_NUMBER: _ClassVar[int]
+    RELIES_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
     failure: Failure
     cuts: _containers.RepeatedCompositeFieldContainer[CutReport]
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ...) -> None: ...
+    relies: bool
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "partition", "batch")

@@ -100,6 +100,7 @@ class WorkerNode:
         self._member = member
         self._config = config
         self._accounts = Accounts(config.rank)
+        self._last_ref: BatchRef | None = None
         self._pace = Pace(runtime.node, member.report)
         member.listen(self._pace.hear)
         self._siblings = Siblings(
@@ -221,8 +222,9 @@ class WorkerNode:
         """
         if not self._is_lowest():
             self._report(replica.server)
-            self._member.finished()
+            self._member.finished(relies=True)
             await self._member.heard(lambda: self._is_lowest() or self._is_over())
+        await self._member.heard(lambda: self._pace.settled or self._is_over())
         if not self._is_over():
             await self._save(replica)
             self._report(replica.server)
@@ -298,6 +300,7 @@ class WorkerNode:
         Its parameters are, synchronous, those of the round just done; asynchronous, what it has
         adopted last and its own steps since. Buffers are those of all workers, averaged.
         """
+        self._last_ref = ref
         if not self._config.evaluation.due(schedule, ref):
             return
         if self._is_lowest():
@@ -336,6 +339,7 @@ class WorkerNode:
                 final=final,
             )
         )
+        self._member.hurry()  # it may be what the run was to reach
 
     # ---- parameters ---------------------------------------------------------------------
 
@@ -363,7 +367,8 @@ class WorkerNode:
             await self._fetch_final(replica)
         if self._config.evaluation.every is not None:
             schedule = self._schedule()
-            await self._evaluate(replica, schedule, schedule.last, final=True)
+            last = self._last_ref if self._pace.ending and self._last_ref else schedule.last
+            await self._evaluate(replica, schedule, last, final=True)
         buffers = await self._siblings.average()
         replica.retire()  # makes room for the copy that is written
 

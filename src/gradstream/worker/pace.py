@@ -43,8 +43,18 @@ class Pace:
         self._say_if_reached()
         self._changed.set()
 
-    async def gate(self, flush: Callable[[], Awaitable[None]]) -> None:
-        """Returns when the next minibatch may be begun, and counts it.
+    @property
+    def ending(self) -> bool:
+        """Whether it is known after which minibatch the run ends."""
+        return self._cut.ends and self._cut.phase != v1.Cut.PAUSE
+
+    @property
+    def settled(self) -> bool:
+        """Whether all that workers had begun is in the model, if they were told where the run ends."""
+        return not self._cut.ends or self._cut.phase == v1.Cut.ENDED
+
+    async def gate(self, flush: Callable[[], Awaitable[None]]) -> bool:
+        """Returns True when the next minibatch may be begun, and counts it; False when the run ends here.
 
         Args:
             flush: puts everything that was computed into the model.
@@ -54,10 +64,13 @@ class Pace:
                 await flush()
                 self.stand()
                 continue  # the cut may have let go meanwhile
+            if self.ending:
+                return False
             self._changed.clear()
             await self._changed.wait()
         self._standing = False
         self.begun += 1
+        return True
 
     def stand(self) -> None:
         """Everything that was begun is in the model, and nothing more is begun without passing the gate."""

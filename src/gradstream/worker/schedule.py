@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -76,8 +76,7 @@ class Schedule:
     def last(self) -> BatchRef:
         """The last minibatch of the longest partition: the run ends with its data epoch."""
         rank = max(range(self.plan.num_partitions), key=self._count)
-        epoch, batch = divmod(self._count(rank) - 1, self.plan.batches_per_epoch(rank))
-        return BatchRef(epoch, rank, batch)
+        return self.plan.nth(rank, self._count(rank) - 1)
 
     @property
     def last_epoch(self) -> int:
@@ -85,7 +84,7 @@ class Schedule:
         counts = enumerate(map(self._count, range(self.plan.num_partitions)))
         return max((self.plan.nth(rank, count - 1).epoch for rank, count in counts if count), default=0)
 
-    async def refs(self, flush: Flush) -> AsyncIterator[BatchRef]:
+    async def refs(self, flush: Flush) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches in order; after each epoch, those of workers that died.
 
         Args:
@@ -170,7 +169,7 @@ class OpenSchedule:
         """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
         return 0 if self._supply.ended else UNKNOWN
 
-    async def refs(self, flush: Flush) -> AsyncIterator[BatchRef]:
+    async def refs(self, flush: Flush) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
         supply, endings = self._supply, self._endings
         for number in itertools.count():

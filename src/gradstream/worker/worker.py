@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -189,16 +190,18 @@ class Replica:
 
     async def batches(self) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
-        async for ref in self._schedule.refs(self._close):
-            await self._pace.gate(self._flush)
-            self._stopwatch.begin(self._runtime.now())
-            batch = await self._named(ref)
-            self._owed[ref] = None
-            yield batch
-            self._report(batch)
-            self.step += 1
-            self.samples += batch.num_samples
-            await self._on_boundary(self, ref)
+        async with aclosing(self._schedule.refs(self._close)) as refs:
+            async for ref in refs:
+                if not await self._pace.gate(self._flush):
+                    return
+                self._stopwatch.begin(self._runtime.now())
+                batch = await self._named(ref)
+                self._owed[ref] = None
+                yield batch
+                self._report(batch)
+                self.step += 1
+                self.samples += batch.num_samples
+                await self._on_boundary(self, ref)
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
         assert isinstance(self._schedule, Schedule)

@@ -1,0 +1,115 @@
+"""When a run has done enough, before its data is through: a pure state machine of events and counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradstream.errors import ConfigError
+
+__all__ = ["Goal", "Until", "until"]
+
+MEMORY = 0.95
+FEWEST = 20
+"""The training loss is judged from so many minibatches on: one lucky minibatch is no progress."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Until:
+    """What ends a run, whichever comes first. Made by `until`.
+
+    Args:
+        accuracy: on held-out samples, at least; in (0, 1]. Needs `evaluate_every`.
+        loss: of training, at most: the moving mean over about 20 minibatches of all workers.
+        seconds: of training.
+        samples: with a receipt, at least: they are in the model.
+
+    Raises:
+        ConfigError: no criterion, or one out of its range.
+    """
+
+    accuracy: float | None = None
+    loss: float | None = None
+    seconds: float | None = None
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        if not given:
+            raise ConfigError("until: no criterion; expected accuracy, loss, seconds or samples")
+        for name, value in given.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or (name != "loss" and value <= 0) or (name == "accuracy" and value > 1):
+                expected = {"accuracy": "a number in (0, 1]", "loss": "a finite number"}.get(
+                    name, "a number > 0"
+                )
+                raise ConfigError(f"until: {name} is {value!r}; expected {expected}")
+
+
+def until(
+    *,
+    accuracy: float | None = None,
+    loss: float | None = None,
+    seconds: float | None = None,
+    samples: int | None = None,
+) -> Until:
+    """What ends a run before its epochs or steps do, whichever comes first: see `Until`.
+
+    Example:
+        >>> until(accuracy=0.9, seconds=3600)
+        Until(accuracy=0.9, loss=None, seconds=3600, samples=None)
+    """
+    return Until(accuracy=accuracy, loss=loss, seconds=seconds, samples=samples)
+
+
+class Goal:
+    """Follows a run, and says why it has done enough.
+
+    Each method returns the reason, or "" while there is none.
+    """
+
+    def __init__(self, until: Until) -> None:
+        self.until = until
+        self._loss = 0.0
+        self._num_losses = 0
+
+    @property
+    def needs_events(self) -> bool:
+        """Whether `event` has to be called."""
+        return self.until.accuracy is not None or self.until.loss is not None
+
+    def event(self, event: Mapping[str, Any]) -> str:
+        """An event of any node, as `events.jsonl` holds it."""
+        match event["event"]:
+            case "step" if event["loss"] is not None and event["samples"]:
+                return self._stepped(event["loss"])
+            case "evaluated" if self.until.accuracy is not None:
+                return self._evaluated(event)
+            case _:
+                return ""
+
+    def _stepped(self, loss: float) -> str:
+        self._num_losses += 1
+        weight = (1 - MEMORY) / (1 - MEMORY**self._num_losses)  # unbiased from the first value on
+        self._loss += weight * (loss - self._loss)
+        if self.until.loss is None or self._num_losses < FEWEST or self._loss > self.until.loss:
+            return ""
+        return f"training loss {self._loss:.4g} <= {self.until.loss:g}"
+
+    def _evaluated(self, event: Mapping[str, Any]) -> str:
+        accuracy, wanted = event["accuracy"], self.until.accuracy
+        if accuracy is None or wanted is None or accuracy < wanted:
+            return ""
+        return f"accuracy {accuracy:.4g} >= {wanted:g} after step {event['step']}"
+
+    def counted(self, samples: int | None) -> str:
+        """So many samples have a receipt; None where nobody counts them."""
+        wanted = self.until.samples
+        return f"{samples:,} samples >= {wanted:,}" if samples and wanted and samples >= wanted else ""
+
+    def timed(self) -> str:
+        """`until.seconds` have passed."""
+        return f"{self.until.seconds:g} s of training"
