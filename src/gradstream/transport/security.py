@@ -28,6 +28,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "fetch": frozenset({"worker"}),
     "command": frozenset({"worker"}),
     "tensor": frozenset({"worker"}),
+    "state": frozenset({"worker"}),
 }
 """The roles that may call a method, besides the coordinator, who may call all of them.
 
