@@ -221,6 +221,20 @@ def test_a_distributed_sampler_is_refused() -> None:
         gs.from_loader([1])  # type: ignore[arg-type]
 
 
+def test_a_context_whose_processes_cannot_import_the_job_file_is_refused() -> None:
+    class Mine(Numbered):
+        pass
+
+    Mine.__module__ = "__gradstream_job__"
+    for dataset, fine in ((Mine(6), False), (Numbered(6), True)):
+        loader = DataLoader(dataset, num_workers=1, multiprocessing_context="spawn")
+        if fine:
+            gs.from_loader(loader)
+            continue
+        with pytest.raises(ConfigError, match=r"'spawn' context cannot import .*Mine.* module of its own"):
+            gs.from_loader(loader)
+
+
 def tag_process(worker: int) -> None:
     global tag
     tag = worker + 1

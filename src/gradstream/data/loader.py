@@ -61,9 +61,11 @@ def from_loader(
       `generator` and the global ones are seeded by run seed and epoch); it must be the same
       wherever it is drawn. A `DistributedSampler` is refused: the cut is gradstream's.
     * `drop_last`: leaves out the last minibatch of each partition, or the last round, if it is short.
-    * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`,
-      `multiprocessing_context`, `pin_memory`: as in torch, in each worker's own process. With
-      `num_workers` the samples are read ahead, by that many processes for each worker.
+    * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`, `pin_memory`: as in
+      torch, in each worker's own process. With `num_workers` the samples are read ahead, by that many
+      processes for each worker; what a lost worker has left is read by the others' own processes.
+    * `multiprocessing_context`: "fork" unless given. Others need a data set that is defined in a module
+      of its own, which the processes can import.
     * `worker_init_fn`: called in each of those processes.
     * `generator`: seeded by the run, so that its own seed has no effect.
     * a `batch_sampler` of your own, `batch_size=None`: batch b of an epoch goes to worker b mod W.
@@ -89,6 +91,7 @@ def from_loader(
     check_targets(targets)
     name = name or type(loader.dataset).__name__
     _refuse_distributed(loader)
+    _check_context(loader)
     numbered = loader.batch_size is not None or loader.batch_sampler is not None
     held = held_out_of(test, loader.collate_fn if numbered else default_collate, targets, name)
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -114,6 +117,20 @@ def _refuse_distributed(loader: Loader) -> None:
             "from_loader: the loader has a DistributedSampler, but gradstream divides the data among its "
             "workers itself; make the loader without it, with shuffle=True"
         )
+
+
+def _check_context(loader: Loader) -> None:
+    context = loader.multiprocessing_context
+    if not loader.num_workers or context is None or context.get_start_method() == "fork":
+        return
+    for what in (type(loader.dataset), loader.collate_fn, loader.worker_init_fn):
+        module = getattr(what, "__module__", None) or ""
+        if module.startswith("__"):
+            raise ConfigError(
+                f"from_loader: processes of a {context.get_start_method()!r} context cannot import "
+                f"{getattr(what, '__qualname__', what)}, which is defined in the job file: define it in a "
+                'module of its own, or leave out multiprocessing_context (then it is "fork")'
+            )
 
 
 def _length(loader: Loader) -> int | None:
@@ -258,7 +275,7 @@ def _like(loader: Loader, generator: torch.Generator, **batches: Any) -> Loader:
         processes = {
             "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
+            "multiprocessing_context": loader.multiprocessing_context or "fork",
             "timeout": loader.timeout,
         }
     return DataLoader(
@@ -291,6 +308,8 @@ def _run(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterab
         loader.dataset.set_epoch(epoch)
     mine = copy.copy(loader)
     mine.worker_init_fn = Isolated(loader.worker_init_fn)
+    if loader.num_workers:
+        mine.multiprocessing_context = loader.multiprocessing_context or "fork"
     mine.generator = torch.Generator().manual_seed(mixed(seed, epoch))
     return dealt(seeded_iterator(lambda: _words_of_its_own(mine), seed, epoch), rank, world)
 
