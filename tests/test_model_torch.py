@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradstream.errors import ConfigError, GradientError
 from gradstream.model import Batch, TorchModel, from_torch
-from gradstream.model import torch_module as torch_module_file
+from gradstream.model import built_module as built_module_file
 
 
 def batch_of(inputs: Any, targets: Any) -> Batch:
@@ -181,7 +181,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("wide_from", [1, 1 << 20])
 def test_tied_weights_add_up(wide_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_module_file, "WIDE_ELEMS", wide_from)
+    monkeypatch.setattr(built_module_file, "WIDE_ELEMS", wide_from)
     rng = np.random.default_rng(0)
     batch = batch_of(rng.integers(0, 7, 10), rng.integers(0, 7, 10))
     model = from_torch(Tied, F.cross_entropy)

@@ -12,34 +12,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     default_collate,
 )
 
-from gradstream.data.base import DEFAULT_BATCH_SIZE, BatchRef, Dataset, Division, Feed, Ids, Plan
-from gradstream.data.collated import check_targets, collated
+from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset, Division, Feed, Plan
+from gradstream.data.collated import check_targets
 from gradstream.data.feed import plan_samples
 from gradstream.data.isolation import Isolated
 from gradstream.data.mapped import MapDataset, SeededFeed, check_mapped, held_out_of
-from gradstream.data.plan import EpochPlan, Order
-from gradstream.data.randomness import mixed, seeded, seeded_iterator
+from gradstream.data.plan import EpochPlan
+from gradstream.data.randomness import mixed, seeded_iterator
+from gradstream.data.read_ahead import ReadAhead, in_own_words, loader_like
+from gradstream.data.samplers import drawn_by, order_of
 from gradstream.data.stream import StreamDataset, dealt
-from gradstream.errors import ConfigError, DataError, UserCodeError
-from gradstream.model.batch import Batch
+from gradstream.errors import ConfigError, DataError
 
-__all__ = ["LoaderDataset", "LoaderFeed", "from_loader"]
+__all__ = ["LoaderDataset", "from_loader"]
 
 Loader = DataLoader[Any]
 
@@ -167,136 +165,15 @@ class LoaderDataset(MapDataset):
             )
         assert size is not None
         division = dataclasses.replace(division, batch_size=size)
-        order = None if self._shuffled else _order_of(self.loader, self.num_samples, division.seed, self.name)
+        order = None if self._shuffled else order_of(self.loader, self.num_samples, division.seed, self.name)
         return plan_samples(self._num_drawn, division, order=order, drop_last=self.loader.drop_last)
 
     def feed(self, plan: Plan, rank: int, seed: int) -> Feed:
         """Reads in this process, or ahead in processes of the loader's."""
         assert isinstance(plan, EpochPlan)
         if self.loader.num_workers:
-            return LoaderFeed(self, plan, rank, seed)
+            return ReadAhead(self, self.loader, plan, rank, seed)
         return SeededFeed(self, plan, seed)
-
-
-def _order_of(loader: Loader, num_samples: int, seed: int, name: str) -> Order:
-    """What the loader's sampler draws in each data epoch; the last two epochs are remembered."""
-    if type(loader.sampler) is SequentialSampler:
-        ids = np.arange(num_samples)
-        return lambda epoch: ids
-    num_drawn = len(loader.sampler)  # type: ignore[arg-type]  # a sampler with a batch size has one
-
-    @functools.lru_cache(maxsize=2)
-    def order(epoch: int) -> Ids:
-        drawn = np.array(_drawn(loader.sampler, seed, epoch), dtype=np.int64)
-        if drawn.shape != (num_drawn,):
-            raise DataError(
-                f"the sampler of {name!r} drew {drawn.shape} in data epoch {epoch}, expected ({num_drawn},): "
-                "as many sample numbers as its len() says"
-            )
-        return drawn
-
-    return order
-
-
-def _drawn(sampler: Any, seed: int, epoch: int) -> list[Any]:
-    """Everything that a sampler draws in a data epoch, as a function of (seed, epoch)."""
-    parts: list[Any] = [sampler, getattr(sampler, "sampler", None)]
-    for part in parts:
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)
-        if isinstance(getattr(part, "generator", None), torch.Generator):
-            part.generator.manual_seed(mixed(seed, epoch))
-    with seeded(seed, epoch):
-        return list(sampler)
-
-
-class _Ahead:
-    """The batch sampler of a loader that reads ahead: minibatches of a plan, from some one on."""
-
-    def __init__(self, plan: EpochPlan) -> None:
-        self._plan = plan
-        self.start = BatchRef(0, 0, 0)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self.start
-        for batch in range(first.batch, self._plan.batches_in(first.partition, first.epoch)):
-            yield self._plan.ids(BatchRef(first.epoch, first.partition, batch)).tolist()
-
-
-class LoaderFeed:
-    """Reads a worker's own minibatches ahead in processes, and others as they are asked for.
-
-    Args:
-        data: the data set.
-        plan: of it.
-        rank: whose minibatches are read ahead.
-        seed: of the run. What the processes draw is a function of (seed, epoch, rank) while nothing is
-            skipped.
-    """
-
-    def __init__(self, data: LoaderDataset, plan: EpochPlan, rank: int, seed: int) -> None:
-        self._data = data
-        self._plan = plan
-        self._rank = rank
-        self._seed = seed
-        self._others = SeededFeed(data, plan, seed)
-        self._ahead = _Ahead(plan)
-        self._generator = torch.Generator()
-        self._loader = _like(data.loader, self._generator, batch_sampler=self._ahead)
-        self._items: Iterator[Any] = iter(())
-        self._next: BatchRef | None = None
-
-    def read(self, ref: BatchRef) -> Batch:
-        """See `Feed`."""
-        if ref.partition != self._rank or not self._plan.size(ref):
-            return self._others.read(ref)
-        if ref != self._next:
-            self._begin(ref)
-        try:
-            item = next(self._items)
-        except Exception as error:
-            self._next = None
-            raise _said(error) from error
-        self._next = BatchRef(ref.epoch, ref.partition, ref.batch + 1)
-        where = f"batch {ref.batch} of {self._data.name!r} (rank {ref.partition}, data epoch {ref.epoch})"
-        return collated(item, self._data.targets, where, self._plan.ids(ref))
-
-    def _begin(self, ref: BatchRef) -> None:
-        self._ahead.start = ref
-        self._generator.manual_seed(mixed(self._seed, ref.epoch, ref.partition))
-        with seeded(self._seed, ref.epoch, ref.partition):
-            self._items = iter(self._loader)
-
-
-def _like(loader: Loader, generator: torch.Generator, **batches: Any) -> Loader:
-    """A loader with the settings of another, over `batches`: a batch sampler, or a sampler of batches."""
-    processes: dict[str, Any] = {}
-    if loader.num_workers:
-        processes = {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context or "fork",
-            "timeout": loader.timeout,
-        }
-    return DataLoader(
-        loader.dataset,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory and torch.cuda.is_available(),
-        worker_init_fn=Isolated(loader.worker_init_fn),
-        generator=generator,
-        **batches,
-        **processes,
-    )
-
-
-def _said(error: Exception) -> Exception:
-    """What a process of a loader's raised, with its own traceback; torch puts both into the message."""
-    _, mark, raised = str(error).partition("Original Traceback (most recent call last):\n")
-    if not mark:
-        return error
-    message = f"the data set raised {raised.rstrip().splitlines()[-1]}, in a process of the loader's"
-    return UserCodeError(message, "Traceback (most recent call last):\n" + raised)
 
 
 # ---- numbered batches, and nothing numbered ---------------------------------------------
@@ -311,23 +188,16 @@ def _run(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterab
     if loader.num_workers:
         mine.multiprocessing_context = loader.multiprocessing_context or "fork"
     mine.generator = torch.Generator().manual_seed(mixed(seed, epoch))
-    return dealt(seeded_iterator(lambda: _words_of_its_own(mine), seed, epoch), rank, world)
+    return dealt(seeded_iterator(lambda: in_own_words(mine), seed, epoch), rank, world)
 
 
 def _run_share(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterable[Any]:
     """The batches of a loader whose batches are numbered, but only those of one worker."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch, rank))
     if loader.batch_sampler is None:
-        share = list(dealt(_drawn(loader.sampler, seed, epoch), rank, world))
-        mine = _like(loader, generator, sampler=share, batch_size=None)
+        share = list(dealt(drawn_by(loader.sampler, seed, epoch), rank, world))
+        mine = loader_like(loader, generator, sampler=share, batch_size=None)
     else:
-        share = list(dealt(_drawn(loader.batch_sampler, seed, epoch), rank, world))
-        mine = _like(loader, generator, batch_sampler=share)
-    return _words_of_its_own(mine)
-
-
-def _words_of_its_own(items: Iterable[Any]) -> Iterator[Any]:
-    try:
-        yield from items
-    except Exception as error:
-        raise _said(error) from error
+        share = list(dealt(drawn_by(loader.batch_sampler, seed, epoch), rank, world))
+        mine = loader_like(loader, generator, batch_sampler=share)
+    return in_own_words(mine)

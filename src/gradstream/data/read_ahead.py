@@ -1,0 +1,120 @@
+"""Samples read ahead by the processes of a torch `DataLoader`, in the order of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from gradstream.data.base import BatchRef
+from gradstream.data.collated import collated
+from gradstream.data.isolation import Isolated
+from gradstream.data.mapped import MapDataset, SeededFeed
+from gradstream.data.plan import EpochPlan
+from gradstream.data.randomness import mixed, seeded
+from gradstream.errors import UserCodeError
+from gradstream.model.batch import Batch
+
+__all__ = ["ReadAhead", "in_own_words", "loader_like"]
+
+Loader = DataLoader[Any]
+
+
+class _Ahead:
+    """The batch sampler of a loader that reads ahead: minibatches of a plan, from some one on."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self._plan = plan
+        self.start = BatchRef(0, 0, 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.start
+        for batch in range(first.batch, self._plan.batches_in(first.partition, first.epoch)):
+            yield self._plan.ids(BatchRef(first.epoch, first.partition, batch)).tolist()
+
+
+class ReadAhead:
+    """Reads a worker's own minibatches ahead in processes, and others as they are asked for.
+
+    Args:
+        data: the data set.
+        loader: over it: says how it is read.
+        plan: of it.
+        rank: whose minibatches are read ahead.
+        seed: of the run. What the processes draw is a function of (seed, epoch, rank) while nothing is
+            skipped.
+    """
+
+    def __init__(self, data: MapDataset, loader: Loader, plan: EpochPlan, rank: int, seed: int) -> None:
+        self._data = data
+        self._plan = plan
+        self._rank = rank
+        self._seed = seed
+        self._others = SeededFeed(data, plan, seed)
+        self._ahead = _Ahead(plan)
+        self._generator = torch.Generator()
+        self._loader = loader_like(loader, self._generator, batch_sampler=self._ahead)
+        self._items: Iterator[Any] = iter(())
+        self._next: BatchRef | None = None
+
+    def read(self, ref: BatchRef) -> Batch:
+        """See `Feed`."""
+        if ref.partition != self._rank or not self._plan.size(ref):
+            return self._others.read(ref)
+        if ref != self._next:
+            self._begin(ref)
+        try:
+            item = next(self._items)
+        except Exception as error:
+            self._next = None
+            raise _said(error) from error
+        self._next = BatchRef(ref.epoch, ref.partition, ref.batch + 1)
+        where = f"batch {ref.batch} of {self._data.name!r} (rank {ref.partition}, data epoch {ref.epoch})"
+        return collated(item, self._data.targets, where, self._plan.ids(ref))
+
+    def _begin(self, ref: BatchRef) -> None:
+        self._ahead.start = ref
+        self._generator.manual_seed(mixed(self._seed, ref.epoch, ref.partition))
+        with seeded(self._seed, ref.epoch, ref.partition):
+            self._items = iter(self._loader)
+
+
+def loader_like(loader: Loader, generator: torch.Generator, **batches: Any) -> Loader:
+    """A loader with the settings of another, over `batches`: a batch sampler, or a sampler of batches."""
+    processes: dict[str, Any] = {}
+    if loader.num_workers:
+        processes = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context or "fork",
+            "timeout": loader.timeout,
+        }
+    return DataLoader(
+        loader.dataset,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        worker_init_fn=Isolated(loader.worker_init_fn),
+        generator=generator,
+        **batches,
+        **processes,
+    )
+
+
+def _said(error: Exception) -> Exception:
+    """What a process of a loader's raised, with its own traceback; torch puts both into the message."""
+    _, mark, raised = str(error).partition("Original Traceback (most recent call last):\n")
+    if not mark:
+        return error
+    message = f"the data set raised {raised.rstrip().splitlines()[-1]}, in a process of the loader's"
+    return UserCodeError(message, "Traceback (most recent call last):\n" + raised)
+
+
+def in_own_words(items: Iterable[Any]) -> Iterator[Any]:
+    """The same items; what a process raises comes with the user's own traceback."""
+    try:
+        yield from items
+    except Exception as error:
+        raise _said(error) from error

@@ -1,0 +1,85 @@
+"""How many minibatches of a stream each worker goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gradstream.data.base import BatchRef
+from gradstream.data.done import Done, Run
+from gradstream.data.line import Line
+
+__all__ = ["StreamPlan"]
+
+
+class StreamPlan(Line):
+    """How many minibatches each partition has; how large they are is known once they are read.
+
+    Its samples have no numbers, so what is done is told in batches: a resumed run goes on behind those
+    that every partition has gone through.
+
+    Args:
+        counts: minibatches of each partition in each epoch.
+        rounds: how many steps all partitions have; those beyond its count are empty for a partition.
+            None where partitions need not go in step.
+        endless: one epoch here is the whole run, through as many of the stream's own as it takes.
+        typical_size: samples that a minibatch is taken to have where nothing is read.
+        done: batches of each partition that are in the model already.
+    """
+
+    def __init__(
+        self,
+        counts: tuple[int, ...],
+        *,
+        rounds: int | None,
+        endless: bool,
+        typical_size: int,
+        done: Done | None = None,
+    ) -> None:
+        super().__init__(len(counts), done)
+        self.counts = counts
+        self.rounds = rounds
+        self.endless = endless
+        self.typical_size = typical_size
+
+    def batches_per_epoch(self, partition: int) -> int:
+        """See `Plan`."""
+        return self.counts[partition] if self.rounds is None else self.rounds
+
+    def size(self, ref: BatchRef) -> int | None:
+        """0 for what is only there to keep step; else None."""
+        return None if self.whole(ref).batch < self.counts[ref.partition] else 0
+
+    def likely_size(self, ref: BatchRef) -> int:
+        """See `Plan`."""
+        return 0 if self.size(ref) == 0 else self.typical_size
+
+    def batches_in(self, partition: int, epoch: int) -> int:
+        """See `Plan`."""
+        if epoch < self.done.epochs:
+            return 0
+        return max(0, self.batches_per_epoch(partition) - self._num_done(epoch))
+
+    def whole(self, ref: BatchRef) -> BatchRef:
+        """A minibatch by its number in the whole epoch."""
+        return BatchRef(ref.epoch, ref.partition, ref.batch + self._num_done(ref.epoch))
+
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+        """See `Plan`: of each epoch, the batches up to the first that some partition has not gone through."""
+        there = set(refs)
+        parts: dict[int, tuple[Run]] = {}
+        for epoch in sorted({ref.epoch for ref in there} | set(self.done.parts)):
+            lengths = []
+            for partition in range(self.num_partitions):
+                total = self.batches_in(partition, epoch)
+                gone = next((b for b in range(total) if BatchRef(epoch, partition, b) not in there), total)
+                if gone < total:
+                    lengths.append(gone)
+            if epoch >= num_epochs and lengths:
+                parts[epoch] = ((0, self._num_done(epoch) + min(lengths)),)
+        return Done(num_epochs, {epoch: runs for epoch, runs in parts.items() if runs[0][1]})
+
+    def _num_done(self, epoch: int) -> int:
+        return self.done.parts[epoch][0][1] if epoch in self.done.parts else 0
+
+    def __repr__(self) -> str:
+        return f"StreamPlan({self.counts} batches)"

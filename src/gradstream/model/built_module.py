@@ -1,0 +1,136 @@
+"""A PyTorch module as built: its parameters as views of a flat vector, its buffers its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from gradstream.errors import ConfigError
+from gradstream.model.backprop import Backprop
+from gradstream.model.base import Layout
+from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
+
+__all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
+
+Build = Callable[[], nn.Module]
+
+
+class BuiltModule:
+    """The one module of a `TorchModel`, without trained parameters of its own.
+
+    They are dropped once their shapes are known, so that memory holds the flat vector alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        trained = trained_of(module)
+        dtype = _dtype_of(trained)
+        self.module = module
+        self.layout = Layout.of([(name, tuple(p.shape)) for name, p in trained], dtype)
+        self.parameters = [parameter for _, parameter in trained]
+        self.names, self.frozen = _names(module, trained)
+        self._at: tuple[int, int] | None = None
+        self._training: bool | None = None
+        self._kept_in_eval = [part for part in module.modules() if not part.training]
+        for parameter in self.parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Persistent buffers by name, in the module's own order."""
+        state = self.module.state_dict(keep_vars=True)
+        return [
+            (name, tensor)
+            for name, tensor in state.items()
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter)
+        ]
+
+    def point_at(self, flat: torch.Tensor) -> None:
+        """Makes the parameters views of `flat`. Free where they are already: views keep its memory."""
+        at = (flat.data_ptr(), flat.numel())
+        if at == self._at:
+            return
+        if flat.dtype != self.layout.dtype or flat.numel() != self.layout.elems:
+            raise ConfigError(
+                f"parameters are {flat.numel()} x {flat.dtype}; this model's are "
+                f"{self.layout.elems} x {self.layout.dtype}: take the length and dtype from its layout"
+            )
+        for parameter, (_, view) in zip(self.parameters, self.layout.views(flat), strict=True):
+            parameter.data = view
+        self._at = at
+
+    def training(self, on: bool) -> None:
+        """Switches to the modes that `build` left the parts in, or all to eval()."""
+        if self._training == on:
+            return
+        self.module.train(on)
+        for part in self._kept_in_eval:
+            part.training = False
+        self._training = on
+
+    def wide(self, backprop: Backprop) -> AbstractContextManager[object]:
+        """The direct path for wide layers; nothing where the model has none."""
+        pairs = zip(self.parameters, backprop.sinks, strict=True)
+        wide = [(p, sink) for p, sink in pairs if p.dim() == 2 and p.numel() >= WIDE_ELEMS]
+        return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
+
+
+def build_module(build: Build, seed: int) -> nn.Module:
+    """What `build()` gives under this seed. Raises ConfigError unless it is a module that can be trained."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(seed)
+        module = build()
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"from_torch: build() returned {type(module).__name__}, expected a torch.nn.Module; "
+            "pass a function that builds one, not the module itself"
+        )
+    if any(map(nn.parameter.is_lazy, module.parameters())):
+        raise ConfigError(
+            "from_torch: build() returned a module with lazy parameters, whose shapes are not known: "
+            "give the layers their sizes, or run the module once in build()"
+        )
+    return module
+
+
+def trained_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that require a gradient, the last one first: that is about backward order."""
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
+
+
+def _names(
+    module: nn.Module, trained: list[tuple[str, nn.Parameter]]
+) -> tuple[dict[str, str | None], dict[str, torch.Tensor]]:
+    """Name of every parameter -> the name that it is trained under, or None; and those frozen, by name."""
+    trained_as = {id(parameter): name for name, parameter in trained}
+    names: dict[str, str | None] = {}
+    frozen: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[name] = trained_as.get(id(parameter))
+        if names[name] is None:
+            frozen[name] = parameter.detach()
+    return names, frozen
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Numpy has no bfloat16: its values are float32 there."""
+    wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    array: np.ndarray[Any, Any] = wide.numpy()
+    return array
+
+
+def _dtype_of(trained: list[tuple[str, nn.Parameter]]) -> torch.dtype:
+    dtypes = {parameter.dtype: name for name, parameter in reversed(trained)}
+    if len(dtypes) == 1 and next(iter(dtypes)) in (torch.float32, torch.float64):
+        return next(iter(dtypes))
+    if not dtypes:
+        raise ConfigError(
+            "from_torch: the module has no parameters that require a gradient; nothing to train"
+        )
+    got = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
+    raise ConfigError(
+        f"from_torch: parameters are {got}; expected one dtype, float32 or float64: call .float() in build()"
+    )
