@@ -106,6 +106,33 @@ def test_accumulation_counts_the_samples_of_all_its_forward_passes() -> None:
     torch.testing.assert_close(both[0]["weight"], one["weight"], rtol=1e-9, atol=1e-12)
 
 
+def test_groups_of_parameters_have_options_of_their_own() -> None:
+    def loop(session: gs.Session) -> Parameters:
+        model = nn.Sequential(nn.Linear(5, 70), nn.Tanh(), nn.Linear(70, 1)).double()
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": others, "lr": 0.05}]
+        made: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+        loader = session.shard(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=16), split=True)
+        _, made = session.wrap(model, made)
+        scheduler = torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
+        for _ in range(3):
+            for x, y in loader:
+                made.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()  # type: ignore[no-untyped-call]
+                made.step()
+            scheduler.step()
+        session.close()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    both = loop_in_threads(loop, servers=2, chunk_elems=64)
+    for name, parameter in loop(gs.Session()).items():
+        torch.testing.assert_close(both[0][name], parameter, rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("servers", [1, 2])
 def test_downpour_comes_to_the_same_place_and_ends_the_same_for_all(servers: int) -> None:
     both = loop_in_threads(

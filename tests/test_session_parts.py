@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError, GradientError, UserCodeError
-from gradstream.registry import optimizer_of_text, text_of_optimizer
+from gradstream.registry import optimizer_of_text
 from gradstream.session.handover import Handover
 from gradstream.session.held import HeldArrays, HeldModule
 from gradstream.session.optimizer import DistributedOptimizer
@@ -55,7 +55,7 @@ def test_the_servers_rule_does_what_the_optimizer_does(
     theirs = nn.Parameter(torch.randn(7, generator=generator))
     ours = theirs.detach().clone()
     optimizer = make([theirs])
-    rule = optimizer_of_text(text_of_optimizer(rule_of(optimizer)))  # as it travels
+    rule, _ = optimizer_of_text(rule_of(optimizer).text([]))  # as it travels
     state = {name: torch.full_like(ours, rule.state_init) for name in rule.state_names}
     for step in range(1, 5):
         optimizer.param_groups[0]["lr"] = 0.1 / step  # as a scheduler would
@@ -72,11 +72,11 @@ def test_the_servers_rule_does_what_the_optimizer_does(
         (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
         (lambda p: torch.optim.SGD(p, maximize=True), "maximize=True"),
         (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), "lr_decay=0.1"),
-        (lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:], "lr": 0.5}]), "lr=0.5"),
         (
-            lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.5}]),
-            "weight_decay=0.5",
+            lambda p: torch.optim.SGD([{"params": p[:1], "momentum": 0.9}, {"params": p[1:]}]),
+            "must be the same for all",
         ),
+        (lambda p: torch.optim.SGD([{"params": p[:1], "lr": 0.0}, {"params": p[1:]}]), "group 0 has lr=0"),
     ],
 )
 def test_an_optimizer_without_a_rule_is_refused_by_name(
@@ -98,7 +98,8 @@ def test_a_rule_from_a_peer_is_one_of_ours() -> None:
 def wrapped(**options: Any) -> tuple[nn.Linear, torch.optim.Optimizer, DistributedOptimizer, list[float]]:
     model, rates = linear(), list[float]()
     inner = torch.optim.SGD(model.parameters(), lr=0.5, **options)
-    return model, inner, DistributedOptimizer(inner, lambda lr, loss: rates.append(lr)), rates
+    optimizer = DistributedOptimizer(inner, rule_of(inner), lambda lr, loss: rates.append(lr))
+    return model, inner, optimizer, rates
 
 
 def test_schedulers_of_either_optimizer_set_the_rate_of_the_next_step(
@@ -159,9 +160,30 @@ def test_what_the_servers_could_not_follow_is_refused() -> None:
     inner.param_groups[0]["momentum"] = 0.9
     inner.step()
     with pytest.raises(ConfigError, match="wrap it before its first step"):
-        DistributedOptimizer(inner, lambda lr, loss: None)
+        DistributedOptimizer(inner, rule_of(inner), lambda lr, loss: None)
     with pytest.raises(ConfigError, match="load_state_dict"):
         optimizer.load_state_dict(inner.state_dict())
+
+
+def test_rates_of_groups_change_together() -> None:
+    model = linear()
+    groups: list[dict[str, Any]] = [
+        {"params": [model.weight]},
+        {"params": [model.bias], "lr": 0.2, "weight_decay": 0.5},
+    ]
+    inner = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+    rule = rule_of(inner)
+    assert rule.groups == ({}, {"weight_decay": 0.5, "lr_scale": 2.0})
+    rates: list[float] = []
+    optimizer = DistributedOptimizer(inner, rule, lambda lr, loss: rates.append(lr))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: epoch / 4)
+    for _ in range(3):  # from 0
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.0, 0.025, 0.05])
+    optimizer.param_groups[1]["lr"] = 0.3
+    with pytest.raises(ConfigError, match="only change together"):
+        optimizer.step()
 
 
 # ---- parameters -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -22,6 +22,7 @@ from typing import Any, cast
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.plugins import GROUPS, HOUSE, Offer, choose, installed
 from gradstream.strategies.base import Strategy
 
@@ -139,14 +140,26 @@ def class_of(kind: str, spec: Any) -> Callable[..., Any]:
     return spec if isinstance(spec, type) else type(spec)
 
 
-def text_of_optimizer(optimizer: Optimizer) -> str:
-    """One of our update rules as text, the same for equal rules; `optimizer_of_text` reads it."""
+def text_of_optimizer(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]] = (),
+    ranges: Sequence[tuple[str, int, int]] = (),
+) -> str:
+    """One of our update rules as text, the same for equal rules; `optimizer_of_text` reads it.
+
+    Args:
+        groups: as of a job, of the names in `ranges`.
+        ranges: (name, start, stop) of parts of the flat vector, where there are groups.
+    """
     described = describe(optimizer)
-    return json.dumps({key: described[key] for key in ("class", "fields")}, sort_keys=True)
+    text = {key: described[key] for key in ("class", "fields")}
+    if groups:
+        text |= {"groups": list(groups), "ranges": list(ranges)}
+    return json.dumps(text, sort_keys=True)
 
 
-def optimizer_of_text(text: str) -> Optimizer:
-    """The update rule that a worker has named.
+def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
+    """The update rule that a worker has named, and the same with what some ranges have of their own.
 
     Raises:
         ConfigError: it is none of ours: a place of code is not taken from a peer.
@@ -154,11 +167,16 @@ def optimizer_of_text(text: str) -> Optimizer:
     try:
         described = json.loads(text)
         place, fields = str(described["class"]), dict(described["fields"])
+        groups = described.get("groups", [])
+        ranges = [(str(name), int(start), int(stop)) for name, start, stop in described.get("ranges", [])]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}") from error
     if place not in OPTIMIZERS.values():
         raise ConfigError(f"update rule {place!r} is none of ours: {', '.join(sorted(OPTIMIZERS))}")
-    return find_optimizer(place, fields)
+    optimizer = find_optimizer(place, fields)
+    if not groups:
+        return optimizer, None
+    return optimizer, GroupedRule(optimizer, groups_of(groups, optimizer), ranges)
 
 
 def describe(value: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
 from gradstream.runtime.base import Runtime
 from gradstream.server.node import ShardNode
-from gradstream.server.service import ShardConfig
+from gradstream.server.service import FindOptimizer, ShardConfig
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
@@ -110,7 +110,7 @@ class Cast:
     retry_s: float = 120.0
     cut_s: float = 120.0
     open_ended: bool = False
-    find_optimizer: Callable[[str], Optimizer] | None = None
+    find_optimizer: FindOptimizer | None = None
 
     @property
     def steps_left(self) -> int | None:

@@ -38,7 +38,9 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.frames import ABSENT
 
-__all__ = ["ShardConfig", "ShardService"]
+__all__ = ["FindOptimizer", "ShardConfig", "ShardService"]
+
+FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
 
 BRIEF_ELEMS = 1 << 18
 """Up to here an update takes less time than handing it to another thread."""
@@ -68,7 +70,7 @@ class ShardConfig:
     optimizer: Optimizer
     silence_s: float = 30.0
     grouped: GroupedRule | None = None
-    find_optimizer: Callable[[str], Optimizer] | None = None
+    find_optimizer: FindOptimizer | None = None
     resume_from: str = ""
 
     @property
@@ -132,15 +134,15 @@ class ShardService:
         """
         config = self._config
         self.chunks = ChunkMap(model.elems, model.chunk_elems, config.num_shards)
-        optimizer = config.optimizer
+        optimizer, grouped = config.optimizer, config.grouped
         if model.optimizer:
             if config.find_optimizer is None:
                 raise ConfigError("the workers bring an update rule, and this shard has no way to find it")
-            optimizer = config.find_optimizer(model.optimizer)
+            optimizer, grouped = config.find_optimizer(model.optimizer)
         dtype = from_wire(model.dtype)
         if dtype is None:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
-        self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, config.grouped)
+        self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
         self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
         self._commands = Commands(self._runtime, self.store, self.versions)
         self._endpoint.identity.fingerprint = model.fingerprint

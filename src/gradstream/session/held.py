@@ -7,7 +7,7 @@ held by the user under names of the user's own and cannot be pointed anywhere: t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,17 @@ class HeldModule(Held):
             got = ", ".join(sorted(dtypes)) or "no parameters that require a gradient"
             raise ConfigError(f"the optimizer has {got}; expected one dtype, float32 or float64")
         self.layout = Layout.of(tensors, self._parameters[0].dtype)
+
+    def ranges(self, groups: Sequence[Iterable[nn.Parameter]]) -> list[tuple[str, int, int]]:
+        """(number of the group, start, stop): which parts of the flat vector belong to which group."""
+        numbers = {id(parameter): str(number) for number, group in enumerate(groups) for parameter in group}
+        ranges: list[tuple[str, int, int]] = []
+        for parameter, slot in zip(self._parameters, self.layout.slots, strict=True):
+            number, start = numbers[id(parameter)], slot.start
+            if ranges and ranges[-1][0] == number:
+                start = ranges.pop()[1]
+            ranges.append((number, start, slot.stop))
+        return ranges
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
         """See `Held.buffers`: the persistent ones."""

@@ -13,8 +13,6 @@ from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.failures import typed_error
 from gradstream.membership import RunAbortedError
 from gradstream.node import SWITCH_INTERVAL_S, take_part
-from gradstream.optim.base import Optimizer
-from gradstream.registry import text_of_optimizer
 from gradstream.roles import worker_name
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held
@@ -31,10 +29,10 @@ class LoopNode:
         place: which worker this is.
         held: the parameters that the user holds.
         handover: the other end of it is the user's loop.
-        rule: the update rule that the loop's optimizer asks for.
+        rule: the update rule that the loop's optimizer asks for, as text.
     """
 
-    def __init__(self, place: Assignment, held: Held, handover: Handover, rule: Optimizer) -> None:
+    def __init__(self, place: Assignment, held: Held, handover: Handover, rule: str) -> None:
         self._place = place
         self._held = held
         self._handover = handover
@@ -64,7 +62,7 @@ class LoopNode:
 
     async def _run(self) -> None:
         place = self._place
-        own = OwnLoop(self._handover, text_of_optimizer(self._rule))
+        own = OwnLoop(self._handover, self._rule)
         parts: dict[str, Any] = {"model": self._held, "data": own}
         job = dataclasses.replace(place.job(), **parts)
         name = worker_name(place.rank)

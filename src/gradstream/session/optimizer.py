@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradstream.errors import ConfigError
-from gradstream.session.rules import options_of
+from gradstream.session.rules import ServerRule, options_of
 
 __all__ = ["DistributedOptimizer"]
 
@@ -25,10 +25,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         inner: the user's optimizer. It is not stepped any more.
+        rule: what the servers do for it.
         step: called with the learning rate and the loss, NaN where unknown.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, step: Step) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, rule: ServerRule, step: Step) -> None:
         if inner.state:
             raise ConfigError(
                 f"{type(inner).__name__} has made steps already, or loaded the state of some: what it "
@@ -37,6 +38,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
         self.inner = inner
         self.param_groups = inner.param_groups  # the very list: schedulers of either see one another
+        self._rule = rule
         self._step = step
         self._options = options_of(inner.param_groups)
 
@@ -44,19 +46,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """One step of all workers' run. Returns what the closure returned.
 
         Raises:
-            ConfigError: options besides the learning rate have changed.
+            ConfigError: options besides the learning rate have changed, or those of groups by different
+                factors.
             PeerLostError, UserCodeError, ...: what has ended the run, on this worker or another.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        options = options_of(self.param_groups)
-        if options != self._options:
-            changed = {name: value for name, value in options.items() if value != self._options.get(name)}
-            raise ConfigError(f"{changed} was changed on the way; only lr may be")
+        for index, (now, then) in enumerate(zip(options_of(self.param_groups), self._options, strict=True)):
+            if now != then:
+                changed = {name: value for name, value in now.items() if value != then.get(name)}
+                raise ConfigError(
+                    f"parameter group {index}: {changed} was changed on the way; only lr may be"
+                )
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
-        self._step(float(self.param_groups[0]["lr"]), math.nan if loss is None else float(loss))
+        self._step(self._rule.rate(self.param_groups), math.nan if loss is None else float(loss))
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +13,13 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
 from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import groups_of
+from gradstream.registry import text_of_optimizer
 
-__all__ = ["options_of", "rule_of"]
+__all__ = ["ServerRule", "options_of", "rule_of"]
 
 Group = Mapping[str, Any]
+Range = tuple[str, int, int]
 
 
 def _sgd(group: Group) -> Optimizer:
@@ -55,13 +61,55 @@ _MUST_BE_OFF = ("maximize", "amsgrad", "lr_decay", "differentiable", "capturable
 # What says where or how fast, not what: any value will do.
 _NOT_OPTIONS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "name", "param_names"})
 
+RATIO_TOLERANCE = 1e-6
 
-def rule_of(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """The update rule of an optimizer; its `lr` is to be ignored.
+
+@dataclass(frozen=True, slots=True)
+class ServerRule:
+    """What the servers do for an optimizer.
+
+    Args:
+        optimizer: the rule of its first group; its `lr` stands for the one that comes with each push.
+        groups: of each group, what it has of its own: fields of the rule, and "lr_scale", the
+            factor of the first group's learning rate.
+    """
+
+    optimizer: Optimizer
+    groups: tuple[Mapping[str, Any], ...] = ({},)
+
+    def text(self, ranges: Sequence[Range]) -> str:
+        """As it travels.
+
+        Args:
+            ranges: (number of the group, start, stop) of every part of the flat vector.
+        """
+        own = [{"match": str(index), **group} for index, group in enumerate(self.groups) if group]
+        return text_of_optimizer(self.optimizer, own, ranges if own else ())
+
+    def rate(self, groups: Sequence[Group]) -> float:
+        """The learning rate to send: the first group's.
+
+        Raises:
+            ConfigError: the others' have not kept their ratio to it.
+        """
+        first = float(groups[0]["lr"])
+        for index, (group, own) in enumerate(zip(groups, self.groups, strict=True)):
+            expected = first * own.get("lr_scale", 1.0)
+            if not math.isclose(float(group["lr"]), expected, rel_tol=RATIO_TOLERANCE):
+                got, ratio = float(group["lr"]), own.get("lr_scale", 1.0)
+                raise ConfigError(
+                    f"parameter group {index} has lr={got!r}, group 0 has {first!r}; the ratio was {ratio:g} "
+                    "when it was wrapped: rates of groups may only change together"
+                )
+        return first
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
+    """The update rule of an optimizer.
 
     Raises:
         ConfigError: there is none like it, or it has options that the shards do not know, or groups
-            of parameters that differ in more than what they hold.
+            that differ in what must be the same for all.
     """
     make = _RULES.get(type(optimizer))
     if make is None:
@@ -70,27 +118,32 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Optimizer:
             f"optimizer {type(optimizer).__name__}: the servers, which make the updates, have no rule that "
             f"does the same; use one of {known}"
         )
-    options_of(optimizer.param_groups)
-    group = optimizer.param_groups[0]
-    for name in _MUST_BE_OFF:
-        if group.get(name):
-            raise ConfigError(f"optimizer {type(optimizer).__name__}({name}={group[name]!r}): leave it out")
-    return make(group)
-
-
-def options_of(groups: Sequence[Group]) -> dict[str, Any]:
-    """What an update depends on besides the learning rate, the same for all groups.
-
-    Raises:
-        ConfigError: the groups differ, also in their learning rates.
-    """
-    first, *others = ({k: v for k, v in group.items() if k not in _NOT_OPTIONS} for group in groups)
-    for index, other in enumerate(others, 1):
-        for name, value in (*first.items(), ("lr", groups[0]["lr"])):
-            got = groups[index]["lr"] if name == "lr" else other.get(name)
-            if got != value:
+    for group in optimizer.param_groups:
+        for name in _MUST_BE_OFF:
+            if group.get(name):
                 raise ConfigError(
-                    f"parameter group {index} has {name}={got!r}, group 0 has {value!r}: the servers treat "
-                    "all parameters alike; give all groups the same options"
+                    f"optimizer {type(optimizer).__name__}({name}={group[name]!r}): leave it out"
                 )
-    return first
+    rules = [make(group) for group in optimizer.param_groups]
+    rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    groups = []
+    for rule, rate in zip(rules, rates, strict=True):
+        own = {name: value for name, value in _fields(rule).items() if value != _fields(rules[0])[name]}
+        if rate != rates[0]:
+            if not rates[0]:
+                raise ConfigError(
+                    "parameter group 0 has lr=0, so others have no ratio to it; give it another place"
+                )
+            own["lr_scale"] = rate / rates[0]
+        groups.append(own)
+    groups_of([{"match": "*", **own} for own in groups if own], rules[0])  # says what must be the same
+    return ServerRule(rules[0], tuple(groups))
+
+
+def options_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """What an update depends on besides the learning rate, by group."""
+    return [{name: value for name, value in group.items() if name not in _NOT_OPTIONS} for group in groups]
+
+
+def _fields(rule: Any) -> dict[str, Any]:
+    return {entry.name: getattr(rule, entry.name) for entry in dataclasses.fields(rule)}

@@ -24,6 +24,7 @@ from torch import nn
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
+from gradstream.registry import text_of_optimizer
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays, HeldModule
 from gradstream.session.host import Host
@@ -221,8 +222,9 @@ class WorkerSession(Session):
         rule = rule_of(optimizer)
         groups = optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        wrapped = DistributedOptimizer(optimizer, self._step)
-        self._begin(HeldModule(model, trained), rule)
+        wrapped = DistributedOptimizer(optimizer, rule, self._step)
+        held = HeldModule(model, trained)
+        self._begin(held, rule.text(held.ranges([group["params"] for group in groups])))
         model.register_forward_pre_hook(self._count, with_kwargs=True)
         return model, wrapped
 
@@ -238,7 +240,7 @@ class WorkerSession(Session):
         """See `Session.exchange`."""
         if self._held is None:
             self._rule = rule
-            self._begin(HeldArrays(parameters), dataclasses.replace(rule, lr=1.0))  # type: ignore[type-var]
+            self._begin(HeldArrays(parameters), text_of_optimizer(dataclasses.replace(rule, lr=1.0)))  # type: ignore[type-var]
         held = self._held
         if not isinstance(held, HeldArrays):
             raise ConfigError(
@@ -302,7 +304,7 @@ class WorkerSession(Session):
         if self._host is not None:
             self._host.join(FAREWELL_S)
 
-    def _begin(self, held: Held, rule: Optimizer) -> None:
+    def _begin(self, held: Held, rule: str) -> None:
         if self._handover is not None:
             raise ConfigError("wrap: this session has parameters already; one run trains one model")
         if self._closed:
