@@ -99,11 +99,8 @@ def learning(events: Sequence[EventDict]) -> str:
     )
     if not figures:
         return ""
-    note = (
-        ""
-        if held_out or curves.evaluated(events, "accuracy")
-        else ('<p class="note">No evaluation on held-out samples on the way.</p>')
-    )
+    evaluated = any(event["event"] == "evaluated" for event in events)
+    note = "" if evaluated else '<p class="note">No evaluation on held-out samples on the way.</p>'
     return section("Learning", f'<div class="charts">{figures}</div>{note}')
 
 
