@@ -77,10 +77,12 @@ def test_a_slow_network_is_named() -> None:
 
 
 def test_whoever_is_last_through_a_full_card_is_not_to_blame() -> None:
-    """Eight workers push to three shards at once: one of them comes last, in every round the same."""
+    """All workers push to a shard at once: one of them comes last, in every round the same."""
     network = Network(bandwidth_bytes_s=2e6)
-    reason = reason_in(world_of(0.01, network=network), gs.Synchronous(), workers=8, servers=3)
-    assert (reason.kind, reason.culprit) == ("network", "")
+    for workers, servers in ((8, 3), (4, 1), (2, 1)):
+        options: dict[str, Any] = {"workers": workers, "servers": servers}
+        reason = reason_in(world_of(0.01, network=network), gs.Synchronous(), **options)
+        assert (reason.kind, reason.culprit) == ("network", "")
 
 
 def test_computing_is_what_is_left() -> None:
@@ -110,6 +112,14 @@ def test_a_worker_that_evaluates_most_of_the_time_is_not_slow() -> None:
 
 def test_without_steps_there_is_nothing_to_say() -> None:
     assert reason_of(figures_of([])).kind == "nothing"
+
+
+def test_a_run_cut_short_before_its_first_reports_has_a_reason() -> None:
+    network = Network(bandwidth_bytes_s=2e6)
+    run = run_in(world_of(0.01, network=network), gs.Synchronous())
+    for kinds in ({"step"}, {"step", "joined"}):
+        reason = reason_of(figures_of([event for event in run.events if event["event"] in kinds]))
+        assert reason.kind == "network"
 
 
 def test_a_full_machine_is_named_before_what_runs_on_it() -> None:

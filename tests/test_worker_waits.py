@@ -79,6 +79,7 @@ def test_the_last_contributor_is_waited_for_by_all_others() -> None:
     assert came.waited(7, "worker-2", 0) is None  # for itself
     assert came.waited(7, "worker-0", 1000 * 500) is None  # asked later
     assert came.waited(8, "worker-0", 0) is None  # no update yet
+    assert came.late_s() == {"worker-2": 460e-6}  # after worker-1
 
 
 # ---- whole runs -------------------------------------------------------------------------

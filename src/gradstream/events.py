@@ -181,7 +181,11 @@ class TransferEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedEvent(Event):
-    """What a shard has done since its applied event before (shard)."""
+    """What a shard has done since its applied event before (shard).
+
+    `late_s` says by how much each worker's contributions came after those of all others: of the chunk
+    where that was most.
+    """
 
     name: ClassVar[str] = "applied"
     rank: int
@@ -191,6 +195,7 @@ class AppliedEvent(Event):
     refused: int
     min_version: int
     max_version: int
+    late_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

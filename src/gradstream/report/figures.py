@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradstream.report.story import Moment, Status, status_of, story_of
@@ -122,7 +122,8 @@ class Figures:
     """A run by who. Tuples are in the order of ranks; times count from the begin of training.
 
     `imbalance_s` is how long workers would have waited for one another had only computing taken time:
-    over all steps and workers, the longest gradient of that step minus its own.
+    over all steps and workers, the longest gradient of that step minus its own. `late_s` is by how much
+    each worker's contributions came after those of all others, at the shard where that was most.
     """
 
     summary: Mapping[str, Any]
@@ -136,6 +137,7 @@ class Figures:
     story: tuple[Moment, ...] = ()
     hosts: tuple[str, ...] = ()
     imbalance_s: float = 0.0
+    late_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -163,6 +165,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
         story=story_of(by_kind),
         hosts=tuple(sorted({node.host for node in nodes if node.host})),
         imbalance_s=_imbalance_s(steps),
+        late_s=_late_s(by_kind["applied"]),
     )
 
 
@@ -219,6 +222,15 @@ def _imbalance_s(steps: Iterable[EventDict]) -> float:
     return math.fsum(max(computed) * len(computed) - math.fsum(computed) for computed in by_step.values())
 
 
+def _late_s(events: Iterable[EventDict]) -> dict[str, float]:
+    late: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by shard
+    for event in events:
+        late[event["node"]].update(event.get("late_s", {}))
+    return {
+        who: max(one[who] for one in late.values()) for who in {who for one in late.values() for who in one}
+    }
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
@@ -231,7 +243,8 @@ def _shards(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[ShardFigures, .
     for event in by_kind["cpu"]:
         cpu[event["node"]].append(event)
     found = []
-    for name in sorted(updates, key=_order):
+    joined = {event["who"]: 0 for event in by_kind["joined"] if event["who"].startswith("shard-")}
+    for name in sorted({**joined, **updates}, key=_order):
         apply_s = _total(math.fsum(event["compute_s"].values()) for event in cpu[name])
         found.append(ShardFigures(name, updates[name], apply_s, _total(map(_cpu_s, cpu[name]))))
     return tuple(found)

@@ -29,6 +29,8 @@ BUSY = 0.5
 """A shard that computes for this share of the time holds its workers up."""
 FULL = 0.85
 """A machine, or a process of one core, is full from here."""
+ALONE = 0.7
+"""A worker is alone in being late if this part of the waiting for it was after all others had come."""
 SLOWER = 1.2
 """Computing times that differ by less are alike."""
 
@@ -74,9 +76,8 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
     total_s = sum(worker.total_s for worker in workers)
     names = {worker.name for worker in workers}
     for_workers = sum(_waited(worker, names - {worker.name}) for worker in workers) / total_s
-    for_shards = (
-        sum(_waited(worker, {shard.name for shard in figures.shards}) for worker in workers) / total_s
-    )
+    shards = {name for worker in workers for name in worker.waited_for} - names
+    for_shards = sum(_waited(worker, shards) for worker in workers) / total_s
     evaluator = max(workers, key=lambda one: one.evaluate_s)
     if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * figures.seconds:
         return _for_evaluation(figures, workers, evaluator)
@@ -86,7 +87,7 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
         return _for_computing(workers, for_workers)
     if exchange >= NOTABLE:
         busy = {shard.name: _busy(shard, figures.seconds, processes) for shard in figures.shards}
-        late = _for_network_of_one(workers, set(busy))
+        late = _for_network_of_one(figures, workers, shards)
         return late or _for_exchange(figures, workers, exchange, cores if processes else None, busy)
     return _computing(figures, workers, total_s)
 
@@ -153,14 +154,18 @@ def _share_for(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float:
 # ---- the exchange -----------------------------------------------------------------------
 
 
-def _for_network_of_one(workers: Sequence[WorkerFigures], shards: set[str]) -> Reason | None:
-    """One worker whose contributions come late: the others wait for it, and hardly for the shards."""
+def _for_network_of_one(
+    figures: Figures, workers: Sequence[WorkerFigures], shards: set[str]
+) -> Reason | None:
+    """One worker whose contributions come later than all others', by as much as the others wait for it.
+
+    Who is the last to get through a link that all share comes after the others only by its own turn.
+    """
     caused = {one.name: _share_for(one, workers) for one in workers}
     worst = max(workers, key=lambda one: caused[one.name])
-    others = [worker for worker in workers if worker is not worst]
-    total_s = sum(worker.total_s for worker in others)
-    for_shards = sum(_waited(worker, shards) for worker in others) / total_s if others else 0.0
-    if caused[worst.name] < max(NOTABLE, 3 * for_shards):
+    waited_s = [_waited(worker, {worst.name}) for worker in workers if worker is not worst]
+    late_s = figures.late_s.get(worst.name, 0.0)
+    if caused[worst.name] < NOTABLE or late_s < ALONE * statistics.mean(waited_s):
         return None
     return Reason(
         "late worker",
@@ -179,7 +184,7 @@ def _for_exchange(
     cores: int | None,
     busy: Mapping[str, float],
 ) -> Reason:
-    busiest = max(busy, key=lambda name: busy[name])
+    busiest = max(busy, key=lambda name: busy[name], default="")
     used = sum(node.cpu_s for node in figures.nodes) / (figures.seconds * cores) if cores else 0.0
     if used >= FULL:
         return Reason(
@@ -189,7 +194,7 @@ def _for_exchange(
             "Fewer workers on this machine, a longer period between exchanges (push_every, fetch_every), "
             "or another machine.",
         )
-    if busy[busiest] >= BUSY:
+    if busy.get(busiest, 0.0) >= BUSY:
         return Reason(
             "server",
             f"{busiest} is busy {busy[busiest]:.0%} of the time with updates; the workers waited {share:.0%} "
@@ -200,11 +205,11 @@ def _for_exchange(
         )
     moved = sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
     steps = sum(worker.steps for worker in workers)
+    beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
     return Reason(
         "network",
         f"The network: the workers waited {share:.0%} of their time for what is exchanged, "
-        f"{moved / steps / 1e6:,.3g} MB a step, while the busiest shard computed only {busy[busiest]:.0%} "
-        "of the time.",
+        f"{moved / steps / 1e6:,.3g} MB a step{beside}.",
         "A faster network, or a longer period between exchanges (push_every, fetch_every).",
     )
 

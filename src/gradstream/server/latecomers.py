@@ -6,6 +6,7 @@ waits for that one's sender. No I/O and no clock: instants are handed in.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 
 from gradstream.server.shard import Apply
@@ -15,9 +16,10 @@ __all__ = ["Latecomers"]
 
 
 class Latecomers:
-    """The last contributor of each chunk's latest update, and when its contribution came."""
+    """Who came last to each chunk's latest update, when, and how long after the others."""
 
     def __init__(self) -> None:
+        self._late_ns: Counter[tuple[str, int]] = Counter()  # by sender and chunk
         self._came_ns: dict[tuple[Hashable, int], int] = {}  # by token and chunk
         self._last: dict[int, tuple[str, int]] = {}
 
@@ -33,7 +35,22 @@ class Latecomers:
         """All contributions of this update are there."""
         came = [(self._came_ns.get((held.token, due.chunk), 0), held) for held in due.update]
         last_ns, last = max(came, key=lambda pair: pair[0])
-        self._last[due.chunk] = (last.contribution.sender, last_ns)
+        who = last.contribution.sender
+        self._last[due.chunk] = (who, last_ns)
+        others_ns = [came_ns for came_ns, held in came if held is not last]
+        if others_ns:
+            self._late_ns[who, due.chunk] += last_ns - max(others_ns)
+
+    def late_s(self) -> dict[str, float]:
+        """By how much each sender came after all others, so far: of the chunk where that was most.
+
+        Whose link is slow is late with its last chunks; who is merely the last of many to get through
+        a link that all share is late by its own turn, and no more.
+        """
+        late: dict[str, float] = {}
+        for (who, _), late_ns in self._late_ns.items():
+            late[who] = max(late_ns / 1e9, late.get(who, 0.0))
+        return late
 
     def waited(self, chunk: int, by: str, opened_ns: int) -> v1.Waited | None:
         """What `by`, who asked at `opened_ns`, had to wait for until the latest update; None for nobody."""

@@ -67,6 +67,7 @@ class ShardNode:
         self._config = config
         self._service = ShardService(runtime, endpoint, config)
         self._reported: Counter[str] = Counter()
+        self._late_s: dict[str, float] = {}
 
     async def run(self) -> None:
         """Joins, serves, and leaves."""
@@ -122,6 +123,8 @@ class ShardNode:
         counters = self._service.counters
         new = counters - self._reported
         self._reported = Counter(counters)
+        late, before = self._service.latecomers.late_s(), self._late_s
+        self._late_s = late
         versions = self._service.versions() or [0]
         self._member.emit(
             AppliedEvent(
@@ -132,6 +135,7 @@ class ShardNode:
                 refused=new["refused"],
                 min_version=max(0, min(versions)),
                 max_version=max(0, *versions, 0),
+                late_s={who: late_s - before.get(who, 0.0) for who, late_s in late.items()},
             )
         )
         for event in self._runtime.vitals("shard"):

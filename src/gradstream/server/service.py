@@ -119,7 +119,7 @@ class ShardService:
         self._elements: dict[tuple[int, int], torch.Tensor] = {}  # of parked pushes, by (token, chunk)
         self._turns: dict[int, asyncio.Lock] = {}  # by chunk
         self._tokens = itertools.count(1)
-        self._latecomers = Latecomers()
+        self.latecomers = Latecomers()
         self.counters: Counter[str] = Counter()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         endpoint.serve("push", self._push)
@@ -203,7 +203,7 @@ class ShardService:
             if elements is not None:
                 self._elements[token, chunk.index] = elements
             inbox.pending.add(chunk.index)
-            self._latecomers.came(token, chunk.index, self._runtime.now())
+            self.latecomers.came(token, chunk.index, self._runtime.now())
             assign = request.command == v1.Push.ASSIGN
             self._carry_out(self.state.push(chunk.index, Parked(contribution, token, assign)))
         inbox.ended = True
@@ -319,14 +319,14 @@ class ShardService:
         for instruction in instructions:
             match instruction:
                 case Apply(chunk):
-                    self._latecomers.completed(instruction)
+                    self.latecomers.completed(instruction)
                     self._runtime.spawn(self._apply(instruction), name=f"apply-{chunk}")
                 case Acknowledge():
                     self._acknowledge(instruction)
                 case Release(token, chunk):
                     outbox = self._outboxes[token]  # type: ignore[index]  # tokens are our ints
                     outbox.waiting.discard(chunk)
-                    waited = self._latecomers.waited(chunk, outbox.reader, outbox.opened_ns)
+                    waited = self.latecomers.waited(chunk, outbox.reader, outbox.opened_ns)
                     outbox.ready.append((chunk, waited))
                     outbox.wake.set()
                 case Supersede(token, chunk):
@@ -350,14 +350,14 @@ class ShardService:
                 outcome=done.outcome.upper(),
                 version=done.version,
                 staleness=max(0, done.staleness),
-                waited=self._latecomers.waited(done.chunk, by, inbox.opened_ns) if applied else None,
+                waited=self.latecomers.waited(done.chunk, by, inbox.opened_ns) if applied else None,
             )
         )
         inbox.wake.set()
 
     def _forget(self, token: Hashable, chunk: int) -> None:
         self._elements.pop((token, chunk), None)  # type: ignore[arg-type]  # tokens are our ints
-        self._latecomers.gone(token, chunk)
+        self.latecomers.gone(token, chunk)
 
     async def _apply(self, due: Apply) -> None:
         async with self.turn(due.chunk):
