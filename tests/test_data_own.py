@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -275,6 +277,19 @@ def test_what_a_loaders_process_raises_comes_with_its_own_traceback() -> None:
         read_all(gs.from_loader(loader), division(workers=1))
     assert "in __getitem__" in raised.value.traceback_text
     assert "Caught" not in str(raised.value)
+
+
+class Dying(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        if torch.utils.data.get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_loaders_process_that_dies_is_noticed() -> None:
+    loader = DataLoader(Dying(10), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed|exited)"):
+        read_all(gs.from_loader(loader), division(workers=1))
 
 
 # ---- numbered batches ---------------------------------------------------------------------

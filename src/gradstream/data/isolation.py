@@ -7,6 +7,7 @@ connections that live on, and take it for alive.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import stat
@@ -29,6 +30,7 @@ class Isolated:
 
     def __call__(self, worker: int) -> None:
         """Called by torch in the new process, with its number among the loader's."""
+        gc.freeze()  # nothing of the node's is to be collected here: its finalizers expect its threads
         _die_with_parent()
         _close_sockets()
         if self.own is not None:
