@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         DeadlineError,
         GradientError,
         GradstreamError,
+        Interrupted,
         PeerLostError,
         RefusedError,
         UserCodeError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         Warmup,
     )
     from gradstream.report.tensorboard import TensorBoard
+    from gradstream.resume import resume
     from gradstream.run import Run
     from gradstream.runtime.world import Cost, Link, Network, World
     from gradstream.session import Session, join
@@ -77,6 +79,7 @@ __all__ = [
     "Downpour",
     "GradientError",
     "GradstreamError",
+    "Interrupted",
     "Job",
     "Linear",
     "Link",
@@ -105,6 +108,7 @@ __all__ = [
     "from_stream",
     "from_torch",
     "join",
+    "resume",
     "simulate",
     "train",
     "until",
@@ -120,7 +124,7 @@ _ROOMS = {
         "from_loader",
         "from_stream",
     ),
-    "gradstream.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "gradstream.errors": tuple(name for name in __all__ if name.endswith(("Error", "Interrupted"))),
     "gradstream.membership.goal": ("until",),
     "gradstream.model": ("Batch", "from_functions", "from_jax", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
@@ -134,6 +138,7 @@ _ROOMS = {
         "Warmup",
     ),
     "gradstream.report.tensorboard": ("TensorBoard",),
+    "gradstream.resume": ("resume",),
     "gradstream.run": ("Run",),
     "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
     "gradstream.session": ("Session", "join"),

@@ -26,7 +26,6 @@ Expected outcomes (a stale push, a duplicate) are results, never exceptions.
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -178,17 +177,14 @@ class Interrupted(SystemExit):  # nothing went wrong
     Args:
         path: the run directory; None for a simulation.
         checkpoint: the folder in it that the run resumes from; "" where it begins anew.
+        command: what resumes it.
     """
 
-    def __init__(self, path: Path | None, checkpoint: str) -> None:
+    def __init__(self, path: Path | None, checkpoint: str, command: str = "") -> None:
         super().__init__(RESUMABLE)
         self.path = path
         self.checkpoint = checkpoint
-
-    @property
-    def command(self) -> str:
-        """What resumes the run."""
-        return f"gradstream resume {shlex.quote(str(self.path))}" if self.path is not None else ""
+        self.command = command
 
     def __str__(self) -> str:
         kept = f"it resumes from {self.checkpoint}" if self.checkpoint else "nothing was kept yet"

@@ -1,7 +1,7 @@
 """One node of a run as a process: `python -m gradstream.node --spec nodes.json --name worker-0`.
 
 The spec says where the job is and how it was changed, as JSON; the node reads the job for itself.
-Exit status: 0 finished, 1 failed itself, 3 ended because of another node.
+Exit status: 0 finished, 1 failed itself, 3 ended because of another node, 75 stopped and resumable.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,17 +23,31 @@ from typing import Any, TextIO
 
 import torch
 
+from gradstream.checkpoint import Resume
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
 from gradstream.config import Job, build_model, cast_of, overrides, with_overrides
-from gradstream.errors import ConfigError, UserCodeError
+from gradstream.data.lock import machine_lock
+from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.jobfile import load_job
-from gradstream.membership import RunAbortedError
+from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
 
-__all__ = ["SWITCH_INTERVAL_S", "NodeSpec", "Say", "main", "play", "say_to", "take_part", "traceback_of"]
+__all__ = [
+    "LOCK",
+    "LOCK_S",
+    "SWITCH_INTERVAL_S",
+    "NodeSpec",
+    "Say",
+    "main",
+    "play",
+    "say_to",
+    "take_part",
+    "traceback_of",
+]
 
 OK, FAILED, ABORTED = 0, 1, 3
 
@@ -48,6 +63,7 @@ class NodeSpec:
         run_dir: where the run is kept.
         plain: the job's fields that are plain values.
         strategy, optimizer: as the registry describes them.
+        resume: where the run goes on, as `Resume.as_json` has it; None where it begins.
     """
 
     id: str
@@ -57,6 +73,7 @@ class NodeSpec:
     plain: dict[str, Any]
     strategy: dict[str, Any]
     optimizer: dict[str, Any]
+    resume: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...]) -> NodeSpec:
@@ -71,6 +88,7 @@ class NodeSpec:
             plain=overrides(job),
             strategy=describe(cast.strategy),
             optimizer=describe(cast.optimizer),
+            resume=None if cast.resume is None else cast.resume.as_json(),
         )
 
     def load(self) -> Job:
@@ -90,6 +108,11 @@ class NodeSpec:
 
 
 Say = Callable[..., None]
+WhenAsked = Callable[[Callable[[], None]], None]
+
+LOCK = ".lock"
+LOCK_S = 20.0
+"""A run directory belongs to one coordinator; that of a killed run may take a moment to die."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,7 +128,9 @@ def main(argv: list[str] | None = None) -> int:
         return _failed(error, given.name, say, sys.stderr)
 
 
-async def play(job: Job, argv: Sequence[str], *, say: Say, log: Path, core: Executor) -> int:
+async def play(
+    job: Job, argv: Sequence[str], *, say: Say, log: Path, core: Executor, when_asked: WhenAsked
+) -> int:
     """Runs a node to its end on the running loop, beside others, and returns its exit status.
 
     Args:
@@ -114,12 +139,13 @@ async def play(job: Job, argv: Sequence[str], *, say: Say, log: Path, core: Exec
         say: where the launcher wants to be told things.
         log: file for what ended it.
         core: where arithmetic is done.
+        when_asked: called with what stops the run, where this is the coordinator.
     """
     given = _arguments(argv)
     try:
         spec = NodeSpec(**json.loads(given.spec.read_text()))
         own = dataclasses.replace(job, model=copy.deepcopy(build_model(job)))
-        return await _run(spec, own, given, say, core)
+        return await _run(spec, own, given, say, core, when_asked)
     except Exception as error:
         with log.open("a") as file:
             return _failed(error, given.name, say, file)
@@ -152,6 +178,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _failed(error: Exception, name: str, say: Say, log: TextIO) -> int:
     """Says what ended a node, and returns its exit status."""
+    if isinstance(error, RunStoppedError):
+        return RESUMABLE
     if isinstance(error, RunAbortedError):
         log.write(f"{name}: {error}\n")
         return ABORTED
@@ -184,13 +212,19 @@ def traceback_of(error: BaseException) -> str:
 
 
 async def _run(
-    spec: NodeSpec, job: Job, given: argparse.Namespace, say: Say, core: Executor | None = None
+    spec: NodeSpec,
+    job: Job,
+    given: argparse.Namespace,
+    say: Say,
+    core: Executor | None = None,
+    when_asked: WhenAsked | None = None,
 ) -> int:
     # gRPC starts threads when it is imported, so not before the fork.
     from gradstream.transport.grpc import GrpcEndpoint
     from gradstream.transport.security import Tls
 
-    cast, name = cast_of(job, spec.id), given.name
+    resume = None if spec.resume is None else Resume.of_json(spec.resume)
+    cast, name = cast_of(job, spec.id, resume=resume), given.name
     runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir), core=core)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
     security = None if given.security is None else Tls.read(given.security, name)
@@ -200,7 +234,8 @@ async def _run(
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
     try:
         if name == COORDINATOR:
-            return await _coordinate(cast, runtime, endpoint, say)
+            with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
+                return await _coordinate(cast, runtime, endpoint, say, when_asked or _on_sigterm)
         if given.coordinator is None:
             raise ConfigError(f"{name} needs --coordinator, the address of the coordinator")
         role, _, rank = name.partition("-")
@@ -220,16 +255,25 @@ async def _run(
         runtime.close()
 
 
-async def _coordinate(cast: Cast, runtime: RealRuntime, endpoint: Endpoint, say: Say) -> int:
+def _on_sigterm(stop: Callable[[], None]) -> None:
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+
+
+async def _coordinate(
+    cast: Cast, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
+) -> int:
     def on_events(lines: bytes) -> None:
         runtime.storage.append("events.jsonl", lines)
 
     coordinator = cast.coordinator(runtime, endpoint, on_events)
+    when_asked(coordinator.stop)
     await endpoint.start()
     say(address=endpoint.address)
     outcome = await coordinator.run()
     for event in runtime.vitals(COORDINATOR):
         coordinator.emit(event)
+    if outcome.notice.phase == v1.Notice.STOPPED:
+        return RESUMABLE
     return OK if outcome.failed is None else ABORTED
 
 

@@ -27,7 +27,7 @@ def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
     `time_s` counts from the start of the run; `loss` is None where the model does not say,
     `gradient_norm` (length of the mean gradient before clipping) where it is not clipped by length.
     """
-    rows = [{key: event.get(key) for key in _ROW} for event in events if event["event"] == "step"]
+    rows = [{key: event.get(key) for key in _ROW} for event in surviving(events) if event["event"] == "step"]
     return sorted(rows, key=lambda row: (row["time_s"], row["rank"], row["step"]))
 
 
@@ -37,8 +37,31 @@ def evaluations_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
     Keys: step, epoch, samples (gone through by then), accuracy, loss, metrics, held_out (samples looked
     at), final (of the parameters that the run ended with), time_s.
     """
-    rows = [{key: event[key] for key in _EVALUATION} for event in _of(events, "evaluated")]
+    rows = [{key: event[key] for key in _EVALUATION} for event in _of(surviving(events), "evaluated")]
     return sorted(rows, key=lambda row: row["time_s"])
+
+
+def surviving(events: Iterable[EventDict]) -> list[EventDict]:
+    """The events without steps and evaluations that came to nothing.
+
+    A resumed run computes again what came after its checkpoint, or everything where there was none:
+    what it counts again is left out of the part before.
+    """
+    out: list[EventDict] = []
+    kept: list[EventDict] = []
+    for event in events:
+        if event["event"] == "started":
+            kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated")]
+        elif event["event"] == "resumed":  # comes right behind "started"
+            out = [one for one in kept if _stands(one, event)] + out[-1:]
+        out.append(event)
+    return out
+
+
+def _stands(event: EventDict, resumed: EventDict) -> bool:
+    if event["event"] == "step":
+        return bool(event["step"] < resumed["steps"].get(f"worker-{event['rank']}", 0))
+    return event["event"] != "evaluated" or bool(event["step"] <= max(resumed["steps"].values(), default=0))
 
 
 def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:
@@ -55,7 +78,9 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
 
     Keys:
         job, strategy, optimizer, workers, servers, num_parameters, num_samples: as started.
-        steps: minibatches over all workers. samples: samples of those, counted with repeats.
+        Of a run that was resumed, these are of the part that came last; all else is of all its parts.
+        steps: minibatches over all workers, without those that a resumed run has computed again.
+        samples: samples of those, counted with repeats.
         samples_accounted: samples with a receipt, of all data epochs; None if it did not finish.
         reason: why it finished before its data was through (`until`), or None.
         samples_reassigned: batches that another worker took over.
@@ -71,10 +96,10 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         workers_lost: names of workers that went without a goodbye.
         failed: {culprit, error, message}, or None.
     """
-    started = _first(events, "started")
+    started = next(iter(_of(events, "started")[-1:]), {})
     return {
         **{key: started.get(key) for key in _STARTED},
-        **_progress(events),
+        **_progress(surviving(events)),
         **_totals(events, "exchange", ("pushed_bytes", "fetched_bytes", "pushes", "fetches", "retries")),
         **_staleness(events),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
@@ -102,7 +127,7 @@ def _totals(events: Sequence[EventDict], name: str, keys: Sequence[str]) -> dict
 
 def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     steps = _of(events, "step")
-    finished = _first(events, "finished")
+    finished = next(iter(_of(events, "finished")[-1:]), {})
     samples = sum(step["samples"] for step in steps)
     train_s = finished["train_s"] - begin_s(steps) if finished else _span_s(steps)
     return {
@@ -178,5 +203,7 @@ def _workers_lost(events: Sequence[EventDict]) -> list[str]:
 
 
 def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:
-    failed = _first(events, "failed")
+    """Why the last part of the run failed, if it did."""
+    last = max((index for index, event in enumerate(events) if event["event"] == "started"), default=0)
+    failed = _first(events[last:], "failed")
     return {key: failed[key] for key in ("culprit", "error", "message")} if failed else None

@@ -10,10 +10,12 @@ import dataclasses
 import datetime
 import json
 import secrets
+import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -21,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from gradstream.callbacks import Callbacks
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
+from gradstream.cluster.signals import StopSignals
 from gradstream.config import (
     Job,
     JobOptions,
@@ -32,21 +35,29 @@ from gradstream.config import (
     metrics_of,
 )
 from gradstream.data.base import Dataset
-from gradstream.errors import ConfigError, DeadlineError, GradstreamError, PeerLostError, UserCodeError
+from gradstream.errors import (
+    ConfigError,
+    DeadlineError,
+    GradstreamError,
+    Interrupted,
+    PeerLostError,
+    UserCodeError,
+)
 from gradstream.events import Event, FailedEvent, encode
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_caller
-from gradstream.node import NodeSpec, play
+from gradstream.node import LOCK, LOCK_S, NodeSpec, play
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL, Run
+from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 
 if TYPE_CHECKING:
     from gradstream.remote.gathering import Gathering
 
-__all__ = ["host", "load_job", "train"]
+__all__ = ["LOCK", "LOCK_S", "OnEvent", "host", "launch", "load_job", "train"]
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 OnAddress = Callable[[Path, str], None]
@@ -102,6 +113,8 @@ def train(
             names it, and `traceback_text` is its traceback.
         PeerLostError: a node was lost that the strategy cannot do without.
         RefusedError, DeadlineError: a node did not fit in, or never came; nor did a machine.
+        Interrupted: Ctrl-C or SIGTERM; a checkpoint was made first, and the exception says what
+            resumes the run. A second one ends the run at once (KeyboardInterrupt, SystemExit).
 
         After any of these the run directory stands, and no process is left.
 
@@ -132,16 +145,36 @@ def train(
         cast.grouped(build_model(job))  # says what is wrong before anything is started
     run_dir = _make_run_dir(job)
     as_threads = processes is False or spec is None
+    return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
+
+
+def launch(
+    job: Job,
+    cast: Cast,
+    run_dir: Path,
+    *,
+    on_event: OnEvent | None = None,
+    as_threads: bool = False,
+    listening: Listening | None = None,
+    cluster: LocalCluster | None = None,
+) -> Run:
+    """Starts the nodes of a run that is begun, or resumed, and returns what came of it: see `train`.
+
+    Args:
+        job, cast: checked.
+        run_dir: is there.
+        cluster: where to start them; None makes one for this run. One that is given is left open.
+    """
     callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": str(run_dir)})
-    told, earlier = callbacks.beside(on_event), tuple(_made.get(spec or "", ()))
+    told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
     try:
-        _Launch(job, cast, run_dir, earlier, told, as_threads, listening).run()
-    except GradstreamError:
+        _Launch(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster).run()
+    except (GradstreamError, Interrupted):
         callbacks.end(lambda: Run.load(run_dir))
         raise
     callbacks.end(lambda: _load(run_dir, job))
-    if spec is not None:
-        _made.setdefault(spec, []).append(run_dir)
+    if job.spec is not None and run_dir not in earlier:
+        _made.setdefault(job.spec, []).append(run_dir)
     return _load(run_dir, job)
 
 
@@ -225,7 +258,12 @@ class _Launch:
         as_threads: bool,
         listening: Listening | None = None,
         on_address: OnAddress | None = None,
+        cluster: LocalCluster | None = None,
     ) -> None:
+        self._signals = StopSignals()
+        self._stopping = False  # the coordinator was asked to stop
+        self._reachable = False  # the coordinator can be asked
+        self._given_cluster = cluster
         self._job = job
         self._cast = cast
         self._run_dir = run_dir
@@ -235,7 +273,8 @@ class _Launch:
         self._listening = listening
         self._gathering: Gathering | None = None
         self._on_address = on_address  # where somebody else starts the workers
-        self._events_read = 0
+        events = run_dir / "events.jsonl"
+        self._events_read = events.stat().st_size if events.is_file() else 0
         self._torn = b""
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
@@ -249,7 +288,7 @@ class _Launch:
         environment = {} if self._as_threads else node_environment(here)
         self._write_records(environment)
         try:
-            with self._make_cluster(environment) as cluster:
+            with self._signals, self._make_cluster(environment) as cluster:
                 self._cluster: Cluster = cluster
                 with self._gathered():
                     self._start_nodes()
@@ -265,8 +304,12 @@ class _Launch:
         finally:
             self._read_events()
 
-    def _make_cluster(self, environment: Mapping[str, str]) -> LocalCluster | ThreadCluster:
+    def _make_cluster(
+        self, environment: Mapping[str, str]
+    ) -> AbstractContextManager[LocalCluster | ThreadCluster]:
         logs = self._run_dir / "logs"
+        if self._given_cluster is not None:
+            return nullcontext(self._given_cluster)
         if self._as_threads:
             return ThreadCluster(logs, partial(play, self._job))
         return LocalCluster(logs, environment)
@@ -274,7 +317,8 @@ class _Launch:
     def _write_records(self, environment: Mapping[str, str]) -> None:
         spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier)
         entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
-        (self._run_dir / "config.toml").write_text(to_toml(self._job, entries))
+        storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
+        storage.write("config.toml", to_toml(self._job, entries).encode())
         info = {
             "name": self._job.name,
             "id": spec.id,
@@ -283,8 +327,9 @@ class _Launch:
             "git_commit": git_commit(Path.cwd()),
             **describe_machine(environment),
         }
-        (self._run_dir / "run.json").write_text(json.dumps(info, indent=2) + "\n")
-        (self._run_dir / "nodes.json").write_text(json.dumps(dataclasses.asdict(spec), indent=2) + "\n")
+        if self._cast.resume is None:
+            storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
+        storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
 
     # ---- other machines -----------------------------------------------------------------
 
@@ -335,6 +380,7 @@ class _Launch:
             if message is None:
                 waited += 1
             elif "address" in message:
+                self._reachable = True
                 return str(message["address"])
             if self._ended:
                 raise self._error_of_ended()
@@ -342,7 +388,30 @@ class _Launch:
             COORDINATOR, f"did not start within {deadline_s:g} s; see {self._run_dir / 'logs'}"
         )
 
+    def _heed(self) -> None:
+        """Does what Ctrl-C or SIGTERM asks for. Before there is a coordinator, there is nothing to keep."""
+        if not self._signals.asked or self._stopping:
+            return
+        self._stopping = True
+        if not self._reachable:
+            raise self._interrupted()
+        sys.stderr.write("stopping: a checkpoint is made first; once more to stop at once\n")
+        sys.stderr.flush()
+        self._cluster.signal(COORDINATOR, signal.SIGTERM)
+
+    def _interrupted(self) -> Interrupted:
+        resumed = self._cast.resume
+        folder = self._last.get("stopped", {}).get("folder", resumed.folder if resumed is not None else "")
+        command = f"gradstream resume {shlex.quote(str(self._run_dir))}"
+        if self._job.spec is None:  # in nobody's file
+            command = f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
+        error = Interrupted(self._run_dir, folder, command)
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        return error
+
     def _hear(self) -> dict[str, Any] | None:
+        self._heed()
         message = self._cluster.message(POLL_S)
         if message is None:
             return None
@@ -364,13 +433,16 @@ class _Launch:
         while COORDINATOR not in self._ended:
             silent = self._hear() is None
             self._read_events()
-            if self._ended and "started" not in self._last and "failed" not in self._last:
+            if self._ended and not {"started", "failed", "stopped"} & set(self._last):
                 raise self._error_of_ended()
             if silent and len(self._ended) == len(self._others) and self._on_address is None:
                 others_gone += 1  # it has been told by broken connections; it has a lease to conclude
                 if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
                     raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
         self._read_events()
+        if "stopped" in self._last:
+            self._let_leave()
+            raise self._interrupted()
         if "finished" not in self._last:
             if is_script(self._job):
                 self._let_leave()  # scripts of the user's may have something to put away
@@ -406,6 +478,9 @@ class _Launch:
         for line in lines:
             event = json.loads(line)
             self._last[event["event"]] = event
+            if event["event"] == "checkpoint_failed":
+                kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
+                sys.stderr.write(f"no checkpoint ({event['who']}: {event['message']}); {kept}\n")
             if self._on_event is not None:
                 self._on_event(event)
 

@@ -280,14 +280,19 @@ def data_offset(storage: Storage, path: str) -> int:
     return offset_bytes
 
 
-def read_own(storage: Storage, folder: str, worker: str) -> OwnState:
-    """A worker's own state in a checkpoint; one that was not there before gets the mean of all."""
+def read_own(storage: Storage, folder: str, worker: str) -> OwnState | None:
+    """A worker's own state in a checkpoint; one that was not there before gets the mean of all.
+
+    None where the checkpoint is not on this worker's disk.
+    """
     path = f"{folder}/{worker_file(worker)}"
     try:
         return OwnState.decode(storage.read(path))
     except FileNotFoundError:
         path = f"{folder}/{MODEL}"
-    own = next(name for name in storage.names(folder) if _OWN.fullmatch(name))
+    own = next((name for name in storage.names(folder) if _OWN.fullmatch(name)), None)
+    if own is None:
+        return None
     wanted = OwnState.decode(storage.read(f"{folder}/{own}")).buffers
     size_bytes = storage.size(path)
     length = int.from_bytes(storage.read_at(path, 0, 8), "little")

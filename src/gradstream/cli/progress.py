@@ -56,6 +56,7 @@ class Progress:
         self._machines: dict[str, str] = {}  # of workers elsewhere
         self._expected_workers = 0
         self._by_round = False
+        self._resumed_at = 0
         self._steps_of_rank: dict[int, int] = {}
         self._loss_weight = 0.0
         self._began_s: float | None = None
@@ -77,6 +78,8 @@ class Progress:
                 self._machines.update(dict.fromkeys(event["workers"], event["who"]))
             case "left":
                 self.workers.discard(event["who"])
+            case "resumed":
+                self.step = self._resumed_at = event["step"]
             case "step":
                 self._update_step(event)
             case "evaluated":
@@ -113,7 +116,7 @@ class Progress:
         now_s, rank = event["time_s"], event["rank"]
         if self._began_s is None:
             self._began_s = now_s - event["compute_s"]
-        count = self._steps_of_rank[rank] = self._steps_of_rank.get(rank, 0) + 1
+        count = self._steps_of_rank[rank] = self._steps_of_rank.get(rank, self._resumed_at) + 1
         # All workers take part in a round: the worker that is furthest has begun the newest.
         done = max(self.step, count) if self._by_round else self.step + 1
         self._steps.add(now_s, done - self.step)

@@ -44,6 +44,7 @@ class LocalCluster:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **environment, "PYTHONPATH": path},
+                start_new_session=True,  # a signal to the terminal's processes is for the launcher alone
             )
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()

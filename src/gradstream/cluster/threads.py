@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -63,7 +65,13 @@ class Play(Protocol):
     """A node's life: returns its exit status."""
 
     def __call__(
-        self, argv: Sequence[str], *, say: Callable[..., None], log: Path, core: Executor
+        self,
+        argv: Sequence[str],
+        *,
+        say: Callable[..., None],
+        log: Path,
+        core: Executor,
+        when_asked: Callable[[Callable[[], None]], None],
     ) -> Coroutine[Any, Any, int]:
         """Plays the node that `argv` names; its arithmetic is done on `core`."""
         ...
@@ -72,7 +80,8 @@ class Play(Protocol):
 class ThreadCluster:
     """Nodes of one run in this process. Use it as a context manager; otherwise as `LocalCluster`.
 
-    What nodes print goes where this process prints. A signal stops a node, whatever its number.
+    What nodes print goes where this process prints. A signal ends a node, but for SIGTERM to the
+    coordinator, which asks the run to stop.
 
     Args:
         logs: folder for what ends a node; made when missing.
@@ -86,6 +95,7 @@ class ThreadCluster:
         self._play = play
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, Callable[[], None]] = {}  # how a node is asked to stop
         self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradstream-compute")
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -113,9 +123,9 @@ class ThreadCluster:
         self._loop.call_soon_threadsafe(self._begin, name, list(argv))
 
     def signal(self, name: str, number: int) -> None:
-        """Stops a node, if it still runs."""
-        del number
-        self._loop.call_soon_threadsafe(self._cancel, name)
+        """Ends a node, if it still runs; SIGTERM asks one that can be asked."""
+        stop = self._stops.get(name) if number == signal.SIGTERM else None
+        self._loop.call_soon_threadsafe(stop or partial(self._cancel, name))
 
     def post(self, message: dict[str, Any]) -> None:
         """Puts in a message from elsewhere; see `LocalCluster.post`."""
@@ -170,7 +180,13 @@ class ThreadCluster:
 
         status = CANCELLED
         try:
-            status = await self._play(argv, say=say, log=self.logs / f"{name}.log", core=self._core)
+            status = await self._play(
+                argv,
+                say=say,
+                log=self.logs / f"{name}.log",
+                core=self._core,
+                when_asked=partial(self._stops.__setitem__, name),
+            )
         finally:
             self._messages.put({"exited": name, "status": status})
 

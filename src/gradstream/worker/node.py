@@ -198,8 +198,9 @@ class WorkerNode:
             kept = await self._runtime.beside(
                 lambda: read_own(storage, resume.folder, self._runtime.node), work=Work("restore")
             )
-            load_buffers(model, kept.buffers)
-            replica.samples = kept.samples
+            if kept is not None:
+                load_buffers(model, kept.buffers)
+                replica.samples = kept.samples
         await replica.adopt(replica.server.fetch_soon())
 
     async def _take_over(self, replica: Replica) -> None:

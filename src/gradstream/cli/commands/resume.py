@@ -1,0 +1,42 @@
+"""`gradstream resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gradstream.cli.machines import listen_options, listening_of
+from gradstream.cli.options import json_option
+from gradstream.cli.running import run_and_show
+
+__all__ = ["resume"]
+
+
+@click.command()
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--workers", type=int, help="Another number of replicas of the model.")
+@click.option("--servers", type=int, help="Another number of shards of the parameter server.")
+@click.option("--batch-size", type=int, help="Other samples per minibatch of one worker.")
+@click.option("--epochs", type=int, help="Passes over the data, those before included.")
+@click.option("--steps", type=int, help="Minibatches per worker, those before included.")
+@listen_options
+@json_option
+def resume(run: Path, as_json: bool, **given: Any) -> None:
+    """Goes on with a run that was stopped, killed or lost, from its newest good checkpoint.
+
+    RUN is a run directory. The job is read again from its file, so that has to be as it was. The
+    run goes on in the same directory; what came after the checkpoint is computed again.
+
+    \b
+    Examples:
+      gradstream resume runs/20261120-120000-mine
+      gradstream resume runs/20261120-120000-mine --workers 4 --servers 2
+    """
+    from gradstream.resume import resume as resume_run
+
+    names = ("listen", "wait", "workers_per_machine", "wait_s", "insecure", "token_file")
+    listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
+    options: Any = {name: value for name, value in given.items() if value is not None}
+    run_and_show(lambda on_event: resume_run(run, on_event=on_event, listen=listening, **options), as_json)

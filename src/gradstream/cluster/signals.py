@@ -1,0 +1,52 @@
+"""What Ctrl-C and SIGTERM mean while a run goes on: once, come to a stop; twice, now."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["StopSignals"]
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals:
+    """Handles the two signals of this process. Use it as a context manager, in the main thread.
+
+    In another thread, where Python lets nobody handle signals, it does nothing. A signal that was
+    ignored (a script under `nohup`, or in the background of a shell) stays so.
+
+    Attributes:
+        asked: a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in NUMBERS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if not self.asked:
+            self.asked = True
+        elif number == signal.SIGTERM:
+            raise SystemExit(128 + number)
+        else:
+            raise KeyboardInterrupt

@@ -1,0 +1,117 @@
+"""`resume()`: a run that was stopped, killed or lost goes on from its newest good checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from gradstream.checkpoint import Resume, newest
+from gradstream.config import Deadlines, Job, cast_of
+from gradstream.data.lock import machine_lock
+from gradstream.errors import ConfigError, DataError, UnknownNameError
+from gradstream.remote.listening import Listening
+from gradstream.reopen import job_of_run
+from gradstream.run import FINAL_MODEL, Run
+from gradstream.runtime.storage import DiskStorage
+from gradstream.train import LOCK, LOCK_S, OnEvent, launch
+
+__all__ = ["ResumeOptions", "resume"]
+
+
+class ResumeOptions(TypedDict, total=False):
+    """What may be another than before. The seed, the model and the data may not."""
+
+    workers: int
+    servers: int
+    batch_size: int | Sequence[int]
+    shares: Sequence[float] | None
+    epochs: int | None
+    steps: int | None
+    checkpoint_every: int | str | None
+    keep_last: int
+    keep_best: bool
+    deadlines: Deadlines
+
+
+def resume(
+    path: str | Path,
+    *,
+    job: Job | None = None,
+    on_event: OnEvent | None = None,
+    listen: Listening | None = None,
+    **options: Unpack[ResumeOptions],
+) -> Run:
+    """Goes on with a run in its own directory, from the newest checkpoint that is what it says.
+
+    A synchronous run ends with the bytes of one that never stopped, also with another number of
+    servers. Another number of workers, or another batch size, goes on at the sample where it was:
+    no sample of the data epoch is left out or repeated. An asynchronous run has every sample once.
+    Without a checkpoint it begins again, and says so.
+
+    Args:
+        path: the run directory.
+        job: the job, where the run was not made from a file: nodes are threads then.
+        on_event: as for `train`.
+        listen: other machines take part again: they join anew.
+        options: what is to be different: workers, servers, epochs, ...
+
+    Returns:
+        The run, with the events of all its parts.
+
+    Raises:
+        ConfigError: it is no run directory, or there is nothing left to do. Nothing was started.
+        DataError: another process goes on with this run.
+        Interrupted: it was stopped again.
+        The same as `train`.
+    """
+    path = Path(path).resolve()
+    known = [*ResumeOptions.__annotations__]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("option that a resumed run can change", name, known)
+    job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
+    if "epochs" in options or "steps" in options:
+        job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
+    if listen is not None:
+        if "workers" not in options:
+            job = dataclasses.replace(job, workers=listen.machines * listen.workers_per_machine)
+        listen.check(job, earlier=False)
+    with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
+        time_s = _mend_events(path / "events.jsonl")
+        found = newest(DiskStorage(path), _refused)
+    at = None if found is None else Resume.at(*found, time_s=time_s)
+    cast = cast_of(job, secrets.token_hex(8), resume=at)
+    _check_left(path, cast.ledger().finished)
+    if at is None:
+        sys.stderr.write(f"{path} has no checkpoint: the run begins from the start\n")
+    else:
+        sys.stderr.write(f"the run goes on from {at.folder}\n")
+    return launch(job, cast, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
+
+
+def _check_left(path: Path, finished: bool) -> None:
+    if finished or (path / FINAL_MODEL).is_file():
+        what = "nothing is left to do" if finished else "it has finished"
+        raise ConfigError(f"{path}: {what}; to train on, begin a run of its own with more epochs or steps")
+
+
+def _refused(error: DataError) -> None:
+    sys.stderr.write(f"not used: {error}\n")
+
+
+def _mend_events(path: Path) -> float:
+    """Cuts off a last line that a killed process has left half written; the time of the last event."""
+    if not path.is_file():
+        return 0.0
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    times: list[Any] = [json.loads(line).get("time_s", 0.0) for line in data[:whole].splitlines()]
+    return float(max(times, default=0.0))
