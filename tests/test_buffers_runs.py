@@ -108,6 +108,17 @@ def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) 
     assert abs(expected[3][2][1] - on_the_way[3]) > 1e-6
 
 
+def test_a_model_that_was_evaluated_trains_again_from_the_beginning() -> None:
+    model, data = from_torch(cnn, F.cross_entropy), pictures()
+    runs = []
+    for _ in range(2):
+        run = gs.simulate(model, data, optimizer=gs.SGD(lr=0.05), workers=2, steps=2)
+        run.evaluate()
+        runs.append(run)
+    for name, array in runs[0].parameters.items():
+        assert array.tobytes() == runs[1].parameters[name].tobytes(), name
+
+
 JOB = """
 import torch
 import gradstream as gs

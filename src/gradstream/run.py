@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError
 from gradstream.model.base import Model
-from gradstream.model.buffers import load_buffers
+from gradstream.model.buffers import with_buffers
 from gradstream.report.notebook import run_html
 from gradstream.report.page import Source, page
 from gradstream.report.trace import trace_json
@@ -115,8 +115,8 @@ class Run:
         if not data.num_test_samples:
             raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
         flat = flatten(self.model, self.parameters)
-        load_buffers(self.model, self.parameters)
-        return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)
+        with with_buffers(self.model, self.parameters):  # only meanwhile: the model may train again
+            return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)
 
     def report(self, path: str | Path, *, price: float | None = None) -> Path:
         """Writes the run as one HTML file, which needs no network, and returns its path.
