@@ -139,6 +139,18 @@ def test_threads_tell_in_order_and_drop_what_raises() -> None:
     assert len(said) == 1
 
 
+def test_without_a_run_to_show_only_the_threads_end() -> None:
+    def nothing() -> Run:
+        raise ConfigError("no such directory")
+
+    recorder, said = Recorder(), list[str]()
+    callbacks = Callbacks([recorder], {}, complain=said.append)
+    callbacks.tell({**STEP, "rank": 0, "step": 0})
+    callbacks.end(nothing)
+    assert recorder.told == [("step", 0, 0)]
+    assert not said
+
+
 @pytest.mark.parametrize("bad", [[object()], [Recorder], "loud", [print]])
 def test_what_would_never_be_called_is_refused(bad: Any) -> None:
     with pytest.raises(ConfigError, match=r"callbacks.*expected"):

@@ -192,3 +192,17 @@ def test_a_function_of_a_job_file_is_found_by_its_file(tmp_path: Path) -> None:
         find_function(f"{path}:ratte")
     with pytest.raises(ConfigError, match="top level"):
         place_of(lambda position: 0.5)
+
+
+def test_a_function_without_a_place_is_refused_before_processes_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = gs.SGD(lr=gs.Warmup(lambda position: 0.5, 3))
+    assert describe(rule)["fields"]["lr"]["fields"]["then"] == {"function": ""}
+    (tmp_path / "job.py").write_text("")
+    job = gs.Job(*least_squares(8, 3), optimizer=rule, epochs=1, spec=str(tmp_path / "job.py"))
+    with pytest.raises(ConfigError, match="define it at the top level of a file"):
+        gs.train(job)
+    assert not (tmp_path / "runs").exists()
+    assert gs.simulate(job, workers=1).history  # which needs no places

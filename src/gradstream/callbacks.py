@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, GradstreamError
 
 if TYPE_CHECKING:
     from gradstream.run import Run
@@ -94,7 +94,11 @@ class Callbacks:
         """
         if not self._listeners:
             return
-        run = load()
+        run: Run | None = None
+        try:
+            run = load()
+        except GradstreamError:
+            pass  # it was over before it had left anything to load
         for listener in self._listeners:
             listener.tell_end(run)
         for listener in self._listeners:
@@ -121,8 +125,9 @@ class _Listener:
     def tell(self, method: str, told: Any) -> None:
         self._call(method, told)
 
-    def tell_end(self, run: Run) -> None:
-        self._call("on_end", run)
+    def tell_end(self, run: Run | None) -> None:
+        if run is not None:
+            self._call("on_end", run)
 
     def close(self) -> None:
         pass
@@ -160,14 +165,15 @@ class _Threaded(_Listener):
         except queue.Full:
             self._num_missed += 1
 
-    def tell_end(self, run: Run) -> None:
+    def tell_end(self, run: Run | None) -> None:
         if self._num_missed:
             self._complain(
                 f"gradstream: the callback {self.name} was slower than the run and has missed "
                 f"{self._num_missed:,} events\n"
             )
         try:
-            self._queue.put(("on_end", run), timeout=PATIENCE_S)
+            if run is not None:
+                self._queue.put(("on_end", run), timeout=PATIENCE_S)
             self._queue.put(None, timeout=PATIENCE_S)
         except queue.Full:
             pass  # it hangs: said below

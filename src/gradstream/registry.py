@@ -30,6 +30,7 @@ __all__ = [
     "OPTIMIZERS",
     "STRATEGIES",
     "catalogue",
+    "check_places",
     "class_of",
     "describe",
     "find_dataset",
@@ -186,10 +187,7 @@ def describe(value: Any) -> dict[str, Any]:
         {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
         "file.py:Class", or "" where it is defined in the job file itself, which every node runs.
         A field that is such an object itself (a schedule) becomes {"class": ..., "fields": ...}, a
-        function {"function": place}.
-
-    Raises:
-        ConfigError: a field is a function that has no name in any file.
+        function {"function": place}; the place is "" where there is none (see `check_places`).
     """
     cls = type(value)
     entries = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
@@ -259,8 +257,21 @@ def _described(value: Any) -> Any:
         described = describe(value)
         return {"class": described["class"] or place_of(type(value)), "fields": described["fields"]}
     if callable(value):
-        return {"function": place_of(value)}
+        try:
+            return {"function": place_of(value)}
+        except ConfigError:
+            return {"function": ""}
     return value
+
+
+def check_places(value: Any) -> None:
+    """Raises ConfigError where a field is a function that other processes cannot find."""
+    for entry in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        field = getattr(value, entry.name)
+        if callable(field) and not dataclasses.is_dataclass(field):
+            place_of(field)
+        else:
+            check_places(field)
 
 
 def revived(value: Any) -> Any:

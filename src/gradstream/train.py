@@ -47,6 +47,7 @@ from gradstream.events import Event, FailedEvent, encode
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_caller
 from gradstream.node import LOCK, LOCK_S, NodeSpec, play
+from gradstream.registry import check_places
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
@@ -143,8 +144,10 @@ def train(
     cast = cast_of(job, secrets.token_hex(8))
     if cast.groups:
         cast.grouped(build_model(job))  # says what is wrong before anything is started
-    run_dir = _make_run_dir(job)
     as_threads = processes is False or spec is None
+    if not as_threads:
+        check_places(cast.optimizer)
+    run_dir = _make_run_dir(job)
     return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
 
 
