@@ -191,11 +191,17 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert "epochs = 10  # linear.py" in config
     assert "seed = 0  # default" in config
     assert run.info["node_environment"]["OMP_NUM_THREADS"]
+    assert run.info.keys() >= {"argv", "git_commit", "machine", "versions"}
     assert set(os.listdir("kept")) == {
         "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
     }  # fmt: skip
     with pytest.raises(gs.ConfigError, match="not an empty directory"):
         gs.train(load_job("linear.py"), run_dir=Path("kept"))
+
+
+def test_a_run_says_nothing_of_its_machine_if_asked_not_to(write: Callable[..., str]) -> None:
+    run = gs.train(load_job(write()), record_machine=False, epochs=1, run_dir=Path("kept"))
+    assert run.info.keys() == {"name", "id", "began_unix_s", "nodes"}
 
 
 def test_a_script_that_trains_twice_with_a_strategy_of_its_own(write: Callable[..., str]) -> None:

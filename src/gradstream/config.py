@@ -102,6 +102,8 @@ class Job:
         seed: of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
+        record_machine: whether the run directory says on which machine, in which environment, by which
+            command and at which commit of git the run was made, with which versions.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 1048576.
         checkpoint_every: about how often a checkpoint is kept: a number of steps, "epoch", or a time such
             as "10min"; None only when the run is stopped. None is made at the end: the result is.
@@ -136,6 +138,7 @@ class Job:
     seed: int = 0
     name: str | None = None
     run_dir: Path | None = None
+    record_machine: bool = True
     chunk_elems: int = 262_144
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
@@ -172,6 +175,7 @@ class JobOptions(TypedDict, total=False):
     seed: int
     name: str | None
     run_dir: Path | None
+    record_machine: bool
     chunk_elems: int
     checkpoint_every: int | str | None
     keep_last: int

@@ -327,9 +327,9 @@ class _Launch:
             "id": spec.id,
             "began_unix_s": datetime.datetime.now(datetime.UTC).timestamp(),
             "nodes": "threads" if self._as_threads else "processes",
-            "git_commit": git_commit(Path.cwd()),
-            **describe_machine(environment),
         }
+        if self._job.record_machine:
+            info |= {"git_commit": git_commit(Path.cwd()), **describe_machine(environment)}
         if self._cast.resume is None:
             storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
         storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
