@@ -41,6 +41,9 @@ SILENCE_S = 20.0
 """The launcher says every few seconds what it waits for."""
 
 POLL_S = 0.05
+EXPECTED = (0, 3, 75)
+"""Exit statuses of a node that ended well, because of another node, or because the run was stopped."""
+
 LEAVE_S = 10.0
 
 OnNote = Callable[[str], None]
@@ -241,7 +244,7 @@ class _Machine:
                 who=who,
                 status=status,
             )
-        elif status:
+        elif status not in EXPECTED:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             message = f"its process on {self._name} {how}; the end of its log:\n{cluster.log_tail(who, 5)}"
             report = v1.Report(error="PeerLostError", message=message, who=who, status=status)
