@@ -279,6 +279,9 @@ def test_a_refused_member_hears_why() -> None:
         endpoint.know("coordinator", cluster.address)
         node = v1.Node(name="worker-0", role="worker", rank=0, address="twin", incarnation=2)
         member = Member(cluster.virtual.runtime("twin"), endpoint, node, software="1", leases=LEASES)
+        with pytest.raises(RefusedError, match="twin asks to join as worker-0"):
+            await member.join(SPEC)
+        endpoint.identity.name = "worker-0"
         with pytest.raises(RefusedError, match="is in already"):
             await member.join(SPEC)
 
