@@ -19,6 +19,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.jobfile import load_job
+from gradstream.preflight import dry_run
 from gradstream.testing.sessions import loop_in_threads
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +132,7 @@ def test_gradstream_train_runs_a_script_with_loader_processes(short: Callable[[s
     assert float(found[1]) > 0.5
     summary = json.loads(done.stdout)["summary"]
     assert summary["samples_accounted"] == 5000
-    assert (summary["optimizer"], summary["strategy"], summary["workers"]) == ("sgd", "synchronous", 2)
+    assert (summary["optimizer"], summary["strategy"], summary["workers"]) == ("adam", "synchronous", 2)
     (run_dir,) = Path("runs").iterdir()
     assert set(gs.Run.load(run_dir).parameters) >= {"0.1.weight", "3.bias"}
 
@@ -203,6 +204,22 @@ except gradstream.PeerLostError as error:
     assert "worker-1" in Path("heard-0").read_text()
 
 
+def test_a_script_that_ends_without_closing_is_closed_before_its_threads_are_waited_for() -> None:
+    code = (
+        "import threading\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from gradstream.session.exits import at_the_end\n"
+        "closed = threading.Event()\n"
+        "ThreadPoolExecutor().submit(closed.wait)\n"  # which Python would wait for, without end
+        "at_the_end(lambda: print('closed') or closed.set(), lambda error: print('failed:', error))\n"
+        "{}\n"
+    )
+    assert run("-c", code.format("")).stdout == "closed\n"
+    done = run("-c", code.format("raise LookupError('a fault of mine')"), ok=False)
+    assert done.stdout.splitlines() == ["failed: a fault of mine", "closed"]
+    assert done.stderr.splitlines()[-1] == "LookupError: a fault of mine"
+
+
 def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,5 +234,7 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
         gs.train(job, optimizer="adam")
     with pytest.raises(gs.ConfigError, match="cannot be simulated"):
         gs.simulate(job)
+    with pytest.raises(gs.ConfigError, match="fewer steps"):
+        dry_run(job)
     with pytest.raises(gs.ConfigError, match="processes of one machine"):
         gs.train(job, processes=False)

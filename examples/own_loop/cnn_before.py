@@ -25,7 +25,7 @@ def block(inputs: int, outputs: int) -> nn.Sequential:
 
 
 model = nn.Sequential(block(1, 16), block(16, 32), nn.Flatten(), nn.Linear(32 * 49, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 data = TensorDataset(prepare(images), labels.long())
 loader = DataLoader(data, batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True)
 

@@ -19,9 +19,9 @@ from typing import Any
 from safetensors import safe_open
 
 from gradstream.cluster.resources import free_disk_bytes, free_memory_bytes
-from gradstream.config import Job, build_model, cast_of
+from gradstream.config import Job, build_model, cast_of, is_script
 from gradstream.data.base import Dataset, Ids
-from gradstream.errors import PreflightError, UserCodeError
+from gradstream.errors import ConfigError, PreflightError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.roles import Cast
@@ -65,7 +65,14 @@ def dry_run(job: Job) -> list[Finding]:
 
     Returns:
         What was found, in order; only the last can be a failure.
+
+    Raises:
+        ConfigError: the job is a script with a training loop of its own.
     """
+    if is_script(job):
+        raise ConfigError(
+            "a script with a training loop of its own cannot be run a little: let its loop make fewer steps"
+        )
     findings = []
     with tempfile.TemporaryDirectory(prefix="gradstream-") as folder:
         trial = _Trial(job, Path(folder) / "run")
