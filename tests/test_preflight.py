@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,9 @@ def test_a_job_that_will_do(place: Path) -> None:
     assert findings["model"] == "3 parameters in 1 tensor, 12 B"
     assert findings["data"] == "arrays: 200 samples, 50 held out"
     assert "exp_avg 12 B + exp_avg_sq 12 B" in findings["memory"]
-    assert "12 B for the final parameters, 36 B for a checkpoint" in findings["disk"]
-    assert "6 minibatches, " in findings["processes"]
-    assert findings["checkpoint"].startswith("1 tensor, ")
+    assert "120 B = 12 B for the final parameters + 3 checkpoints of 36 B" in findings["disk"]
+    assert re.search(r"\d+ minibatches, \d+ pushes, \d+ fetches, loss ", findings["processes"])
+    assert re.fullmatch(r"[4-6] files, .* verified", findings["checkpoint"])
     assert findings["evaluation"].endswith("of 50 held-out samples")
     assert "samples/s" in findings["time per epoch"]
     assert {path.name for path in place.iterdir()} <= {"mine.py", "temporary", "__pycache__"}
@@ -88,6 +89,14 @@ def test_a_fault_of_the_users_is_named_and_their_traceback_comes_last_but_one() 
     assert result.stderr.endswith("error: the dry run failed at: processes\n")
 
 
+def test_a_job_that_is_over_at_once() -> None:
+    result = dry_run("mine.py", "--steps", "1", "--json")
+    assert result.exit_code == 0, result.output
+    findings = {one["name"]: one["detail"] for one in json.loads(result.stdout)}
+    assert "over before it could be stopped" in findings["checkpoint"]
+    assert findings["time per epoch"] == "too little data to say"
+
+
 def test_a_wrong_configuration() -> None:
     result = dry_run("mine.py:endless")
     assert result.exit_code == 3
@@ -100,7 +109,7 @@ def test_too_little_memory_or_disk_starts_no_process(
     what: str, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, what, lambda *_: free)
-    monkeypatch.setattr(preflight, "train", None)
+    monkeypatch.setattr(preflight, "launch", None)
     result = dry_run("mine.py")
     assert result.exit_code == 3
     assert "free, too little" in result.stdout or "too little: 11 B free" in result.stdout

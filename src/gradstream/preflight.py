@@ -1,40 +1,43 @@
 """`gradstream train --dry-run`: a few minibatches for real, before hours are spent.
 
 Everything that a run needs is tried once, cheapest first: the configuration, the model, memory
-and disk by estimate, then real processes that push, fetch, evaluate and keep parameters in a
-temporary run directory. The first check that fails is the last one.
+and disk by estimate, then real processes that push, fetch and are stopped with a checkpoint in a
+temporary run directory, which is verified and evaluated. The first check that fails is the last one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from gradstream.cluster.resources import free_disk_bytes, free_memory_bytes
-from gradstream.config import Job, build_model, cast_of, is_script
+from gradstream.config import Job, build_model, cast_of, is_script, metrics_of
 from gradstream.data.base import Dataset, Ids
-from gradstream.errors import ConfigError, PreflightError, UserCodeError
+from gradstream.errors import ConfigError, Interrupted, PreflightError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
+from gradstream.reopen import kept_parameters
 from gradstream.roles import Cast
-from gradstream.run import FINAL_MODEL, Run
+from gradstream.run import Run
 from gradstream.runtime.world import World
 from gradstream.simulate import simulate
 from gradstream.summary import EventDict
-from gradstream.train import train
+from gradstream.train import launch
 
 __all__ = ["Finding", "dry_run", "estimate", "samples_per_s"]
 
 STEPS = 3
-"""Minibatches of each worker. The first one warms up and is not measured."""
+"""Minibatches of each worker before the run is stopped. The first one warms up and is not measured."""
 
 TEST_SAMPLES = 64
 """How many held-out samples are looked at."""
@@ -116,8 +119,36 @@ class _Trial:
 
     @cached_property
     def _run(self) -> Run:
-        """Some minibatches on real processes."""
-        return train(_little(self._job, self._model), run_dir=self._run_dir, name="dry-run")
+        """Some minibatches on real processes, up to a checkpoint."""
+        steps: Counter[int] = Counter()
+        seen: Counter[str] = Counter()
+
+        def on_event(event: EventDict) -> None:
+            if event["event"] == "step":
+                steps[event["rank"]] += 1
+            elif event["event"] == "exchange":  # told every second or so
+                seen.update(pushes=event["pushes"], fetches=event["fetches"])
+
+        def enough() -> bool:
+            everyone = len(steps) == self._job.workers and min(steps.values()) >= STEPS
+            return everyone and seen["pushes"] > 0 and seen["fetches"] > 0
+
+        job = dataclasses.replace(_quiet(self._job, self._model), run_dir=self._run_dir, name="dry-run")
+        self._run_dir.mkdir()
+        try:
+            return launch(
+                job,
+                cast_of(job, secrets.token_hex(8)),
+                self._run_dir,
+                on_event=on_event,
+                as_threads=job.spec is None,
+                stop=enough,
+            )
+        except Interrupted:
+            pass
+        if not enough():
+            raise KeyboardInterrupt  # it was not the trial that stopped it
+        return Run.load(self._run_dir)
 
     def _configuration(self) -> str:
         cast = self._cast
@@ -152,11 +183,16 @@ class _Trial:
     def _disk(self) -> str:
         folder = Path(self._job.run_dir or "runs").resolve()
         states = len(self._cast.optimizer.state_names)
-        need, free = self._vector_bytes, free_disk_bytes(folder)
-        text = f"{_size(free)} free; {_size(need)} for the final parameters"
+        kept = self._job.keep_last + 1  # the next one is there before the oldest goes
+        vector, free = self._vector_bytes, free_disk_bytes(folder)
+        need = (1 + kept * (1 + states)) * vector
+        text = (
+            f"{_size(free)} free; {_size(need)} = {_size(vector)} for the final parameters + "
+            f"{kept} checkpoints of {_size((1 + states) * vector)}"
+        )
         if need > free:
             raise PreflightError(f"{folder}: too little: {text}")
-        return f"{text}, {_size((1 + states) * need)} for a checkpoint"
+        return text
 
     def _processes(self) -> str:
         figures = self._run.summary
@@ -168,23 +204,27 @@ class _Trial:
         return f"{counts}{loss}; peak of own memory: {', '.join(peaks)}"
 
     def _checkpoint(self) -> str:
-        assert self._run.path is not None
-        file = self._run.path / FINAL_MODEL
-        with safe_open(file, "numpy") as kept:
-            names = list(kept.keys())
-        return f"{_count(len(names), 'tensor')}, {_size(file.stat().st_size)}"
+        failed = [event for event in self._run.events if event["event"] == "checkpoint_failed"]
+        if failed:
+            raise PreflightError(f"none could be made: {failed[-1]['who']}: {failed[-1]['message']}")
+        file = kept_parameters(self._run_dir)
+        size = sum(one.stat().st_size for one in file.parent.iterdir())
+        if file.parent.name == "final":
+            return f"the run was over before it could be stopped; {_size(size)} of final parameters"
+        return f"{_count(len(list(file.parent.iterdir())), 'file')}, {_size(size)}, verified"
 
     def _evaluation(self) -> str:
         data = self._job.data
         if not data.num_test_samples:
             return "no samples are held out"
-        run = dataclasses.replace(self._run, model=self._model, data=data)
+        parameters = load_file(kept_parameters(self._run_dir))
+        run = Run(parameters=parameters, model=self._model, data=data, metrics=metrics_of(self._job))
         found = run.evaluate(_Few(data, TEST_SAMPLES))
         what = f"accuracy {found.accuracy:.1%}" if found.accuracy is not None else f"error {found.loss:.4g}"
         return f"{what} of {found.num_samples:,} held-out samples"
 
     def _time(self) -> str:
-        rate = samples_per_s(self._run.events)
+        rate = samples_per_s([e for e in self._run.events if e["event"] == "step" and e["step"] < STEPS])
         if rate is None:
             return "too little data to say"
         count = self._job.data.num_samples
@@ -196,17 +236,9 @@ class _Trial:
         return self._model.layout.elems * self._model.layout.dtype.itemsize
 
 
-def _little(job: Job, model: Model) -> Job:
-    """Some minibatches of a job, which nobody else is told of."""
-    return dataclasses.replace(
-        job,
-        model=model,
-        epochs=None,
-        steps=STEPS,
-        evaluate_every=None,
-        checkpoint_every=None,
-        callbacks=(),
-    )
+def _quiet(job: Job, model: Model) -> Job:
+    """A job that nobody else is told of, and that does nothing on the way."""
+    return dataclasses.replace(job, model=model, evaluate_every=None, checkpoint_every=None, callbacks=())
 
 
 def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
@@ -214,7 +246,8 @@ def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
 
     In a phantom world the real nodes run with memory that has sizes and no elements.
     """
-    run = simulate(_little(job, model), world=World(phantom=True))
+    little = dataclasses.replace(_quiet(job, model), epochs=None, steps=STEPS)
+    run = simulate(little, world=World(phantom=True))
     return {
         event["node"]: dict(event["vectors_bytes"])
         for event in run.events

@@ -160,6 +160,7 @@ def launch(
     as_threads: bool = False,
     listening: Listening | None = None,
     cluster: LocalCluster | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Run:
     """Starts the nodes of a run that is begun, or resumed, and returns what came of it: see `train`.
 
@@ -167,16 +168,18 @@ def launch(
         job, cast: checked.
         run_dir: is there.
         cluster: where to start them; None makes one for this run. One that is given is left open.
+        stop: asked now and then whether the run is to stop with a checkpoint, as by Ctrl-C. Such a run is a
+            trial: a script that is read again by nodes has not made it.
     """
     callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": str(run_dir)})
     told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
     try:
-        _Launch(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster).run()
+        _Launch(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
     except (GradstreamError, Interrupted):
         callbacks.end(lambda: Run.load(run_dir))
         raise
     callbacks.end(lambda: _load(run_dir, job))
-    if job.spec is not None and run_dir not in earlier:
+    if job.spec is not None and run_dir not in earlier and stop is None:
         _made.setdefault(job.spec, []).append(run_dir)
     return _load(run_dir, job)
 
@@ -262,11 +265,13 @@ class _Launch:
         listening: Listening | None = None,
         on_address: OnAddress | None = None,
         cluster: LocalCluster | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> None:
         self._signals = StopSignals()
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked
         self._given_cluster = cluster
+        self._stop = stop
         self._job = job
         self._cast = cast
         self._run_dir = run_dir
@@ -393,13 +398,14 @@ class _Launch:
 
     def _heed(self) -> None:
         """Does what Ctrl-C or SIGTERM asks for. Before there is a coordinator, there is nothing to keep."""
-        if not self._signals.asked or self._stopping:
+        if self._stopping or not (self._signals.asked or (self._stop is not None and self._stop())):
             return
         self._stopping = True
         if not self._reachable:
             raise self._interrupted()
-        sys.stderr.write("stopping: a checkpoint is made first; once more to stop at once\n")
-        sys.stderr.flush()
+        if self._signals.asked:
+            sys.stderr.write("stopping: a checkpoint is made first; once more to stop at once\n")
+            sys.stderr.flush()
         self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _interrupted(self) -> Interrupted:
@@ -409,8 +415,9 @@ class _Launch:
         if self._job.spec is None:  # in nobody's file
             command = f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
         error = Interrupted(self._run_dir, folder, command)
-        sys.stderr.write(f"{error}\n")
-        sys.stderr.flush()
+        if self._signals.asked:
+            sys.stderr.write(f"{error}\n")
+            sys.stderr.flush()
         return error
 
     def _hear(self) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     --workers always means the workers of all machines together.
 
     With --dry-run nothing is kept: it builds the model, looks at memory and disk, pushes, fetches,
-    keeps parameters and evaluates once with real processes on this machine, and exits 0, or 3 if
+    makes a checkpoint and evaluates it with real processes on this machine, and exits 0, or 3 if
     something will not do.
 
     Progress goes to stderr, figures to stdout.
