@@ -1,0 +1,108 @@
+"""Disks that fail: the power goes between any two operations, or there is no space left.
+
+`CrashingStorage` keeps beside what processes see what would survive. A name is durable once its
+folder was synced; what was not synced may be there after the crash, or not: both are looked at.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+
+from gradstream.runtime.base import Buffer
+from gradstream.runtime.storage import MemoryStorage
+
+__all__ = ["CrashingStorage", "FullStorage", "PowerCutError"]
+
+
+class PowerCutError(Exception):
+    """The power went."""
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+class CrashingStorage(MemoryStorage):
+    """Goes down in its `crash_at`-th operation that changes anything (from 0), in the middle of it.
+
+    Args:
+        files: what is on the disk, durably.
+        crash_at: None never goes down.
+    """
+
+    def __init__(self, files: dict[str, bytes] | None = None, crash_at: int | None = None) -> None:
+        super().__init__()
+        self.files = dict(files or {})
+        self.num_operations = 0
+        self._disk = dict(self.files)
+        self._renames: list[tuple[str, str]] = []
+        self._left = crash_at
+
+    def survivors(self) -> list[dict[str, bytes]]:
+        """What may be found after the crash: only what was synced, or everything."""
+        return [dict(self._disk), dict(self.files)]
+
+    def write(self, path: str, data: bytes) -> None:
+        """Atomic and durable: a crash leaves the old content."""
+        self._operate()
+        super().write(path, data)
+        self._disk[path] = data
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """A crash leaves the first half of the pieces."""
+        pieces = list(pieces)
+        if self._left == 0:
+            super().patch(path, pieces[: len(pieces) // 2])
+        self._operate()
+        super().patch(path, pieces)
+        if path in self._disk:
+            self._disk[path] = self.files[path]
+
+    def sync(self, folder: str) -> None:
+        """What is in the folder under which name is durable."""
+        self._operate()
+        for old, new in [pair for pair in self._renames if _parent(pair[1]) == folder]:
+            self._renames.remove((old, new))
+            for path in [path for path in self._disk if path == old or path.startswith(f"{old}/")]:
+                self._disk[new + path[len(old) :]] = self._disk.pop(path)
+        for path in {*self._disk, *self.files}:
+            if _parent(path) == folder:
+                if path in self.files:
+                    self._disk[path] = self.files[path]
+                else:
+                    del self._disk[path]
+
+    def rename(self, old: str, new: str) -> None:
+        """Durable once the parent was synced."""
+        self._operate()
+        super().rename(old, new)
+        self._renames.append((old, new))
+
+    def remove(self, path: str) -> None:
+        """Whether it is still there after a crash, nobody knows."""
+        self._operate()
+        super().remove(path)
+
+    def _operate(self) -> None:
+        if self._left is not None:
+            if self._left == 0:
+                raise PowerCutError
+            self._left -= 1
+        self.num_operations += 1
+
+
+class FullStorage(MemoryStorage):
+    """Has no space left for checkpoints from the `full_from`-th write to them on (from 0)."""
+
+    def __init__(self, full_from: int) -> None:
+        super().__init__()
+        self._left = full_from
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """Raises OSError once it is full, with some of the pieces written."""
+        if self._left <= 0:
+            super().patch(path, list(pieces)[:1])
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        self._left -= 1
+        super().patch(path, pieces)
