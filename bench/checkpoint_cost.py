@@ -2,8 +2,8 @@
 
     python bench/checkpoint_cost.py --elems 74770901 --every 60 --seconds 300
 
-Baseline: the job without checkpoints, in the same call, before and after. A checkpoint costs the time for which
-workers stand still, and what its writing takes from training that goes on beside it; both are in the
+Baseline: the job without checkpoints, in the same call, before and after. A checkpoint costs the time for
+which workers stand still, and what its writing takes from training that goes on beside it; both are in the
 difference of samples per second. What one costs is that difference over all that were made; the share of
 step time at another interval T is cost / T. Prints one JSON object.
 """
