@@ -19,7 +19,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.data.checksum import checksum_of
-from gradstream.errors import GradstreamError
+from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.jobfile import load_job
 from gradstream.remote.address import Address, new_token
 from gradstream.remote.authority import Authority
@@ -208,6 +208,10 @@ def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part
     listening = replace(Listening(address=LOOPBACK, machines=2), **options)
     with pytest.raises(gs.ConfigError, match=re.escape(part)):
         gs.train(load_job(str(linear)), listen=listening, workers=2)
+
+
+def test_machines_of_a_run_that_was_stopped_are_told_the_status_that_says_so() -> None:
+    assert exit_code(Interrupted(None, "checkpoints/step-00000009")) == 75
 
 
 def test_tokens() -> None:

@@ -197,5 +197,7 @@ class LentMemoryError(InternalError):
 
 def exit_code(error: BaseException) -> int:
     """Exit status of the command line for an error: see `EXIT_CODES`."""
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
     status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
     return int(status)
