@@ -193,7 +193,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert run.info["node_environment"]["OMP_NUM_THREADS"]
     assert run.info.keys() >= {"argv", "git_commit", "machine", "versions"}
     assert set(os.listdir("kept")) == {
-        "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
+        ".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
     }  # fmt: skip
     with pytest.raises(gs.ConfigError, match="not an empty directory"):
         gs.train(load_job("linear.py"), run_dir=Path("kept"))
