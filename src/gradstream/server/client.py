@@ -39,7 +39,8 @@ class Update:
     Args:
         vector: its elements; nobody may write them until the push is done. None pushes nothing,
             which a synchronous round still has to be told.
-        samples: training samples behind it.
+        samples: training samples behind it. This, `learning_rate` and `vector` may be filled in until
+            anything is `ready`.
         num_gradients: minibatch gradients summed in it.
         learning_rate: to apply it with.
         basis: by chunk, the version the gradient was computed on.

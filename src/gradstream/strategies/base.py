@@ -25,7 +25,7 @@ class Minibatch(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """How many; may be 0 in a round."""
+        """How many; may be 0 in a round, and is -1 until its gradient is done in a loop of the user's."""
         ...
 
 
@@ -39,7 +39,7 @@ class Gradient(Protocol):
 
     @property
     def samples(self) -> int:
-        """Training samples behind it."""
+        """Training samples behind it, once it is done; one of none changes nothing wherever it is used."""
         ...
 
     async def done(self) -> None:
