@@ -237,3 +237,25 @@ def test_manifest_survives_json() -> None:
         simulate(MODEL, DATA, storage=storage, script=stop_at(0.5), **JOB)
     data = storage.read(f"{caught.value.checkpoint}/state.json")
     assert Manifest.decode(data).encode() == data
+
+
+def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
+    rng = np.random.default_rng([rank, epoch, seed])
+    for _ in range(9):
+        inputs = rng.standard_normal((4, 200)).astype("float32")
+        yield inputs, inputs.sum(1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("length", "end"), [(9, {"epochs": 3}), (None, {"epochs": None, "steps": 14})], ids=["counted", "endless"]
+)
+def test_a_stream_goes_on_behind_what_was_read(length: int | None, end: Any, accumulate: int) -> None:
+    data = gs.from_stream(batches, batches=length)
+    job = {**JOB, **end, "workers": 2, "accumulate": accumulate}
+    whole, storage = simulate(MODEL, data, **job), MemoryStorage()
+    with pytest.raises(Interrupted):
+        simulate(MODEL, data, storage=storage, script=stop_at(0.2), **job)
+    resumed = simulate(MODEL, data, storage=storage, resume=True, **job)
+    assert same(resumed, whole)
+    assert min(event["step"] for event in resumed.events if event["event"] == "step") > 0
