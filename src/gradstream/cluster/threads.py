@@ -26,8 +26,8 @@ from gradstream.cluster.machine import SWITCH_INTERVAL_S
 __all__ = ["Cluster", "Play", "ThreadCluster"]
 
 NODE = "gradstream.node:main"
-HANG_UP_S = 5.0
-GOODBYE_S = 1.0
+HANG_UP_S = 10.0
+GOODBYE_S = 2.0  # longer than an endpoint takes to close: cut short, it leaves a server behind
 CANCELLED = -9
 """Status of a node that was stopped: as of a process that was killed."""
 
@@ -196,12 +196,10 @@ class ThreadCluster:
 
     async def _stop(self) -> None:
         """Cancels all; those who take long over their goodbyes again and again."""
-        patience_s = GOODBYE_S
         deadline_s = self._loop.time() + HANG_UP_S
         while left := [task for task in self._tasks.values() if not task.done()]:
             for task in left:
                 task.cancel()
-            await asyncio.wait(left, timeout=patience_s)
-            patience_s = 0.05
+            await asyncio.wait(left, timeout=GOODBYE_S)
             if self._loop.time() > deadline_s:
                 return
