@@ -136,7 +136,7 @@ def test_a_difference_is_named_with_both_sides(linear: Path, fact: str, mine: st
 
 def test_the_same_file_under_another_name_is_the_same(linear: Path) -> None:
     facts = facts_of(load_job(str(linear)))
-    renamed = linear.rename(linear.with_name("copy.py"))
+    renamed = linear.rename(linear.with_name("renamed.py"))
     assert difference(facts, facts_of(load_job(str(renamed))), "there") is None
 
 
