@@ -56,6 +56,24 @@ def test_port_in_use_names_the_address() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 5])
+def test_a_close_that_is_cancelled_leaves_no_server(num_turns: int) -> None:
+    async def main() -> None:
+        server = endpoint("server")
+        await server.start()
+        closing = asyncio.ensure_future(server.close())
+        for _ in range(num_turns + 1):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        successor = endpoint("successor", listen=server.address)
+        await successor.start()  # the port is free
+        await successor.close()
+
+    asyncio.run(main())
+
+
 def test_port_in_use_by_another_program() -> None:
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="in use"):

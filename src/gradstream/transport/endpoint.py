@@ -248,8 +248,10 @@ class EndpointCore(ABC):
         self._closed = True
         for stream in list(self._streams):
             stream.cancel(f"{self.identity.name} closes")
-        await self._stop_handlers()
-        await self._shut(abruptly=False)
+        try:
+            await self._stop_handlers()
+        finally:
+            await self._shut(abruptly=False)
 
     async def abort(self) -> None:
         """Ends as a killed process would: nobody is told, connections just break. For fault tests."""

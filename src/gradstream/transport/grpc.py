@@ -23,6 +23,7 @@ import torch
 
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.security import Tls, explain
@@ -393,6 +394,11 @@ class GrpcEndpoint(EndpointCore):
                 self.background(channel.close(None), f"{self.identity.name}: hang up on {peer}")
 
     async def _shut(self, *, abruptly: bool) -> None:
+        # Cut short, it would leave a server running, and with it a thread of gRPC's that a process
+        # with several event loops waits for when it ends.
+        await finish_despite_cancel(asyncio.ensure_future(self._shut_all(abruptly=abruptly)))
+
+    async def _shut_all(self, *, abruptly: bool) -> None:
         if not abruptly:
             try:
                 await self.runtime.within(FLUSH_S, self._quiet())
