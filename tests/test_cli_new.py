@@ -22,8 +22,6 @@ def call(*arguments: str) -> Result:
 def test_a_template_runs_as_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "jax" and importlib.util.find_spec("jax") is None:
         pytest.skip("jax is not installed (extra `jax`)")
-    if kind == "jax" and not hasattr(gs, "from_jax"):
-        pytest.skip("there is no from_jax yet")
     monkeypatch.chdir(tmp_path)
     result = call("new", "mine", f"--{kind}")
     assert result.exit_code == 0, result.output

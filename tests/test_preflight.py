@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 import gradstream as gs
 from gradstream import preflight
 from gradstream.cli import main
-from gradstream.cluster.resources import free_memory_bytes
 from gradstream.preflight import estimate, samples_per_s
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.testing.runs import Sized, numbered
 
 JOB = """

@@ -18,7 +18,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ __all__ = [
     "Memory",
     "Span",
     "Vector",
-    "available_bytes",
     "borrow_all",
     "trim",
 ]
@@ -202,22 +200,6 @@ class Memory:
         skip_bytes = -raw.ctypes.data % ALIGNMENT_BYTES
         aligned = torch.from_numpy(raw[skip_bytes : skip_bytes + elems * itemsize_bytes])
         return Vector(name, aligned.view(dtype))
-
-
-def available_bytes() -> int | None:
-    """Memory that this process can still take without swapping; None where the system does not say.
-
-    The smaller of what the machine has and what the process's control group leaves (Linux).
-    """
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().strip().rpartition("::/")[2]
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        pass  # not Linux, or no limit
-    return min(found, default=None)
 
 
 def trim() -> None:

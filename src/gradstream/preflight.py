@@ -20,7 +20,6 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from gradstream.cluster.resources import free_disk_bytes, free_memory_bytes
 from gradstream.config import Job, build_model, cast_of, is_script, metrics_of
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import ConfigError, Interrupted, PreflightError, UserCodeError
@@ -29,6 +28,7 @@ from gradstream.model.batch import Batch
 from gradstream.reopen import kept_parameters
 from gradstream.roles import Cast
 from gradstream.run import Run
+from gradstream.runtime.resources import free_disk_bytes, free_memory_bytes
 from gradstream.runtime.world import World
 from gradstream.simulate import simulate
 from gradstream.summary import EventDict

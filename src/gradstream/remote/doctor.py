@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal
 
 import gradstream
-from gradstream.cluster.resources import free_memory_bytes
 from gradstream.errors import GradstreamError
 from gradstream.remote.address import Address
 from gradstream.remote.authority import ENROLMENT
@@ -25,6 +24,7 @@ from gradstream.remote.enrolment import JOB
 from gradstream.remote.measure import Speed, machine_facts, measure
 from gradstream.remote.reach import check_fingerprint, connect, resolve, shake_hands
 from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.security import Tls

@@ -19,7 +19,6 @@ from typing import Any
 
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.cluster.machine import num_cores
-from gradstream.cluster.resources import free_memory_bytes
 from gradstream.config import Job
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.jobfile import load_job
@@ -30,6 +29,7 @@ from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.reach import reach
 from gradstream.run import FINAL_MODEL
 from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.security import Tls

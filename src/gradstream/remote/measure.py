@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.cluster.machine import num_cores, versions
-from gradstream.cluster.resources import free_memory_bytes
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 

@@ -17,8 +17,9 @@ import torch
 from gradstream.checkpoint.folder import data_offset, file_of
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.errors import DataError, GradstreamError
-from gradstream.memory import available_bytes, trim
+from gradstream.memory import trim
 from gradstream.runtime.base import Runtime, Storage, Work
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.service import ShardService
 from gradstream.wire import v1
@@ -86,7 +87,7 @@ class Snapshots:
         vectors = {**vectors, **{name: vector.tensor for name, vector in service.store.state.items()}}
         kept = [vectors[place.vector] for place in cut.places]
         needed_bytes = sum(tensor.nbytes for tensor in kept)
-        free_bytes = available_bytes()
+        free_bytes = free_memory_bytes()
         copies = free_bytes is None or free_bytes > ROOM * needed_bytes
         sums: list[int] = []
         elems = sum(map(len, kept))
