@@ -15,11 +15,13 @@ from gradstream.checkpoint import Resume, newest
 from gradstream.config import Deadlines, Job, cast_of
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
+from gradstream.launcher import OnEvent
+from gradstream.node import LOCK, LOCK_S
 from gradstream.remote.listening import Listening
 from gradstream.reopen import job_of_run
 from gradstream.run import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
-from gradstream.train import LOCK, LOCK_S, OnEvent, launch
+from gradstream.train import launch
 
 __all__ = ["ResumeOptions", "resume"]
 

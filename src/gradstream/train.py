@@ -1,29 +1,17 @@
-"""`train()`: runs a job as processes on this machine, and returns what came of it.
-
-The launcher starts the nodes, follows their events, and sees to it that the run ends: finished,
-or with an error that names who, or because somebody pressed Ctrl-C. Nothing is left running.
-"""
+"""`train()`: runs a job as processes, on this machine or on several, and returns what came of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import secrets
-import shlex
-import signal
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from gradstream.callbacks import Callbacks
-from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
-from gradstream.cluster.machine import git_commit
-from gradstream.cluster.signals import StopSignals
+from gradstream.cluster import LocalCluster
 from gradstream.config import (
     Job,
     JobOptions,
@@ -37,38 +25,21 @@ from gradstream.config import (
 from gradstream.data.base import Dataset
 from gradstream.errors import (
     ConfigError,
-    DeadlineError,
     GradstreamError,
     Interrupted,
-    PeerLostError,
-    UserCodeError,
 )
-from gradstream.events import Event, FailedEvent, encode
-from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of, load_job, script_of_caller
-from gradstream.node import LOCK, LOCK_S, NodeSpec, play
+from gradstream.launcher import Launcher, OnAddress, OnEvent
 from gradstream.registry import check_places
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
-from gradstream.roles import COORDINATOR, Cast, worker_name
-from gradstream.run import FINAL_MODEL, Run
-from gradstream.runtime.storage import DiskStorage
-from gradstream.settings import effective, to_toml
+from gradstream.roles import Cast
+from gradstream.run import Run
 
 if TYPE_CHECKING:
-    from gradstream.remote.gathering import Gathering
+    pass
 
-__all__ = ["LOCK", "LOCK_S", "OnEvent", "host", "launch", "load_job", "train"]
-
-OnEvent = Callable[[Mapping[str, Any]], None]
-OnAddress = Callable[[Path, str], None]
-
-SCRIPT = "gradstream.session.script:main"
-"""A worker that is a script with a training loop of its own."""
-
-POLL_S = 0.05
-BOOT_S = 60.0
-"""For a process to load torch and the job file, before its deadline to join begins."""
+__all__ = ["host", "launch", "load_job", "train"]
 
 NO_SCRIPT = (
     "train() was not called from a script, so other processes cannot find the code of the job: all nodes "
@@ -174,7 +145,7 @@ def launch(
     callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": str(run_dir)})
     told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
     try:
-        _Launch(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
+        Launcher(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
     except (GradstreamError, Interrupted):
         callbacks.end(lambda: Run.load(run_dir))
         raise
@@ -197,7 +168,7 @@ def host(job: Job, on_address: OnAddress, *, processes: bool = True) -> None:
     """
     job = dataclasses.replace(job, name=job.name or "session")
     cast, run_dir = cast_of(job, secrets.token_hex(8)), _make_run_dir(job)
-    _Launch(job, cast, run_dir, (), None, as_threads=not processes, on_address=on_address).run()
+    Launcher(job, cast, run_dir, (), None, as_threads=not processes, on_address=on_address).run()
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
@@ -249,285 +220,3 @@ def _make_run_dir(job: Job) -> Path:
             continue
         return path
     raise ConfigError(f"{base} and a thousand more exist: clean up {base.parent}")
-
-
-class _Launch:
-    """One run, as its launcher sees it."""
-
-    def __init__(
-        self,
-        job: Job,
-        cast: Cast,
-        run_dir: Path,
-        earlier: tuple[Path, ...],
-        on_event: OnEvent | None,
-        as_threads: bool,
-        listening: Listening | None = None,
-        on_address: OnAddress | None = None,
-        cluster: LocalCluster | None = None,
-        stop: Callable[[], bool] | None = None,
-    ) -> None:
-        self._signals = StopSignals()
-        self._stopping = False  # the coordinator was asked to stop
-        self._reachable = False  # the coordinator can be asked
-        self._given_cluster = cluster
-        self._stop = stop
-        self._job = job
-        self._cast = cast
-        self._run_dir = run_dir
-        self._earlier = earlier
-        self._on_event = on_event
-        self._as_threads = as_threads
-        self._listening = listening
-        self._gathering: Gathering | None = None
-        self._on_address = on_address  # where somebody else starts the workers
-        events = run_dir / "events.jsonl"
-        self._events_read = events.stat().st_size if events.is_file() else 0
-        self._torn = b""
-        self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
-        self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
-        self._ended: dict[str, int] = {}
-        elsewhere = [worker_name(rank) for rank in range(cast.workers)] if on_address else []
-        self._others = [name for name in cast.node_names if name not in (COORDINATOR, *elsewhere)]
-
-    def run(self) -> None:
-        """Returns when the run has finished; raises what it failed with. Leaves no process."""
-        here = self._listening.workers_per_machine if self._listening else self._job.workers
-        environment = {} if self._as_threads else node_environment(here)
-        self._write_records(environment)
-        try:
-            with self._signals, self._make_cluster(environment) as cluster:
-                self._cluster: Cluster = cluster
-                with self._gathered():
-                    self._start_nodes()
-                    self._follow()
-                    self._let_leave()
-                    self._check_result()
-        except GradstreamError as error:
-            self._note_failure(error)
-            error.add_note(f"run directory: {self._run_dir}")
-            if isinstance(error, UserCodeError) and error.traceback_text:
-                error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
-            raise
-        finally:
-            self._read_events()
-
-    def _make_cluster(
-        self, environment: Mapping[str, str]
-    ) -> AbstractContextManager[LocalCluster | ThreadCluster]:
-        logs = self._run_dir / "logs"
-        if self._given_cluster is not None:
-            return nullcontext(self._given_cluster)
-        if self._as_threads:
-            return ThreadCluster(logs, partial(play, self._job))
-        return LocalCluster(logs, environment)
-
-    def _write_records(self, environment: Mapping[str, str]) -> None:
-        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier)
-        entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
-        storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
-        storage.write("config.toml", to_toml(self._job, entries).encode())
-        info = {
-            "name": self._job.name,
-            "id": spec.id,
-            "began_unix_s": datetime.datetime.now(datetime.UTC).timestamp(),
-            "nodes": "threads" if self._as_threads else "processes",
-        }
-        if self._job.record_machine:
-            info |= {"git_commit": git_commit(Path.cwd()), **describe_machine(environment)}
-        if self._cast.resume is None:
-            storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
-        storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
-
-    # ---- other machines -----------------------------------------------------------------
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Begins when all machines are there, where there are others; they are told how it has ended."""
-        if self._listening is None:
-            yield
-            return
-        # gRPC starts threads, and the forkserver is a process of its own: it may be imported now.
-        from gradstream.remote.gathering import Gathering
-
-        spec = dataclasses.asdict(NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=()))
-        with Gathering(self._listening, self._job, spec, self._cluster.post, self._emit) as gathering:
-            self._gathering = gathering
-            gathering.wait(self._hear_and_show)
-            yield
-
-    def _hear_and_show(self) -> None:
-        self._hear()
-        self._read_events()
-
-    # ---- nodes --------------------------------------------------------------------------
-
-    def _start_nodes(self) -> None:
-        self._start_node(COORDINATOR)
-        address = self._address_of_coordinator()
-        if self._gathering is not None:
-            self._gathering.enrolment.go(int(address.rpartition(":")[2]))
-        if self._on_address is not None:
-            self._on_address(self._run_dir / "nodes.json", address)
-        for name in self._others:
-            if self._gathering is None or self._gathering.is_here(name):
-                self._start_node(name, "--coordinator", address)
-
-    def _start_node(self, name: str, *arguments: str) -> None:
-        spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
-        if is_script(self._job) and name.startswith("worker"):
-            self._cluster.start(name, [*spec, "--script", self._job.spec or ""], main=SCRIPT)
-            return
-        self._cluster.start(name, spec if self._gathering is None else spec + self._gathering.arguments(name))
-
-    def _address_of_coordinator(self) -> str:
-        deadline_s = self._job.deadlines.join_s + BOOT_S
-        waited = 0
-        while waited * POLL_S < deadline_s:
-            message = self._hear()
-            if message is None:
-                waited += 1
-            elif "address" in message:
-                self._reachable = True
-                return str(message["address"])
-            if self._ended:
-                raise self._error_of_ended()
-        raise DeadlineError(
-            COORDINATOR, f"did not start within {deadline_s:g} s; see {self._run_dir / 'logs'}"
-        )
-
-    def _heed(self) -> None:
-        """Does what Ctrl-C or SIGTERM asks for. Before there is a coordinator, there is nothing to keep."""
-        if self._stopping or not (self._signals.asked or (self._stop is not None and self._stop())):
-            return
-        self._stopping = True
-        if is_script(self._job):  # a loop of the user's own cannot be resumed
-            raise KeyboardInterrupt
-        if not self._reachable:
-            raise self._interrupted()
-        if self._signals.asked:
-            sys.stderr.write("stopping: a checkpoint is made first; once more to stop at once\n")
-            sys.stderr.flush()
-        self._cluster.signal(COORDINATOR, signal.SIGTERM)
-
-    def _interrupted(self) -> Interrupted:
-        resumed = self._cast.resume
-        folder = self._last.get("stopped", {}).get("folder", resumed.folder if resumed is not None else "")
-        command = f"gradstream resume {shlex.quote(str(self._run_dir))}"
-        if self._job.spec is None:  # in nobody's file
-            command = f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
-        error = Interrupted(self._run_dir, folder, command)
-        if self._signals.asked:
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
-        return error
-
-    def _hear(self) -> dict[str, Any] | None:
-        self._heed()
-        message = self._cluster.message(POLL_S)
-        if message is None:
-            return None
-        if "exited" in message:
-            self._ended[message["exited"]] = message["status"]
-        elif "error" in message:
-            self._errors[message["from"]] = message
-        elif self._gathering is not None and ("machine" in message or "insecure" in message):
-            for worker, lost in self._gathering.note(message).items():
-                self._errors.setdefault(worker, lost)
-                self._ended.setdefault(worker, 1)
-        elif "output" in message:
-            sys.stderr.write(message["output"])
-        return message
-
-    def _follow(self) -> None:
-        """Follows the run until the coordinator has ended, or can be waited for no more."""
-        others_gone = 0
-        while COORDINATOR not in self._ended:
-            silent = self._hear() is None
-            self._read_events()
-            if self._ended and not {"started", "failed", "stopped"} & set(self._last):
-                raise self._error_of_ended()
-            if silent and len(self._ended) == len(self._others) and self._on_address is None:
-                others_gone += 1  # it has been told by broken connections; it has a lease to conclude
-                if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
-                    raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
-        self._read_events()
-        if "stopped" in self._last:
-            self._let_leave()
-            raise self._interrupted()
-        if "finished" not in self._last:
-            if is_script(self._job):
-                self._let_leave()  # scripts of the user's may have something to put away
-            raise self._error()
-
-    def _let_leave(self) -> None:
-        """Gives nodes that are done the time to say goodbye."""
-        waited = 0
-        while self._cluster.running and waited * POLL_S < self._job.deadlines.lease_s:
-            waited += self._hear() is None
-
-    def _check_result(self) -> None:
-        """The worker of the lowest rank keeps the final parameters; that may have become one elsewhere."""
-        if self._gathering is None or (self._run_dir / FINAL_MODEL).is_file():
-            return
-        raise PeerLostError(
-            "worker-0",
-            "was lost with all workers of this machine. The others have finished the run, but the final "
-            "parameters are with them: `gradstream join` has said where, copy them from there",
-        )
-
-    # ---- events and errors --------------------------------------------------------------
-
-    def _read_events(self) -> None:
-        path = self._run_dir / "events.jsonl"
-        if not path.is_file():
-            return
-        with open(path, "rb") as file:
-            file.seek(self._events_read)
-            data = file.read()
-        self._events_read += len(data)
-        *lines, self._torn = (self._torn + data).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
-            self._last[event["event"]] = event
-            if event["event"] == "checkpoint_failed":
-                kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-                sys.stderr.write(f"no checkpoint ({event['who']}: {event['message']}); {kept}\n")
-            if self._on_event is not None:
-                self._on_event(event)
-
-    def _error(self) -> GradstreamError:
-        """What the run failed with, by the coordinator's word or by what became of it."""
-        failed = self._last.get("failed")
-        if failed is not None:
-            return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
-        return self._error_of_ended(COORDINATOR)
-
-    def _error_of_ended(self, name: str | None = None) -> GradstreamError:
-        """Why a node (the first that ended) is gone."""
-        name = name or next(iter(self._ended))
-        said = self._errors.get(name)
-        if said is not None:
-            return typed_error(name, said["error"], said["message"], said["traceback"])
-        status = self._ended[name]
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        tail = self._cluster.log_tail(name, 5)
-        return PeerLostError(name, f"its process {how}; the end of its log:\n{tail}")
-
-    def _note_failure(self, error: GradstreamError) -> None:
-        """Makes sure that the run's events say how it ended."""
-        self._read_events()
-        if "failed" in self._last:
-            return
-        culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
-        event = FailedEvent(
-            culprit=culprit,
-            error=type(error).__name__,
-            message=str(error),
-            traceback=getattr(error, "traceback_text", ""),
-        )
-        self._emit(event)
-
-    def _emit(self, event: Event) -> None:
-        with open(self._run_dir / "events.jsonl", "ab") as file:
-            file.write(encode(event, node="launcher", time_s=0.0))
