@@ -1,0 +1,1 @@
+"""Ranks that combine their vectors without a server: allreduce and its parts."""

@@ -1,0 +1,76 @@
+"""Unix sockets between processes of one user on one host, and descriptors that pass over them.
+
+Names are abstract: they lie in no folder, and are gone with the socket that holds them, however its
+process ended. Anybody on the host can connect to one, so both sides look at who is there: only
+processes of the same user are talked to. A network namespace has names of its own; processes in
+different ones do not meet here, as on different hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+from gradstream.errors import ConfigError
+
+__all__ = ["address_of", "check_peer", "host_id", "listen", "recv_descriptors", "send_descriptors"]
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+def host_id() -> str:
+    """Names what processes must have in common to share memory: boot of the kernel, network namespace, user.
+
+    Raises:
+        ConfigError: this system does not say.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.getuid()}"
+    except OSError as error:
+        raise ConfigError(f"cannot tell which host this is ({error}); use the carrier 'tcp'") from None
+
+
+def address_of(job: str, node: str, incarnation: int) -> str:
+    """The abstract name that a node listens at."""
+    return f"\0gradstream/{job}/{node}/{incarnation:x}"
+
+
+def listen(address: str) -> socket.socket:
+    """A non-blocking listening socket. Raises ConfigError where the name is taken."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at Unix socket {address[1:]!r}: {error}") from None
+    return listener
+
+
+def check_peer(connection: socket.socket) -> None:
+    """Raises ConfigError unless the process at the other end belongs to the same user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid != os.getuid():
+        raise ConfigError(f"process {pid} of user {uid} at a Unix socket: expected user {os.getuid()}")
+
+
+def send_descriptors(connection: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    """Sends descriptors with the bytes they belong to, which are few. The socket may block."""
+    sent = socket.send_fds(connection, [data], descriptors)
+    if sent < len(data):
+        connection.sendall(data[sent:])
+
+
+def recv_descriptors(connection: socket.socket, size_bytes: int, count: int) -> tuple[bytes, list[int]]:
+    """Up to `size_bytes` of data, and the descriptors that came with it, closed when a program is executed.
+
+    Args:
+        count: descriptors expected at most; any more are closed by the kernel.
+    """
+    data, descriptors, _, _ = socket.recv_fds(connection, size_bytes, count, socket.MSG_CMSG_CLOEXEC)
+    return data, list(descriptors)
