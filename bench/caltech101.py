@@ -58,6 +58,9 @@ def main() -> None:
         "side-by-side": lambda: peers(given, [1] * WORKERS),
         "synchronous-half": lambda: ours(given, "synchronous", {}, batch=given.batch // WORKERS),
         "synchronous": lambda: ours(given, "synchronous", {}),
+        "downpour-1-half": lambda: ours(
+            given, "downpour", period_1, lr=mean_lr, batch=given.batch // WORKERS
+        ),
         "downpour-1": lambda: ours(given, "downpour", period_1, lr=mean_lr),
         "downpour-1-overlap": lambda: ours(given, "downpour", {**period_1, "overlap": True}, lr=mean_lr),
         "downpour-10": lambda: ours(given, "downpour", period_10, lr=mean_lr),
