@@ -1,8 +1,8 @@
 """The documentation does what it says: its Python blocks run, its command lines parse, quick ones run.
 
-In README.md and docs/*.md, a comment on the line before a fence says what becomes of its block:
+In README.md and docs/, a comment on the line before a fence says what becomes of its block:
 
-    <!-- file: job.py -->                      written to this file; blocks behind it may use it
+    <!-- file: job.py -->                      written to this file; all blocks but those before it may use it
     <!-- not run: starts processes -->         compiled only
 
 All other Python blocks of a page run one after the other, in one namespace, in an empty folder.
@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from gradstream.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -59,6 +59,10 @@ def name_of(page: Path) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in files_of(page):
+        assert name not in files_of_others(page), f"{name}: another page has a file of this name"
+    for name, text in files_of_others(page).items():
+        Path(name).write_text(text)
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks(page, "python"):
         # Blank lines before it make the lines of a traceback those of the page.
@@ -77,10 +81,15 @@ def command_lines(page: Path) -> list[list[str]]:
     return [line for line in words if line]
 
 
-def files_of_pages() -> dict[str, str]:
-    """What the pages tell the reader to write, by file name."""
-    found = [block for page in PAGES for block in blocks(page, "python") if block.note.startswith("file: ")]
+def files_of(*pages: Path) -> dict[str, str]:
+    """What pages tell the reader to write, by file name."""
+    found = [block for page in pages for block in blocks(page, "python") if block.note.startswith("file: ")]
     return {block.note.removeprefix("file: "): block.text for block in found}
+
+
+def files_of_others(page: Path) -> dict[str, str]:
+    """What the other pages tell the reader to write."""
+    return files_of(*(other for other in PAGES if other != page))
 
 
 def parsed(words: list[str]) -> str:
@@ -109,7 +118,7 @@ def test_command_lines_parse(page: Path) -> None:
         # A job is a module, a file of the repository, or the reader's own.
         for job in (word for word in words[2:] if ".py" in word and "=" not in word):
             file = job.partition(":")[0]
-            known = file in files_of_pages() or file in JOBS or (ROOT / file).is_file()
+            known = file in files_of(*PAGES) or file in JOBS or (ROOT / file).is_file()
             made = ["gradstream", "new", file.removesuffix(".py")]
             assert known or any(line[:3] == made for line in command_lines(page)), shlex.join(words)
 
@@ -118,7 +127,7 @@ def test_command_lines_parse(page: Path) -> None:
 def test_quick_command_lines_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = {f"{words[2]}.py" for words in command_lines(page) if words[:2] == ["gradstream", "new"]}
-    for name, text in files_of_pages().items():
+    for name, text in files_of(*PAGES).items():
         if name not in made:
             Path(name).write_text(text)
     for words in command_lines(page):

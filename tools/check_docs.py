@@ -1,7 +1,7 @@
 """Checks what the documentation promises. Prints one line per fault; exit status 1 if any.
 
 * every public symbol (of `__all__`, and public methods of public classes) has a docstring;
-* links in README.md and docs/*.md lead to files, and to headings that exist;
+* links in README.md and docs/ lead to files, and to headings that exist;
 * Python blocks in them compile;
 * no file names a directory of somebody's machine.
 """
