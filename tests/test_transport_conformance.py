@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
 from gradstream.testing import endpoints
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
-from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs
+from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, tcp_pairs
 from gradstream.transport import network
 from gradstream.transport.base import Stream
 from gradstream.transport.endpoint import EndpointCore
@@ -25,7 +26,11 @@ from gradstream.wire.frames import FrameError
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("carrier", [memory_pairs, grpc_pairs], ids=["memory", "grpc"])
+@pytest.mark.parametrize(
+    "carrier",
+    [memory_pairs, grpc_pairs, tcp_pairs, partial(tcp_pairs, 3)],
+    ids=["memory", "grpc", "tcp", "tcp, 3 connections"],
+)
 def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> None:
     run, make_pair = carrier()
     run(run_check(check, make_pair))

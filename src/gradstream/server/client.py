@@ -17,6 +17,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Progress, Runtime, awaited_later
@@ -402,21 +404,26 @@ class ServerClient:
             request.chunks.extend(left)
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "fetch", request)
+            stream.land(lambda chunk: self._place(arrival, chunk.index) if chunk.index in left else None)
             try:
                 while left:
                     received = await stream.recv(self._silence_s)
                     if received is None:
                         raise PeerLostError(name, f"ended a fetch with {len(left)} chunks missing")
                     header, elements = received.frame.chunk, received.payload
-                    start, stop = self.chunks.bounds(header.index)
-                    target = arrival.vector.tensor[start:stop]
-                    if header.index not in left or elements is None or len(elements) != stop - start:
+                    if header.index not in left:
                         raise RefusedError(name, "BAD_REQUEST", f"sent chunk {header.index}, not asked for")
+                    target = self._place(arrival, header.index)
+                    if elements is None or len(elements) != len(target):
+                        got = "nothing" if elements is None else f"{len(elements)} elements"
+                        message = f"sent {got} as chunk {header.index}, expected {len(target)}"
+                        raise RefusedError(name, "BAD_REQUEST", message)
                     if elements.dtype != target.dtype:
                         raise RefusedError(
                             name, "BAD_REQUEST", f"sent {elements.dtype}, expected {target.dtype}"
                         )
-                    target.copy_(elements)
+                    if not received.landed:
+                        target.copy_(elements)
                     del left[header.index]
                     link.fetched_bytes += elements.numel() * elements.element_size()
                     self._claim(header, opened_ns)
@@ -427,6 +434,11 @@ class ServerClient:
                 stream.cancel("done")
 
         await self._retrying(name, attempt)
+
+    def _place(self, arrival: Arrival, chunk: int) -> torch.Tensor:
+        """Where a chunk of a fetch belongs."""
+        start, stop = self.chunks.bounds(chunk)
+        return arrival.vector.tensor[start:stop]
 
     # ---- accounts -----------------------------------------------------------------------
 

@@ -282,18 +282,17 @@ class ShardService:
                     continue
                 chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._config.silence_s)
-                async with self.turn(chunk):
-                    pass  # nothing is awaited from here until the elements are the carrier's
-                span = self.store.span(vector, chunk)
-                version = self.state.version(chunk)
-                header = v1.Chunk(
-                    index=chunk,
-                    elems=len(span),
-                    dtype=to_wire(self.store.dtype),
-                    version=version,
-                    waited=waited,
-                )
-                await stream.send(v1.Frame(chunk=header), span)
+                async with self.turn(chunk):  # one version, until the elements are the carrier's
+                    span = self.store.span(vector, chunk)
+                    version = self.state.version(chunk)
+                    header = v1.Chunk(
+                        index=chunk,
+                        elems=len(span),
+                        dtype=to_wire(self.store.dtype),
+                        version=version,
+                        waited=waited,
+                    )
+                    await stream.send(v1.Frame(chunk=header), span)
         finally:
             del self._outboxes[token]
             self.state.forget(token)

@@ -15,8 +15,9 @@ from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.security import Tls
+from gradstream.transport.tcp import TcpEndpoint
 
-__all__ = ["QUIET", "Run", "grpc_pairs", "memory_pairs"]
+__all__ = ["QUIET", "Run", "grpc_pairs", "memory_pairs", "real_pairs", "tcp_pairs"]
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 """Runs a coroutine to its end, on the kind of time that the carrier needs."""
@@ -58,12 +59,27 @@ def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakeP
         security: TLS of an endpoint, by its name; None is plain text.
     """
 
+    def make(identity: Identity, runtime: RealRuntime) -> GrpcEndpoint:
+        return GrpcEndpoint(identity, runtime, security=security(identity.name) if security else None)
+
+    return real_pairs(make)
+
+
+def tcp_pairs(connections: int = 1) -> tuple[Run, MakePair]:
+    """The same over TCP; see `SocketEndpoint` for `connections`."""
+    return real_pairs(lambda identity, runtime: TcpEndpoint(identity, runtime, connections=connections))
+
+
+def real_pairs(make: Callable[[Identity, RealRuntime], EndpointCore]) -> tuple[Run, MakePair]:
+    """Pairs of endpoints in real time, by how to make one of them."""
+
     @asynccontextmanager
     async def make_pair() -> AsyncIterator[Pair]:
         runtimes = [RealRuntime("near"), RealRuntime("far")]
-        tls = [security(name) if security else None for name in ("near", "far")]
-        near = GrpcEndpoint(Identity("job", "near", 1), runtimes[0], security=tls[0])
-        far = GrpcEndpoint(Identity("job", "far", 2), runtimes[1], security=tls[1])
+        near, far = (
+            make(Identity("job", "near", 1), runtimes[0]),
+            make(Identity("job", "far", 2), runtimes[1]),
+        )
         await near.start()
         await far.start()
         _know(near, far)

@@ -1,4 +1,4 @@
-"""Carriers behind one `Endpoint`: `memory` (the virtual network) and `grpc`."""
+"""Carriers behind one `Endpoint`: `memory` (the virtual network), `grpc` and `tcp`."""
 
 from gradstream.transport.base import Endpoint, Identity, Priority, Received, Stream
 

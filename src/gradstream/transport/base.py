@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from gradstream.memory import Span
 from gradstream.wire import v1
 
-__all__ = ["Endpoint", "Handler", "Identity", "Priority", "Received", "Stream"]
+__all__ = ["Endpoint", "Handler", "Identity", "Landing", "Priority", "Received", "Stream"]
 
 M = TypeVar("M", bound=Message)
 
@@ -67,10 +67,17 @@ class Received:
         frame: its header. Kinds seen by users of a stream: chunk and body.
         payload: a chunk's elements: read-only, in the carrier's memory, valid for as long as it is
             referenced. None where the chunk is flagged absent.
+        landed: the payload lies in the receiver's own memory, where it asked for it with `Stream.land`.
     """
 
     frame: v1.Frame
     payload: torch.Tensor | None
+    landed: bool = False
+
+
+Landing = Callable[[v1.Chunk], torch.Tensor | None]
+"""Names the memory that the payload of a chunk is to be received into, of exactly the elements and the
+dtype that the header says; None leaves it to the carrier. Sizes come from what the receiver knows."""
 
 
 class Stream(Protocol):
@@ -89,15 +96,25 @@ class Stream(Protocol):
         """Sends a frame; a chunk waits for credit first, while the peer is not silent for `silence_s`.
 
         A Span is borrowed for reading until the carrier has taken it over (copied it, or written
-        it out), which has happened when the call returns; that says nothing about arrival.
+        it out), which has happened when the call returns; that says nothing about arrival. It takes
+        little time, however slow the peer is, once there was `credit`.
         """
         ...
 
     async def credit(self, silence_s: float | None = None) -> None:
-        """Returns once a chunk can be sent without waiting, while the peer is not silent for `silence_s`.
+        """Returns once a chunk can be sent without waiting for the peer, if it is not silent for `silence_s`.
 
-        A `send` that follows with no await in between takes its payload over at once: what must
-        be read atomically (a chunk that is updated all the time) is read between the two.
+        What must be read atomically (a chunk that is updated all the time) is kept as it is from here
+        until a `send` that follows has returned: no longer than it takes to copy it.
+        """
+        ...
+
+    def land(self, place: Landing | None) -> None:
+        """From here on, payloads are received into the memory that `place` names, where it names any.
+
+        Only by carriers that can: `Received.landed` says so, chunk by chunk. `place` is called on the
+        event loop before a payload arrives, and must not raise. Its memory is the carrier's until the
+        peer has ended or the stream is over, as after `cancel` or a deadline: nothing writes it then.
         """
         ...
 

@@ -224,12 +224,22 @@ class EndpointCore(ABC):
             sent = f"{request.elems} elements of {from_wire(request.dtype)}"
             expected = f"{elements.numel()} of {elements.dtype}"
             raise self._bad(f"tensor {request.tag} from {stream.peer} has {sent}: expected {expected}")
-        filled = 0
+        filled, step = 0, PIECE_BYTES // elements.element_size()
+
+        def place(chunk: v1.Chunk) -> torch.Tensor | None:
+            """Where a piece belongs, if it is cut as `send` does; what is not, is copied."""
+            start = chunk.index * step
+            return elements[start : start + chunk.elems] if start < elements.numel() else None
+
+        stream.land(place)
         while (received := await stream.recv(silence_s)) is not None:
             chunk, payload = received.frame.chunk, received.payload
             if payload is None or payload.dtype != elements.dtype or filled + chunk.elems > elements.numel():
                 raise self._bad(f"chunk {chunk.index} of tensor {request.tag} does not fit")
-            _copy(elements[filled : filled + chunk.elems], payload)
+            if not received.landed:
+                _copy(elements[filled : filled + chunk.elems], payload)
+            elif chunk.index * step != filled:
+                raise self._bad(f"chunk {chunk.index} of tensor {request.tag} is not the next one")
             filled += chunk.elems
         if filled != elements.numel():
             raise self._bad(

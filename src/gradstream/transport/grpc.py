@@ -11,7 +11,6 @@ keepalive within `KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,6 +23,7 @@ import torch
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import finish_despite_cancel
+from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.security import Tls, explain
@@ -129,6 +129,9 @@ class _GrpcCarrier:
         droppable = frame.HasField("chunk") or frame.HasField("body")
         self._outbox.append((encode(frame, view), droppable))
         self._filled.ring()
+
+    async def taken(self) -> None:
+        """See `Carrier.taken`: `transmit` has copied it."""
 
     async def drained(self) -> None:
         """See `Carrier.drained`."""
@@ -421,14 +424,8 @@ def _send_away(call: asyncio.Task[Any]) -> None:
 
 def _host_of(listen: str, *, trusted: bool) -> str:
     """The host part of host:port, once it is clear that one may listen there."""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"listen = {listen!r}: expected host:port, 127.0.0.1:0 for example")
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not (loopback or trusted):
+    host, _ = host_and_port(listen)
+    if not (trusted or is_loopback(host)):
         raise ConfigError(
             f"listen = {listen!r} can be reached from other machines, and connections are neither encrypted "
             "nor authenticated: listen on 127.0.0.1, give it `security`, or say insecure=True on a network "

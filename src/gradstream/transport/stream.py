@@ -27,7 +27,7 @@ import torch
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Timer
-from gradstream.transport.base import Received
+from gradstream.transport.base import Landing, Received
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
@@ -44,7 +44,17 @@ class Carrier(Protocol):
     """Moves one stream's frames."""
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """Takes a frame over, in order, without waiting; header and payload may change afterwards."""
+        """Takes a frame over, in order, without waiting.
+
+        The header may change afterwards, the payload once `taken` has returned.
+        """
+        ...
+
+    async def taken(self) -> None:
+        """Returns once no payload is needed any more where it lay: copied or written, soon in any case.
+
+        Cancelled, it has copied first what it still needs.
+        """
         ...
 
     async def drained(self) -> None:
@@ -125,6 +135,7 @@ class StreamCore:
         self._batch = max(1, window // 2)  # credits are returned so many at a time
         self._taken = 0  # chunks taken since credits were returned
         self._queue: deque[Received] = deque()
+        self._landing: Landing | None = None
         self._ended = self._peer_ended = self._released = False
         self._send_over: Failure | None = None
         self._recv_over: Failure | None = None
@@ -152,24 +163,34 @@ class StreamCore:
                 await self._take_over(frame, tensor, silence_s)
         else:
             await self._take_over(frame, payload, silence_s)
-        # The payload is the sender's again: only the carrier's own queue is waited for here.
-        await self._carrier.drained()
 
     async def _take_over(
         self, frame: v1.Frame, payload: torch.Tensor | None, silence_s: float | None
     ) -> None:
-        is_chunk = frame.HasField("chunk")
-        if is_chunk:
-            await self._until(self._writable, self._may_send, silence_s)
-        self._check_sending()
-        if is_chunk:
-            self._credit -= 1
+        if not frame.HasField("chunk"):
+            self._check_sending()
+            self._carrier.transmit(frame, payload)
+            await self._carrier.drained()
+            return
+        await self.credit(silence_s)
+        self._credit -= 1
         self._carrier.transmit(frame, payload)
+        # Room in the carrier's own queue is waited for before the next chunk: the payload is free earlier.
+        await self._carrier.taken()
 
     async def credit(self, silence_s: float | None = None) -> None:
         """See `Stream.credit`."""
+        await self._carrier.drained()
         await self._until(self._writable, self._may_send, silence_s)
         self._check_sending()
+
+    def land(self, place: Landing | None) -> None:
+        """See `Stream.land`."""
+        self._landing = None if self._released else place
+
+    def landing(self, chunk: v1.Chunk) -> torch.Tensor | None:
+        """Where the payload of a chunk that is about to arrive belongs, by the word of this side's user."""
+        return None if self._landing is None or self._peer_ended else self._landing(chunk)
 
     async def recv(self, silence_s: float | None = None) -> Received | None:
         """See `Stream.recv`."""
@@ -238,12 +259,16 @@ class StreamCore:
 
     # ---- the carrier's side -----------------------------------------------------------
 
-    def arrived(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """A frame came, in its order. Its payload was checked by `check_chunk`."""
+    def arrived(self, frame: v1.Frame, payload: torch.Tensor | None, *, landed: bool = False) -> None:
+        """A frame came, in its order. Its payload was checked by `check_chunk`.
+
+        Args:
+            landed: the payload lies where `landing` has said.
+        """
         self._heard_ns = self._runtime.now()
         kind = frame.WhichOneof("kind")
         if kind == "chunk" or kind == "body":
-            self._enqueue(frame, payload, kind == "chunk")
+            self._enqueue(Received(frame, payload, landed), kind == "chunk")
         elif kind == "credit" or kind == "accept":
             self._credit += frame.credit.frames if kind == "credit" else frame.accept.window
             self._writable.ring()
@@ -279,7 +304,7 @@ class StreamCore:
 
     # ---- inside -----------------------------------------------------------------------
 
-    def _enqueue(self, frame: v1.Frame, payload: torch.Tensor | None, is_chunk: bool) -> None:
+    def _enqueue(self, received: Received, is_chunk: bool) -> None:
         if self._recv_over is not None:
             return  # a straggler
         if self._peer_ended:
@@ -287,10 +312,10 @@ class StreamCore:
             return
         if is_chunk:
             if not self._allowed:
-                self.reject(FrameError(f"chunk {frame.chunk.index} without credit"))
+                self.reject(FrameError(f"chunk {received.frame.chunk.index} without credit"))
                 return
             self._allowed -= 1
-        self._queue.append(Received(frame, payload))
+        self._queue.append(received)
         self._readable.ring()
 
     def _return_credit(self) -> None:
@@ -378,6 +403,7 @@ class StreamCore:
     def _release(self) -> None:
         if not self._released:
             self._released = True
+            self._landing = None
             self._carrier.over()
             if self._alarm is not None:
                 self._alarm.cancel()

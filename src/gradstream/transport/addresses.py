@@ -1,0 +1,25 @@
+"""host:port, as people write it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from gradstream.errors import ConfigError
+
+__all__ = ["host_and_port", "is_loopback"]
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The parts of host:port; an IPv6 host keeps its brackets. Raises ConfigError where it is none."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigError(f"listen = {address!r}: expected host:port, 127.0.0.1:0 for example")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,307 @@
+"""A link: the streams that one node has opened to another, over one connection or several.
+
+Frames of a stream are numbered. Over several connections its chunks take the one with the least to
+do, and the receiving side puts them in order again; everything else takes the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from gradstream.runtime.base import Runtime
+from gradstream.transport.connection import Connection, Parcel, Place
+from gradstream.transport.stream import Bell, StreamCore
+from gradstream.wire import v1
+from gradstream.wire.dtypes import from_wire
+from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
+
+if TYPE_CHECKING:
+    from gradstream.transport.sockets import SocketEndpoint
+
+__all__ = ["GREETING", "PATIENCE_S", "Link", "LinkCarrier", "bytes_of"]
+
+GREETING = 0
+"""The number of the stream that a connection begins with: no stream, but who is calling."""
+
+PATIENCE_S = 0.02
+"""A payload that the peer does not take in this time is copied: its owner may need the memory."""
+
+MAX_EARLY = 4096
+"""Frames of a stream that may be here before one of lower number."""
+
+Early = tuple[v1.Frame, Place | None, Sequence[int]]
+
+
+class LinkCarrier:
+    """One stream's place on a link; implements `transport.stream.Carrier`.
+
+    Args:
+        link: what it is on.
+        number: the stream's, on this link.
+        runtime: of this node.
+    """
+
+    def __init__(self, link: Link, number: int, runtime: Runtime) -> None:
+        self.stream: StreamCore | None = None
+        self.number = number
+        self._link = link
+        self._runtime = runtime
+        self._is_over = False
+        self._num_sent = self._num_arrived = 0
+        self._early: dict[int, Early] = {}
+        self._queued = 0  # parcels that have not left
+        self._lent: dict[Parcel, None] = {}  # those of them whose payload is still the sender's
+        self._left = Bell()
+
+    # ---- out ----------------------------------------------------------------------------
+
+    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
+        """See `OutgoingCarrier.connect`."""
+        self.stream = stream
+        self.transmit(v1.Frame(open=opened), None)
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """See `Carrier.transmit`."""
+        self.post(frame, None if payload is None else bytes_of(payload))
+
+    def post(
+        self,
+        frame: v1.Frame,
+        payload: memoryview | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Sends a frame, its payload's bytes from where they lie, and descriptors (over Unix sockets)."""
+        if self._is_over:
+            return
+        parcel = Parcel(self.number, self._num_sent, frame, payload, descriptors, on_sent=self._sent)
+        self._num_sent += 1
+        self._queued += 1
+        if payload is not None:
+            self._lent[parcel] = None
+        self._link.post(parcel)
+
+    def _sent(self, parcel: Parcel) -> None:
+        self._queued -= 1
+        self._lent.pop(parcel, None)
+        if not self._queued or not self._lent:
+            self._left.ring()
+
+    async def taken(self) -> None:
+        """See `Carrier.taken`."""
+        if not self._lent:
+            return
+        timer = self._runtime.call_later(PATIENCE_S, self._own_all)
+        try:
+            while self._lent:
+                await self._left.wait()
+        finally:
+            timer.cancel()
+            self._own_all()
+
+    def _own_all(self) -> None:
+        """Copies what has not left: the sender's memory is its own again."""
+        for parcel in self._lent:
+            parcel.own()
+        self._lent.clear()
+        self._left.ring()
+
+    async def drained(self) -> None:
+        """See `Carrier.drained`."""
+        while self._queued and not self._is_over:
+            await self._left.wait()
+
+    def drop(self) -> None:
+        """See `Carrier.drop`."""
+        self._link.drop(self.number)
+
+    def over(self) -> None:
+        """See `Carrier.over`; what was transmitted still goes out."""
+        self._is_over = True
+        self._own_all()
+        self._early.clear()
+        self._link.forget(self.number)
+
+    # ---- in -----------------------------------------------------------------------------
+
+    def place(self, frame: v1.Frame, payload_bytes: int) -> Place | None:
+        """Where a payload goes: where the stream's user wants it, else into new memory."""
+        stream = self.stream
+        if stream is None or self._is_over:
+            return None
+        try:
+            if not frame.HasField("chunk"):
+                raise FrameError(f"a payload with a frame of kind {frame.WhichOneof('kind')}")
+            check_chunk(frame.chunk, payload_bytes)
+        except FrameError as error:
+            stream.reject(error)
+            return None
+        chunk, dtype = frame.chunk, from_wire(frame.chunk.dtype)
+        memory = stream.landing(chunk)
+        if memory is not None and _fits(memory, chunk.elems, dtype):
+            return Place(memory, landed=True)
+        return Place(torch.empty(chunk.elems, dtype=dtype), landed=False)
+
+    def opened(self) -> None:
+        """The peer's Open, the first of its frames, was here."""
+        self._num_arrived = 1
+
+    def arrived(
+        self, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int] = ()
+    ) -> None:
+        """A frame is here; those before it may not be."""
+        if number != self._num_arrived or self._early:
+            if number < self._num_arrived or number in self._early or len(self._early) >= MAX_EARLY:
+                self._reject(FrameError(f"frame {number} where frame {self._num_arrived} is due"))
+                return
+            self._early[number] = (frame, place, descriptors)
+            while not self._is_over and self._num_arrived in self._early:
+                self._num_arrived += 1
+                self.feed(*self._early.pop(self._num_arrived - 1))
+            return
+        self._num_arrived += 1
+        self.feed(frame, place, descriptors)
+
+    def feed(self, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]) -> None:
+        """Hands a frame, in its order, to the stream. Over `tcp` no descriptors come."""
+        del descriptors
+        if self.stream is None:
+            return
+        payload = None if place is None else place.memory
+        try:
+            if place is None and frame.HasField("chunk"):
+                payload = payload_tensor(frame.chunk, None)
+        except FrameError as error:
+            self._reject(error)
+            return
+        self.stream.arrived(frame, payload, landed=place is not None and place.landed)
+
+    def _reject(self, error: FrameError) -> None:
+        if self.stream is not None:
+            self.stream.reject(error)
+
+
+class Link:
+    """All streams that one node has opened to one other, of one priority.
+
+    Args:
+        endpoint: this node's.
+        peer: the other's name.
+        num_connections: over how many sockets.
+        called: whether the peer has opened it.
+        on_lost: called when it is over because a connection is.
+    """
+
+    def __init__(
+        self,
+        endpoint: SocketEndpoint,
+        peer: str,
+        num_connections: int,
+        *,
+        called: bool,
+        on_lost: Callable[[Link], None],
+    ) -> None:
+        self.peer = peer
+        self.incarnation = 0  # of the peer, where it is the caller
+        self.connections = [Connection(self) for _ in range(num_connections)]
+        self.over = False
+        self._endpoint = endpoint
+        self._called = called
+        self._on_lost = on_lost
+        self._numbers = itertools.count(GREETING + 1)
+        self._streams: dict[int, LinkCarrier] = {}
+
+    def carrier(self) -> LinkCarrier:
+        """Of a stream that is about to be opened."""
+        return self._add(next(self._numbers))
+
+    def _add(self, number: int) -> LinkCarrier:
+        carrier = self._streams[number] = self._endpoint.make_carrier(self, number)
+        return carrier
+
+    def _answer(self, number: int, opened: v1.Open) -> None:
+        """The peer has opened a stream."""
+        carrier = self._add(number)
+        carrier.opened()
+        carrier.stream = self._endpoint.answer(self, carrier, opened)
+
+    def post(self, parcel: Parcel) -> None:
+        """Sends a frame: a payload by the connection that has the least to do."""
+        connection = self.connections[0]
+        if parcel.payload is not None and len(self.connections) > 1:
+            connection = min(self.connections, key=lambda one: one.backlog_bytes)
+        connection.post(parcel)
+
+    def drop(self, number: int) -> None:
+        """Forgets chunks and bodies of a stream that have not left."""
+        for connection in self.connections:
+            connection.drop(number, numbered=True)
+
+    def forget(self, number: int) -> None:
+        """A stream is over: what still comes of it goes to waste."""
+        self._streams.pop(number, None)
+        for connection in self.connections:
+            connection.abandon(number)
+
+    # ---- what connections tell ----------------------------------------------------------
+
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
+        """See `Receiver.place`."""
+        carrier = self._streams.get(stream)
+        return None if carrier is None else carrier.place(frame, payload_bytes)
+
+    def arrived(
+        self, stream: int, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]
+    ) -> None:
+        """See `Receiver.arrived`."""
+        carrier = self._streams.get(stream)
+        if carrier is not None:
+            carrier.arrived(number, frame, place, descriptors)
+        elif stream == GREETING:
+            self._turned_away(frame)
+        elif self._called and frame.HasField("open"):
+            self._answer(stream, frame.open)
+
+    def _turned_away(self, frame: v1.Frame) -> None:
+        """The called side has answered the greeting: it does not want this node."""
+        if not self._called and frame.HasField("refuse"):
+            for carrier in list(self._streams.values()):
+                if carrier.stream is not None:
+                    carrier.stream.arrived(frame, None)
+            self.fail(f"it has refused the connection: {frame.refuse.message}")
+
+    def lost(self, connection: Connection, message: str) -> None:
+        """See `Receiver.lost`: one connection is gone, so all of the link is."""
+        del connection
+        self.fail(message)
+
+    def fail(self, message: str) -> None:
+        """Ends the link and breaks its streams."""
+        if self.over:
+            return
+        self.close()
+        for carrier in list(self._streams.values()):
+            if carrier.stream is not None:
+                carrier.stream.broken(message)
+        self._streams.clear()
+        self._on_lost(self)
+
+    def close(self) -> None:
+        """Closes the connections, and tells nobody."""
+        self.over = True
+        for connection in self.connections:
+            connection.close()
+
+
+def bytes_of(payload: torch.Tensor) -> memoryview | None:
+    """A tensor's memory as bytes; None where it has none."""
+    if not payload.numel():
+        return None
+    return memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def _fits(memory: torch.Tensor, elems: int, dtype: torch.dtype | None) -> bool:
+    return memory.numel() == elems and memory.dtype == dtype and memory.is_contiguous()

@@ -1,0 +1,106 @@
+"""The `tcp` carrier: frames over plain TCP, for bulk on loopback and on networks that one trusts.
+
+It is neither encrypted nor authenticated beyond the run's token, so off loopback it has to be asked
+for in so many words; where a run has certificates, `grpc` carries what leaves the host.
+
+The death of a process breaks its connections at once; that of a machine or a cable is noticed within
+`KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from gradstream.errors import ConfigError
+from gradstream.runtime.base import Runtime
+from gradstream.transport.addresses import host_and_port, is_loopback
+from gradstream.transport.base import Identity
+from gradstream.transport.endpoint import WINDOW
+from gradstream.transport.sockets import SocketEndpoint
+
+__all__ = ["TcpEndpoint"]
+
+KEEPALIVE_S = 10
+KEEPALIVE_TIMEOUT_S = 5
+UNANSWERED_S = 30  # sent and not acknowledged, nor any room offered for more
+BACKLOG = 512
+
+
+class TcpEndpoint(SocketEndpoint):
+    """An endpoint on TCP.
+
+    Args:
+        identity: who it is.
+        runtime: a real one.
+        listen: host:port; port 0 takes a free one, see `address` after `start`.
+        insecure: listen on other interfaces than loopback.
+        connections, token, window: see `SocketEndpoint`.
+
+    Raises:
+        ConfigError: `listen` is not host:port, or not loopback without `insecure`.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        runtime: Runtime,
+        *,
+        listen: str = "127.0.0.1:0",
+        insecure: bool = False,
+        connections: int = 1,
+        token: bytes = b"",
+        window: int = WINDOW,
+    ) -> None:
+        super().__init__(identity, runtime, connections=connections, token=token, window=window)
+        self._host, self._port = host_and_port(listen)
+        if not (insecure or is_loopback(self._host)):
+            raise ConfigError(
+                f"listen = {listen!r} can be reached from other machines, and TCP connections are neither "
+                "encrypted nor authenticated: listen on 127.0.0.1, use the carrier 'grpc' with certificates, "
+                "or say insecure=True on a network that you trust"
+            )
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self._host.strip("[]"), self._port))
+            listener.listen(BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            where = f"{self._host}:{self._port} ({error.strerror})"
+            raise ConfigError(
+                f"{self.identity.name} cannot listen on {where}: the port is in use, or the address is not "
+                "this machine's; give another one, or port 0 for any free port"
+            ) from None
+        return listener, f"{self._host}:{listener.getsockname()[1]}"
+
+    async def _connect(self, address: str) -> socket.socket:
+        host, port = host_and_port(address)
+        loop = asyncio.get_running_loop()
+        places = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = places[0]
+        connected = socket.socket(family, kind, protocol)
+        try:
+            connected.setblocking(False)
+            self._admit(connected)
+            await loop.sock_connect(connected, place)
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+
+    def _admit(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in (
+            ("TCP_KEEPIDLE", KEEPALIVE_S),
+            ("TCP_KEEPINTVL", KEEPALIVE_TIMEOUT_S),
+            ("TCP_KEEPCNT", 1),
+            ("TCP_USER_TIMEOUT", UNANSWERED_S * 1000),
+        ):
+            if hasattr(socket, name):  # not all systems have all of them
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
