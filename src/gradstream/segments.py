@@ -96,6 +96,11 @@ class Segment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=elems, offset=offset_bytes)
 
+    @property
+    def bytes(self) -> memoryview:
+        """All of it, writable; keeps the memory mapped for as long as it lives."""
+        return memoryview(self._map)
+
     def close(self) -> None:
         """Closes the descriptor. The memory itself goes with the last tensor on it. Idempotent."""
         if self.fd >= 0:

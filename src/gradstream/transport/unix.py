@@ -38,9 +38,13 @@ def address_of(job: str, node: str, incarnation: int) -> str:
     return f"\0gradstream/{job}/{node}/{incarnation:x}"
 
 
-def listen(address: str) -> socket.socket:
-    """A non-blocking listening socket. Raises ConfigError where the name is taken."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def listen(address: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """A non-blocking listening socket. Raises ConfigError where the name is taken.
+
+    Args:
+        kind: SOCK_SEQPACKET keeps messages apart.
+    """
+    listener = socket.socket(socket.AF_UNIX, kind)
     try:
         listener.bind(address)
         listener.listen(128)

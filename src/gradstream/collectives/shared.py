@@ -1,0 +1,130 @@
+"""`SharedGroup`: collectives in place between processes of one host, beside backprop.
+
+`SharedCore` does the work and blocks; here it has a thread of its own, on which operations run in the order
+in which they were asked for, while the node's loop and its arithmetic go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from gradstream.collectives.shared_core import SharedCore
+from gradstream.collectives.shared_meeting import Party
+from gradstream.memory import Loans, Span, Vector
+from gradstream.runtime.base import Runtime, Timer
+from gradstream.runtime.tasks import finish_despite_cancel
+
+__all__ = ["SharedGroup"]
+
+T = TypeVar("T")
+
+BEATS_PER_DEADLINE = 8
+
+
+class SharedGroup:
+    """A `Group` of processes that share memory; made by `join`.
+
+    Besides the protocol's operations it has vectors that all ranks share (`common`), and `barrier`.
+
+    Spans of vectors from `allocate` are read in place, and a sum over all ranks' spans of one stays to be
+    read until the next operation on the same elements. An operation that is cancelled, or closed under
+    way, breaks the group.
+    """
+
+    def __init__(self, runtime: Runtime, core: SharedCore, beat_s: float) -> None:
+        self.rank = core.rank
+        self.size = core.size
+        self.names: Sequence[str] = core.names
+        self._runtime = runtime
+        self._core = core
+        self._beat_s = beat_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{runtime.node}-exchange")
+        self._results: dict[Vector, Vector] = {}  # where the sums of a vector's spans have been handed out
+        self._timer: Timer | None = None
+
+    @classmethod
+    async def join(cls, runtime: Runtime, party: Party, *, deadline_s: float) -> SharedGroup:
+        """Meets the other ranks; returns once all are there.
+
+        Args:
+            runtime: of this rank's node.
+            party: who is to meet, and which of them this is.
+            deadline_s: how long another rank may show no sign of life while it is awaited. A rank
+                whose event loop runs shows one, however long its step takes.
+
+        Raises:
+            DeadlineError, PeerLostError: naming a rank that has not come, or has gone.
+            ConfigError: this system has no such memory, or a rank means other ranks.
+        """
+        group = cls(runtime, SharedCore(party, deadline_s=deadline_s), deadline_s / BEATS_PER_DEADLINE)
+        try:
+            await group._run(group._core.join)
+        except BaseException:
+            await group.close()
+            raise
+        group._beat()
+        return group
+
+    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `Group.allocate`."""
+        return self._core.allocate(elems, dtype, name)
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `SharedCore.common`: one vector of zeros that all ranks have."""
+        return await self._run(lambda: self._core.common(elems, dtype, name))
+
+    async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
+        """See `Group.allreduce`, and `SharedCore.allreduce_` for how long the result stays."""
+        sums = self._results.get(span.vector)
+        with Loans() as loans:
+            loans.add(span, write=True, to="allreduce")
+            if sums is not None:  # who still reads what was handed out
+                loans.add(sums[span.start : span.stop], write=True, to="allreduce")
+            result = await self._run(lambda: self._core.allreduce_(span, weight=weight))
+        if result.vector is not span.vector and (result.start, result.stop) == (span.start, span.stop):
+            self._results[span.vector] = result.vector
+        return result
+
+    async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
+        """See `Group.reduce_scatter`."""
+        with span.borrowed(write=True, to="reduce-scatter"):
+            return await self._run(lambda: self._core.reduce_scatter_(span, weight=weight))
+
+    async def all_gather(self, span: Span) -> None:
+        """See `Group.all_gather`. In a common vector nothing is moved: it only waits for all ranks."""
+        with span.borrowed(write=True, to="all-gather"):
+            await self._run(lambda: self._core.all_gather_(span))
+
+    async def broadcast(self, span: Span, *, root: int = 0) -> None:
+        """See `Group.broadcast`. In a common vector nothing is moved: it only waits for all ranks."""
+        with span.borrowed(write=True, to="broadcast"):
+            await self._run(lambda: self._core.broadcast_(span, root=root))
+
+    async def barrier(self) -> None:
+        """Returns once all ranks have called it: what they wrote before can be read."""
+        await self._run(self._core.barrier)
+
+    async def close(self) -> None:
+        """See `Group.close`. Vectors stay for as long as somebody holds them."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._core.close()
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, operation: Callable[[], T]) -> T:
+        future = asyncio.get_running_loop().run_in_executor(self._thread, operation)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._core.close()  # or it would wait for the others until the deadline
+            await finish_despite_cancel(asyncio.gather(future, return_exceptions=True))
+            raise
+
+    def _beat(self) -> None:
+        self._core.beat()
+        self._timer = self._runtime.call_later(self._beat_s, self._beat)

@@ -1,0 +1,263 @@
+"""The barrier between ranks of one host, and what is found out there: who is dead, silent or gone.
+
+A rank comes to the barrier by counting up a word on its board; it may pass once the words of all others
+have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one
+rings, or a socket ends. Whoever finds the group broken says so on its board and rings for all, so that
+every survivor names the same rank, also where the survivors end one after the other.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import select
+import socket
+import time
+from collections.abc import Sequence
+from threading import Lock
+
+from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, TROUBLE, Board, fence
+from gradstream.collectives.shared_meeting import MESSAGE_BYTES
+from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError
+from gradstream.transport.unix import recv_descriptors
+
+__all__ = ["Barrier", "Peer", "Trouble"]
+
+SPINS = 40
+"""Looks at a word, each with a yield of the core, before a rank goes to sleep: some 20 microseconds."""
+
+_NAP_S = 0.5  # between two looks at the beats of those who are awaited
+_RING = b"\0"
+
+
+class Trouble(enum.IntEnum):
+    """Why a group is broken."""
+
+    LOST = 1
+    SILENT = 2
+    LEFT = 3
+
+
+class Peer:
+    """Another rank, as this one sees it.
+
+    Args:
+        rank: its number.
+        name: of its node.
+        connection: to it.
+        board: its own.
+    """
+
+    def __init__(self, rank: int, name: str, connection: socket.socket, board: Board) -> None:
+        connection.setblocking(False)
+        self.rank = rank
+        self.name = name
+        self.connection = connection
+        self.board = board
+        self.words = board.words
+        self.gone = False
+        self.beats = 0  # of its own that were seen last
+        self.letters: list[tuple[bytes, list[int]]] = []  # messages that are not rings, and their descriptors
+
+    def ring(self) -> None:
+        """Wakes it. One that is gone, or that has not heard hundreds of rings, needs none."""
+        try:
+            self.connection.send(_RING)
+        except OSError:
+            pass
+
+    def write(self, letter: bytes, descriptors: Sequence[int], deadline_s: float) -> None:
+        """Sends what is not a ring; to one that is gone, nothing: whoever waits for it will find out.
+
+        Raises:
+            DeadlineError: it has read nothing of hundreds of messages, for so long.
+        """
+        while True:
+            try:
+                socket.send_fds(self.connection, [letter], list(descriptors))
+                return
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self.connection.fileno(), select.POLLOUT)
+                if not poll.poll(1e3 * deadline_s):
+                    raise DeadlineError(self.name, f"has read no message for {deadline_s:g} s") from None
+            except OSError:
+                return
+
+    def hear(self) -> None:
+        """Takes what has come from it: rings, letters, or its end."""
+        while not self.gone:
+            try:
+                message, descriptors = recv_descriptors(self.connection, MESSAGE_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, descriptors = b"", []
+            if not message:
+                self.gone = True
+            elif message != _RING:
+                self.letters.append((message, descriptors))
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.gone = True
+        for _, descriptors in self.letters:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.letters.clear()
+        self.connection.close()
+
+
+class Barrier:
+    """Where all ranks wait for each other.
+
+    Args:
+        rank: this one.
+        names: of all, by rank.
+        board: this rank's.
+        peers: all others.
+        deadline_s: how long a rank that is awaited may show no sign of life: neither come nor beat.
+        stop: a descriptor; once it can be read, a rank that waits gives up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        board: Board,
+        peers: Sequence[Peer],
+        deadline_s: float,
+        stop: int,
+    ) -> None:
+        self._rank = rank
+        self._names = names
+        self._words = board.words
+        self._peers = peers
+        self._deadline_s = deadline_s
+        self._stop = stop
+        self._count = 0
+        self._lock = Lock()
+        self._poll = select.poll()
+        self._poll.register(stop, select.POLLIN)
+        for peer in peers:
+            self._poll.register(peer.connection.fileno(), select.POLLIN)
+        self._by_fd = {peer.connection.fileno(): peer for peer in peers}
+
+    def wait(self, doing: object) -> None:
+        """Comes to the barrier; returns once all others have.
+
+        Args:
+            doing: what for, in messages.
+
+        Raises:
+            PeerLostError, DeadlineError: naming the rank that is dead or silent; the same at all ranks.
+            ClosedError: this rank was closed meanwhile.
+        """
+        self._count = count = self._count + 1
+        self._words[ARRIVED] = count
+        fence(self._lock)
+        for peer in self._peers:
+            if peer.words[ASLEEP]:
+                peer.ring()
+        for peer in self._peers:
+            if peer.words[ARRIVED] < count and not self._spin(peer.words, count):
+                self._sleep(doing)
+                return
+
+    def give_up(self, trouble: Trouble, culprit: int) -> None:
+        """Says on the board why the group is broken, and wakes all; the first reason stands."""
+        if not self._words[TROUBLE]:
+            self._words[TROUBLE] = trouble + 8 * culprit
+        fence(self._lock)
+        for peer in self._peers:
+            if peer.words[ASLEEP]:
+                peer.ring()
+
+    def receive(self, peer: Peer, doing: object) -> tuple[bytes, list[int]]:
+        """The next letter of a rank; waits for it as for its coming. Raises as `wait`."""
+        heard_at = time.monotonic()
+        while True:
+            peer.hear()
+            if peer.letters:
+                return peer.letters.pop(0)
+            self._raise_trouble(doing, [peer])
+            heard_at = self._nap({peer.rank: heard_at}, doing)[peer.rank]
+
+    def _spin(self, words: memoryview[int], count: int) -> bool:
+        for _ in range(SPINS):
+            os.sched_yield()
+            if words[ARRIVED] >= count:
+                return True
+        return False
+
+    def _sleep(self, doing: object) -> None:
+        count = self._count
+        heard_at = dict.fromkeys((peer.rank for peer in self._peers), time.monotonic())
+        self._words[ASLEEP] = 1
+        try:
+            while True:
+                fence(self._lock)
+                # Troubles first: who has passed this barrier and then left leaves no trouble in it.
+                troubles = [peer.words[TROUBLE] for peer in self._peers]
+                missing = [peer for peer in self._peers if peer.words[ARRIVED] < count]
+                if not missing:
+                    return
+                if any(troubles) or any(peer.gone for peer in missing):
+                    self._raise_trouble(doing, missing)
+                awaited = {peer.rank: heard_at[peer.rank] for peer in missing}
+                heard_at.update(self._nap(awaited, doing))
+        finally:
+            self._words[ASLEEP] = 0
+
+    def _nap(self, awaited: dict[int, float], doing: object) -> dict[int, float]:
+        """Sleeps until something is heard, or for a while; when each awaited rank was heard last, by rank."""
+        now = time.monotonic()
+        left_s = self._deadline_s + min(awaited.values()) - now
+        if left_s <= 0:
+            self._raise_silence(doing, [rank for rank in awaited if awaited[rank] + self._deadline_s <= now])
+        for fd, _ in self._poll.poll(1e3 * min(left_s, _NAP_S) + 1):
+            if fd == self._stop:
+                self.give_up(Trouble.LEFT, self._rank)
+                raise ClosedError(f"{self._names[self._rank]}: its group was closed while it waited {doing}")
+            peer = self._by_fd[fd]
+            peer.hear()
+            if peer.gone:
+                self._poll.unregister(fd)  # its end has been heard
+        now = time.monotonic()
+        for peer in self._peers:
+            if peer.rank in awaited and peer.words[BEATS] != peer.beats:
+                peer.beats = peer.words[BEATS]
+                awaited[peer.rank] = now
+        return awaited
+
+    def _raise_trouble(self, doing: object, awaited: Sequence[Peer]) -> None:
+        """Raises what others have found out, or that an awaited rank is gone."""
+        for peer in self._peers:
+            if trouble := peer.words[TROUBLE]:
+                kind, culprit = Trouble(trouble % 8), trouble // 8
+                if culprit == self._rank:  # they take this one for dead or silent, and have gone on
+                    culprit = peer.rank
+                    kind = Trouble.LEFT
+                raise self.failure(kind, culprit, doing)
+        for peer in awaited:
+            if peer.gone:
+                raise self.failure(Trouble.LOST, peer.rank, doing)
+
+    def _raise_silence(self, doing: object, ranks: Sequence[int]) -> None:
+        raise self.failure(Trouble.SILENT, ranks[0], doing, ranks)
+
+    def failure(
+        self, trouble: Trouble, culprit: int, doing: object, ranks: Sequence[int] = ()
+    ) -> GradstreamError:
+        """Breaks the group; the error to raise."""
+        self.give_up(trouble, culprit)
+        name, me = self._names[culprit], self._names[self._rank]
+        where = f"(rank {culprit} of {len(self._names)}) while {me} waited {doing}"
+        remedy = "the group is broken; nothing of this operation may be used"
+        if trouble is Trouble.SILENT:
+            others = f"; silent: {', '.join(self._names[rank] for rank in ranks)}" if len(ranks) > 1 else ""
+            return DeadlineError(
+                name, f"gave no sign of life for {self._deadline_s:g} s {where}{others}; {remedy}"
+            )
+        what = "left the group" if trouble is Trouble.LEFT else "its process ended"
+        return PeerLostError(name, f"{what} {where}; {remedy}")

@@ -1,0 +1,542 @@
+"""Collectives in place between processes of one host: a rank reads the others' vectors where they lie.
+
+`SharedCore` blocks its thread, so that any loop can call it; `SharedGroup` runs it beside backprop.
+
+An allreduce of a large vector: each rank says on its board where its part lies and comes to the barrier;
+adds up its own slice of all parts into that slice of a result which lies beside rank 0's vector, for all to
+read; and comes to the barrier again. Each element moves once, no rank copies anything. A small vector is
+copied onto the board, and after one barrier every rank adds up all of it.
+
+    allreduce of n elements, W ranks     barriers   read, written by each rank
+    large                                2          n, n/W
+    small                                1          (W+1)·n, 2n
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from dataclasses import dataclass
+from threading import Lock
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gradstream.collectives.group import slice_of
+from gradstream.collectives.shared_barrier import Barrier, Peer, Trouble
+from gradstream.collectives.shared_board import (
+    BEATS,
+    BOARD_BYTES,
+    DTYPES,
+    SLOT_BYTES,
+    Board,
+    Call,
+    Operation,
+    available,
+)
+from gradstream.collectives.shared_meeting import Party, meet
+from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
+from gradstream.errors import ClosedError, ConfigError, GradstreamError
+from gradstream.memory import ALIGNMENT_BYTES, Span, Vector
+from gradstream.segments import Segment
+
+__all__ = ["SharedCore"]
+
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_MAX_VIEWS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A vector in shared memory, as this process sees it.
+
+    Args:
+        vector: its elements.
+        sums: what is summed up over all ranks, range by range; beside rank 0's vectors only.
+        common: whether all ranks have it as their own.
+    """
+
+    vector: Vector
+    sums: Vector | None
+    common: bool
+
+
+class SharedCore:
+    """The ranks of a host, from one of them. Blocks; one thread at a time, except for `close` and `beat`.
+
+    Every rank calls the same operations in the same order, with the same lengths. An error of an operation
+    breaks the group, at all ranks: every operation after that raises the same.
+
+    Args:
+        party: who is to meet, and which of them this is.
+        deadline_s: how long another rank may show no sign of life while it is awaited: neither come to the
+            operation nor `beat`.
+
+    Raises:
+        ConfigError: this system cannot do it.
+    """
+
+    def __init__(self, party: Party, *, deadline_s: float) -> None:
+        if not available():
+            raise ConfigError("collectives in shared memory need Linux on x86-64; use the carrier 'tcp'")
+        self.rank = party.rank
+        self.size = len(party.names)
+        self.names = tuple(party.names)
+        self._party = party
+        self._deadline_s = deadline_s
+        self._segment = Segment.create(BOARD_BYTES, f"gradstream {party.me} board")
+        self._board = Board(self._segment)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._lock = Lock()
+        self._guard = _Guard(self)
+        self._making = Lock()  # vectors: by this thread, and as staging by that of an operation
+        self._peers: dict[int, Peer] = {}
+        self._boards: list[Board] = []
+        self._barrier: Barrier
+        self._turn = 0
+        self._tables: list[list[_Held | None]] = [[] for _ in party.names]  # vectors by owner
+        self._places: dict[Vector, tuple[int, int]] = {}  # owner and index
+        self._common: set[Vector] = set()
+        self._num_common = 0  # of rank 0's that this rank has as well
+        self._staging: dict[torch.dtype, Vector] = {}
+        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self._failure: GradstreamError | None = ClosedError(f"{party.me}: its group has not been joined")
+        self._closed = False
+        _live.add(self)
+
+    # ---- joining and leaving ---------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Meets the others; returns once all are there.
+
+        Raises:
+            DeadlineError, PeerLostError: naming a rank that has not come, or has gone.
+            ConfigError: a rank means other ranks than this one does.
+        """
+        with self._lock:
+            met = meet(self._party, self._segment, self._deadline_s, self._stop)
+            for rank, (connection, segment) in sorted(met.items()):
+                self._peers[rank] = Peer(rank, self.names[rank], connection, Board(segment))
+                segment.close()
+            self._segment.close()
+            self._boards = [
+                self._board if rank == self.rank else self._peers[rank].board for rank in range(self.size)
+            ]
+            peers = list(self._peers.values())
+            self._barrier = Barrier(self.rank, self.names, self._board, peers, self._deadline_s, self._stop)
+            self._failure = None
+
+    def close(self) -> None:
+        """Leaves the group: others that wait for this rank fail, an operation under way here does too.
+
+        Vectors stay as they are for as long as somebody holds them. Idempotent, from any thread.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._stop, 1)
+        with self._lock:
+            if self._boards:
+                self._barrier.give_up(Trouble.LEFT, self.rank)
+            self._failure = ClosedError(f"{self._party.me}: its group has been closed")
+            self._let_go()
+
+    def __enter__(self) -> SharedCore:
+        self.join()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def forked(self) -> None:
+        """In a child of this process: the connections are the parent's, and must end with it."""
+        self._closed = True
+        self._failure = ClosedError(
+            f"{self._party.me}: its group belongs to the process that this one was forked from"
+        )
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._segment.close()
+        os.close(self._stop)
+        for table in self._tables:
+            table.clear()
+        self._peers.clear()
+        self._boards.clear()
+        self._places.clear()
+        self._common.clear()
+        self._staging.clear()
+        self._views.clear()
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """A vector of zeros that the others can read: operations on its spans copy nothing.
+
+        A sum over all ranks' spans of it stays to be read until the next operation on the same elements.
+
+        Raises:
+            ConfigError: a dtype that is not summed here.
+        """
+        self._check()
+        return self._share(elems, dtype, name, common=False).vector
+
+    def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """One vector of zeros that all ranks have. Each rank asks for the same, in the same order.
+
+        What one rank writes all others see. Who writes which elements, and who reads them meanwhile, is
+        for the callers to agree on: with `barrier`, or any other operation between writing and reading.
+
+        Raises:
+            PeerLostError, DeadlineError: rank 0, which makes it, is gone or silent.
+            ConfigError: rank 0 has made another one.
+        """
+        if self.rank == 0:
+            self._check()
+            return self._share(elems, dtype, name, common=True).vector
+        doing = f"for the common vector {name!r}"
+        with self._guard:
+            while True:
+                commons = [held for held in self._tables[0] if held is not None and held.common]
+                if len(commons) > self._num_common:
+                    break
+                self._take_letter(0, doing)
+            vector = commons[self._num_common].vector
+            self._num_common += 1
+            got, expected = (len(vector), vector.tensor.dtype, vector.name), (elems, dtype, name)
+            if got != expected:
+                raise ConfigError(
+                    f"{self._party.me} asks for the common vector {expected}, {self.names[0]} has made "
+                    f"{got}: all ranks ask for the same ones, in the same order"
+                )
+            return vector
+
+    def _share(self, elems: int, dtype: torch.dtype, name: str, *, common: bool) -> _Held:
+        """Makes a vector of this rank's, and tells the others."""
+        _number_of(dtype)
+        letter = {"elems": elems, "dtype": _NUMBERS[dtype], "name": name, "common": common}
+        size_bytes = _size_bytes(elems, dtype, sums=self.rank == 0 and not common)
+        with self._making, Segment.create(size_bytes, f"gradstream {self._party.me} {name}") as segment:
+            self._tell(letter, [segment.fd])
+            return self._hold(self.rank, segment, elems, dtype, name, common=common)
+
+    def _hold(
+        self, owner: int, segment: Segment, elems: int, dtype: torch.dtype, name: str, *, common: bool
+    ) -> _Held:
+        vector = segment.vector(0, elems, dtype, name)
+        sums = None
+        if owner == 0 and not common:
+            sums = segment.vector(_padded_bytes(elems, dtype), elems, dtype, f"{name}, summed up")
+        held = _Held(vector, sums, common)
+        if owner == self.rank or common:
+            self._places[vector] = owner, len(self._tables[owner])
+        if common:
+            self._common.add(vector)
+        self._tables[owner].append(held)
+        return held
+
+    def _take_letter(self, owner: int, doing: object) -> None:
+        """Takes over the next vector that a rank has made."""
+        data, descriptors = self._barrier.receive(self._peers[owner], doing)
+        letter = json.loads(data)
+        if "drop" in letter:
+            self._tables[owner][letter["drop"]] = None
+            return
+        dtype = DTYPES[letter["dtype"]]
+        elems, common = int(letter["elems"]), bool(letter["common"])
+        size_bytes = _size_bytes(elems, dtype, sums=owner == 0 and not common)
+        with Segment.attach(descriptors[0], size_bytes) as segment:
+            self._hold(owner, segment, elems, dtype, letter["name"], common=common)
+
+    def _held(self, call: Call) -> _Held:
+        """The vector in which a rank's part lies."""
+        table = self._tables[call.owner]
+        while len(table) <= call.item:
+            self._take_letter(call.owner, call)
+        held = table[call.item]
+        assert held is not None
+        return held
+
+    def _elements(self, call: Call) -> torch.Tensor:
+        """A rank's part, where it lies."""
+        return self._held(call).vector.tensor.narrow(0, call.start, call.elems)
+
+    def _placed(self, span: Span, start: int, stop: int) -> tuple[int, int, int]:
+        """Owner, index and start of a span; of a copy of its [start, stop) where others cannot read it."""
+        place = self._places.get(span.vector)
+        if place is not None:
+            return *place, span.start
+        dtype, elems = span.vector.tensor.dtype, len(span)
+        staging = self._staging.get(dtype)
+        if staging is None or len(staging) < elems:
+            if staging is not None:
+                self._drop(staging)
+            staging = self._staging[dtype] = self._share(elems, dtype, "staging", common=False).vector
+        staging.tensor[start:stop].copy_(span.tensor[start:stop])
+        return *self._places[staging], 0
+
+    def _drop(self, vector: Vector) -> None:
+        with self._making:
+            _, index = self._places.pop(vector)
+            self._tables[self.rank][index] = None
+            self._tell({"drop": index}, [])
+
+    def _tell(self, letter: dict[str, Any], descriptors: list[int]) -> None:
+        for peer in self._peers.values():
+            peer.write(json.dumps(letter).encode(), descriptors, self._deadline_s)
+
+    # ---- operations ------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Returns once all ranks have called it. Raises as `allreduce_`."""
+        with self._guard:
+            self._come(Call(Operation.BARRIER, 0, 0))
+
+    def allreduce_(self, span: Span, *, weight: float = 1.0) -> Span:
+        """Σ_r weight_r · span_r over all ranks, in their order; the same bits at each.
+
+        Args:
+            span: this rank's; what it holds afterwards is undefined unless it is what is returned.
+            weight: this rank's; 1 for integers.
+
+        Returns:
+            Where the sum lies: `span` itself, or memory of the group's that all ranks read: until the
+            next operation on the same elements of a vector of the group's, or, for the span of a foreign
+            vector, until the next operation.
+
+        Raises:
+            PeerLostError, DeadlineError: naming the rank that is dead or silent; nothing is returned.
+            ConfigError: ranks ask for different things.
+            ClosedError: the group has been closed.
+        """
+        self._check_sum(span, weight)
+        with self._guard:
+            return self._allreduce(span, weight)
+
+    def reduce_scatter_(self, span: Span, *, weight: float = 1.0) -> Span:
+        """As `allreduce_`, but this rank gets only its own `slice_of` the sum, in its own span."""
+        self._check_sum(span, weight)
+        with self._guard:
+            return self._reduce_scatter(span, weight)
+
+    def all_gather_(self, span: Span) -> None:
+        """Each rank's own `slice_of` the span, to every rank. In a common vector it only waits for all."""
+        with self._guard:
+            self._all_gather(span)
+
+    def broadcast_(self, span: Span, *, root: int = 0) -> None:
+        """The span of rank `root`, into that of every rank. In a common vector it only waits for all."""
+        if not 0 <= root < self.size:
+            raise ConfigError(f"broadcast from rank {root} of {self.size}")
+        with self._guard:
+            self._broadcast(span, root)
+
+    def beat(self) -> None:
+        """A sign of life, for those who wait for this rank while it computes. From any thread."""
+        self._board.words[BEATS] += 1
+
+    def _allreduce(self, span: Span, weight: float) -> Span:
+        elems, number = len(span), _number_of(span.vector.tensor.dtype)
+        if self._is_small(span):
+            slots, mine = self._slots(elems, number), _tensor(span)
+            slots[self.rank].copy_(mine)
+            calls = self._come(Call(Operation.ALLREDUCE, number, elems, weight=weight))
+            weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
+            return span
+        place = self._placed(span, 0, elems)
+        calls = self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
+        first = calls[0]
+        sums = self._held(first).sums
+        assert sums is not None
+        result = sums[first.start : first.start + elems]
+        start, stop = slice_of(elems, self.rank, self.size)
+        parts = [self._elements(call)[start:stop] for call in calls]
+        weights = [call.weight for call in calls]
+        weighted_sum(parts, weights, result.tensor[start:stop], self._room(result.tensor.dtype))
+        self._barrier.wait(first)
+        return result
+
+    def _reduce_scatter(self, span: Span, weight: float) -> Span:
+        elems, number = len(span), _number_of(span.vector.tensor.dtype)
+        start, stop = slice_of(elems, self.rank, self.size)
+        own = span.vector[span.start + start : span.start + stop]
+        small = self._is_small(span)
+        if small:
+            slots = self._slots(elems, number)
+            slots[self.rank].copy_(_tensor(span))
+            calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
+        else:
+            place = self._placed(span, 0, elems)
+            calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
+            slots = [self._elements(call) for call in calls]
+        parts = [slot[start:stop] for slot in slots]
+        weighted_sum(parts, [call.weight for call in calls], own.tensor, self._room(own.tensor.dtype))
+        if not small:
+            self._barrier.wait(calls[0])  # others have read this rank's part
+        return own
+
+    def _all_gather(self, span: Span) -> None:
+        elems, number = len(span), _number_of(span.vector.tensor.dtype)
+        if span.vector in self._common:
+            self._come(Call(Operation.ALL_GATHER_COMMON, number, elems, span.start))
+            return
+        mine = _tensor(span)
+        start, stop = slice_of(elems, self.rank, self.size)
+        small = self._is_small(span)
+        if small:
+            slots = self._slots(elems, number)
+            slots[self.rank][start:stop].copy_(mine[start:stop])
+            self._come(Call(Operation.ALL_GATHER, number, elems))
+        else:
+            place = self._placed(span, start, stop)
+            calls = self._come(Call(Operation.ALL_GATHER, number, elems, 0, *place))
+            slots = [self._elements(call) for call in calls]
+        for rank in self._peers:
+            start, stop = slice_of(elems, rank, self.size)
+            mine[start:stop].copy_(slots[rank][start:stop])
+        if not small:
+            self._barrier.wait(calls[0])
+
+    def _broadcast(self, span: Span, root: int) -> None:
+        elems, number = len(span), _number_of(span.vector.tensor.dtype)
+        if span.vector in self._common:
+            self._come(Call(Operation.BROADCAST_COMMON, number, elems, root, start=span.start))
+            return
+        mine = _tensor(span)
+        small = self._is_small(span)
+        if small:
+            slots = self._slots(elems, number)
+            if self.rank == root:
+                slots[root].copy_(mine)
+            self._come(Call(Operation.BROADCAST, number, elems, root))
+            source = slots[root]
+        else:
+            place = self._placed(span, 0, elems) if self.rank == root else (-1, -1, 0)
+            calls = self._come(Call(Operation.BROADCAST, number, elems, root, *place))
+            source = self._elements(calls[root])
+        if self.rank != root:
+            mine.copy_(source)
+        if not small:
+            self._barrier.wait(calls[root])
+
+    # ---- parts of all operations -------------------------------------------------------------------
+
+    def _come(self, call: Call) -> list[Call]:
+        """Posts a call and waits for all; what each rank has asked for."""
+        turn = self._turn
+        self._turn = 1 - turn
+        self._board.write(turn, call)
+        self._barrier.wait(call)
+        calls = [board.read(turn) for board in self._boards]
+        matter = call[:4]
+        for other in calls:
+            if other[:4] != matter:
+                asked = ", ".join(f"{name} is {call}" for name, call in zip(self.names, calls, strict=True))
+                raise ConfigError(f"ranks of one group do different things: {asked}; all must do the same")
+        return calls
+
+    def _slots(self, elems: int, number: int) -> list[torch.Tensor]:
+        """Room on each rank's board for this turn's small vector."""
+        key = self._turn, elems, number
+        if (views := self._views.get(key)) is None:
+            if len(self._views) == _MAX_VIEWS:
+                self._views.clear()
+            views = [board.slot(self._turn, DTYPES[number])[:elems] for board in self._boards]
+            self._views[key] = views
+        return views
+
+    def _room(self, dtype: torch.dtype) -> torch.Tensor:
+        if (scratch := self._scratch.get(dtype)) is None:
+            scratch = self._scratch[dtype] = torch.empty(BLOCK_ELEMS, dtype=dtype)
+        return scratch
+
+    def _is_small(self, span: Span) -> bool:
+        return len(span) * span.vector.tensor.itemsize <= SLOT_BYTES
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    def _check_sum(self, span: Span, weight: float) -> None:
+        if span.vector in self._common:
+            raise ConfigError(f"{span.vector.name} is common to all ranks: there is nothing to sum up")
+        if weight != 1.0 and not span.vector.tensor.is_floating_point():
+            raise ConfigError(
+                f"weight {weight} for {span.vector.tensor.dtype}: integers are summed with weight 1"
+            )
+
+    def break_(self, error: BaseException) -> None:
+        """After an error in an operation the group is broken, here and at the others."""
+        if self._failure is None:
+            self._barrier.give_up(Trouble.LEFT, self.rank)  # unless another reason stands already
+            self._failure = (
+                error
+                if isinstance(error, GradstreamError)
+                else ClosedError(
+                    f"{self._party.me}: its group was given up ({type(error).__name__}: {error})"
+                )
+            )
+
+
+class _Guard:
+    """One operation at a time, of a group that is whole; an error in it breaks the group."""
+
+    def __init__(self, core: SharedCore) -> None:
+        self._core = core
+
+    def __enter__(self) -> None:
+        self._core._lock.acquire()
+        if self._core._failure is not None:
+            self._core._lock.release()
+            self._core._check()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._core.break_(error)
+        self._core._lock.release()
+
+
+def _tensor(span: Span) -> torch.Tensor:
+    vector = span.vector.tensor
+    return vector if len(span) == len(vector) else span.tensor
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    if dtype not in _NUMBERS:
+        raise ConfigError(f"vectors of {dtype} are not exchanged; known: {', '.join(map(str, DTYPES))}")
+    return _NUMBERS[dtype]
+
+
+def _padded_bytes(elems: int, dtype: torch.dtype) -> int:
+    return max(1, -(-elems * dtype.itemsize // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+
+
+def _size_bytes(elems: int, dtype: torch.dtype, *, sums: bool) -> int:
+    return _padded_bytes(elems, dtype) * (2 if sums else 1)
+
+
+_live: weakref.WeakSet[SharedCore] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for core in list(_live):
+        if not core._closed:
+            core.forked()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,464 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gradstream.collectives import shared_core
+from gradstream.collectives.group import Group, slice_of
+from gradstream.collectives.shared import SharedGroup
+from gradstream.collectives.shared_board import DTYPES, SLOT_BYTES, available
+from gradstream.collectives.shared_core import SharedCore
+from gradstream.collectives.shared_meeting import Party
+from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
+from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
+from gradstream.memory import Span, Vector
+from gradstream.runtime import RealRuntime
+
+pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory, or not x86-64")
+
+SMALL = 1000
+LARGE = SLOT_BYTES // 4 + 1000  # float32 elements; neither a multiple of 64 nor of the number of ranks
+
+Body = Callable[[SharedCore], Any]
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Runs a body on each rank of a group, each in a thread; their results, or errors, by rank."""
+    job = f"{os.getpid()}-{request.node.name}"
+    counter = iter(range(1000))
+
+    def run(size: int, body: Body, *, deadline_s: float = 30.0) -> list[Any]:
+        names = [f"worker-{rank}" for rank in range(size)]
+        epoch = next(counter)
+
+        def one(rank: int) -> Any:
+            try:
+                with SharedCore(Party(job, names, rank, epoch), deadline_s=deadline_s) as core:
+                    return body(core)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(one, range(size)))
+
+    return run
+
+
+def part(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers, so that their sum is exact in any order."""
+    return (torch.arange(elems) % 97 + 1000 * (rank + 1)).to(dtype)
+
+
+def total(size: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.stack([part(rank, elems, dtype) for rank in range(size)]).sum(0).to(dtype)
+
+
+def own_and_foreign(core: SharedCore, elems: int, dtype: torch.dtype = torch.float32) -> Iterator[Span]:
+    """Spans of both kinds, which hold this rank's part and do not begin at the vector's beginning."""
+    foreign = Vector("foreign", torch.zeros(elems + 7, dtype=dtype))
+    for vector in (core.allocate(elems + 7, dtype, "own"), foreign):
+        span = vector[5 : 5 + elems]
+        span.tensor.copy_(part(core.rank, elems, dtype))
+        yield span
+
+
+# ---- what the operations give ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_rank_gets_the_sum_of_all(ranks: Ranks, size: int) -> None:
+    lengths = (0, 1, size - 1, size + 1, 64, 65, SMALL, LARGE)
+
+    def body(core: SharedCore) -> None:
+        for elems in lengths:
+            for span in own_and_foreign(core, elems):
+                result = core.allreduce_(span)
+                assert torch.equal(result.tensor, total(size, elems)), (elems, span.vector.name)
+
+    assert ranks(size, body) == [None] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_parts_of_an_allreduce_do_what_they_say(ranks: Ranks, size: int) -> None:
+    def body(core: SharedCore) -> None:
+        for elems in (0, 1, size + 1, 65, SMALL, LARGE):
+            start, stop = slice_of(elems, core.rank, size)
+            for span in own_and_foreign(core, elems):
+                mine = core.reduce_scatter_(span)
+                assert (mine.vector, mine.start - span.start) == (span.vector, start)
+                assert torch.equal(mine.tensor, total(size, elems)[start:stop])
+                core.all_gather_(span)
+                assert torch.equal(span.tensor, total(size, elems))
+            for span in own_and_foreign(core, elems):
+                core.broadcast_(span, root=size - 1)
+                assert torch.equal(span.tensor, part(size - 1, elems))
+
+    assert ranks(size, body) == [None] * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
+    def body(core: SharedCore) -> None:
+        for elems in (SMALL, 3 * SLOT_BYTES // dtype.itemsize):
+            vector = core.allocate(elems, dtype, "ones")
+            vector.tensor.fill_(core.rank + 1)
+            assert core.allreduce_(vector.all).tensor.eq(6).all()
+
+    assert ranks(3, body) == [None] * 3
+
+
+def weighted(elems: int, rank: int) -> tuple[torch.Tensor, float]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(elems, generator=generator), (1.0, 0.3, 7.0, 1 / 3)[rank]
+
+
+def in_the_order_of_ranks(elems: int, size: int) -> torch.Tensor:
+    """As a shard of the parameter server sums what workers push."""
+    first, weight = weighted(elems, 0)
+    result = torch.mul(first, weight)
+    for rank in range(1, size):
+        vector, weight = weighted(elems, rank)
+        result.add_(vector, alpha=weight)
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("elems", [SMALL, LARGE, 5 * BLOCK_ELEMS + 100])
+def test_a_weighted_sum_has_the_bits_of_a_sum_in_the_order_of_ranks(
+    ranks: Ranks, size: int, elems: int
+) -> None:
+    def body(core: SharedCore) -> tuple[bool, bool]:
+        values, weight = weighted(elems, core.rank)
+        vector = core.allocate(elems, torch.float32, "gradient")
+        vector.tensor.copy_(values)
+        whole = core.allreduce_(vector.all, weight=weight).tensor.clone()
+        vector.tensor.copy_(values)
+        mine = core.reduce_scatter_(vector.all, weight=weight)
+        expected = in_the_order_of_ranks(elems, size)
+        return torch.equal(whole, expected), torch.equal(mine.tensor, expected[mine.start : mine.stop])
+
+    assert ranks(size, body) == [(True, True)] * size
+
+
+def test_the_bits_of_another_order_would_be_noticed() -> None:
+    values, weights = zip(*(weighted(LARGE, rank) for rank in (0, 2, 1)), strict=True)
+    out, scratch = torch.empty(LARGE), torch.empty(BLOCK_ELEMS)
+    weighted_sum(values, weights, out, scratch)
+    assert not torch.equal(out, in_the_order_of_ranks(LARGE, 3))
+
+
+def test_sums_of_other_buckets_stay_to_be_read(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> bool:
+        vector = core.allocate(3 * LARGE, torch.float32, "gradient")
+        vector.tensor.copy_(part(core.rank, 3 * LARGE))
+        buckets = [vector[at : at + LARGE] for at in range(0, 3 * LARGE, LARGE)]
+        sums = [core.allreduce_(bucket) for bucket in buckets]
+        core.barrier()
+        return torch.equal(torch.cat([each.tensor for each in sums]), total(3, 3 * LARGE))
+
+    assert ranks(3, body) == [True] * 3
+
+
+def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> list[float]:
+        gradient = core.allocate(LARGE, torch.float32, "gradient")
+        parameters = core.common(LARGE, torch.float32, "parameters")
+        other = core.common(8, torch.float64, "other")
+        if core.rank == 1:
+            parameters.tensor.fill_(100.0)
+        core.broadcast_(parameters.all, root=1)
+        for _ in range(3):
+            gradient.tensor.fill_(core.rank + 1)
+            mine = core.reduce_scatter_(gradient.all)
+            parameters[mine.start : mine.stop].tensor.sub_(mine.tensor)
+            core.all_gather_(parameters.all)
+        other.tensor[core.rank] = core.rank
+        core.barrier()
+        return [*set(parameters.tensor.tolist()), *other.tensor[:3].tolist()]
+
+    assert ranks(3, body) == [[82.0, 0.0, 1.0, 2.0]] * 3
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_different_things_are_all_told_so(ranks: Ranks) -> None:
+    def lengths(core: SharedCore) -> None:
+        core.allreduce_(core.allocate(SMALL + core.rank // 2, torch.float32, "gradient").all)
+
+    def operations(core: SharedCore) -> None:
+        span = core.allocate(LARGE, torch.float32, "gradient").all
+        core.broadcast_(span) if core.rank else core.allreduce_(span)
+
+    for body in (lengths, operations):
+        errors = ranks(3, body)
+        assert {type(error) for error in errors} == {ConfigError}
+        assert len({str(error) for error in errors}) == 1
+    assert "worker-0 is in allreduce of 66" not in str(errors[0])
+    assert f"worker-0 is in allreduce of {LARGE} elements" in str(errors[0])
+    assert f"worker-2 is in broadcast of {LARGE} elements" in str(errors[0])
+
+
+def test_common_vectors_that_differ_are_refused(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> None:
+        core.common(SMALL + core.rank, torch.float32, "parameters")
+        core.barrier()
+
+    lost, refused = ranks(2, body)
+    assert isinstance(lost, PeerLostError) and lost.peer == "worker-1"
+    assert isinstance(refused, ConfigError) and "1001" in str(refused)
+
+
+def test_a_rank_that_leaves_is_named_by_all_also_by_who_comes_late(ranks: Ranks) -> None:
+    told = threading.Event()
+
+    def body(core: SharedCore) -> Any:
+        span = core.allocate(LARGE, torch.float32, "gradient").all
+        core.allreduce_(span)
+        if core.rank == 2:
+            return "left"
+        if core.rank == 1:
+            assert told.wait(30)  # rank 0 has failed, and perhaps has closed its group by now
+        with pytest.raises(PeerLostError) as caught:
+            core.allreduce_(span)
+        told.set()
+        with pytest.raises(PeerLostError) as again:
+            core.barrier()
+        assert again.value is caught.value
+        return caught.value.peer
+
+    assert ranks(3, body) == ["worker-2", "worker-2", "left"]
+
+
+def test_a_silent_rank_is_named_and_waiting_for_it_costs_nothing(ranks: Ranks) -> None:
+    told = threading.Barrier(3)
+
+    def body(core: SharedCore) -> Any:
+        span = core.allocate(LARGE, torch.float32, "gradient").all
+        core.allreduce_(span)
+        if core.rank == 2:
+            told.wait(30)
+            return "was silent"
+        begun_s = time.thread_time()
+        with pytest.raises(DeadlineError) as caught:
+            core.allreduce_(span)
+        used_s = time.thread_time() - begun_s
+        told.wait(30)
+        return caught.value.peer, used_s < 0.05 * 1.0
+
+    assert ranks(3, body, deadline_s=1.0) == [("worker-2", True), ("worker-2", True), "was silent"]
+
+
+def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> Any:
+        core.barrier()
+        if core.rank == 0:
+            for _ in range(8):
+                threading.Event().wait(0.05)  # of which a rank has no sign but its beats
+                core.beat()
+        core.barrier()
+        return "met"
+
+    assert ranks(2, body, deadline_s=0.2) == ["met"] * 2
+
+
+def test_close_while_it_waits(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> Any:
+        core.barrier()
+        if core.rank == 0:
+            threading.Timer(0.05, core.close).start()
+        core.allreduce_(core.allocate(LARGE, torch.float32, "gradient").all) if core.rank != 1 else told.wait(
+            30
+        )
+
+    told = threading.Event()
+
+    def first_two(core: SharedCore) -> Any:
+        try:
+            return body(core)
+        finally:
+            if core.rank == 2:
+                told.set()
+
+    closed, _, lost = ranks(3, first_two)
+    assert isinstance(closed, ClosedError)
+    assert isinstance(lost, PeerLostError) and lost.peer == "worker-0"
+
+
+def test_an_error_in_an_operation_breaks_the_group_at_all_ranks(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(parts: Any, weights: Any, out: torch.Tensor, scratch: torch.Tensor) -> None:
+        if threading.current_thread().name == "rank 1":
+            raise MemoryError
+        weighted_sum(parts, weights, out, scratch)
+
+    monkeypatch.setattr(shared_core, "weighted_sum", failing)
+
+    def body(core: SharedCore) -> None:
+        threading.current_thread().name = f"rank {core.rank}"
+        core.allreduce_(core.allocate(LARGE, torch.float32, "gradient").all)
+
+    errors = ranks(3, body)
+    assert isinstance(errors[1], MemoryError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerLostError) and error.peer == "worker-1"
+
+
+def test_integers_have_weight_one(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> None:
+        core.allreduce_(core.allocate(8, torch.int64, "counts").all, weight=0.5)
+
+    assert [type(error) for error in ranks(2, body)] == [ConfigError] * 2
+
+
+# ---- meeting --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    party = Party(f"{os.getpid()}-alone", ["worker-0", "worker-1", "worker-2"], 1)
+    with pytest.raises(DeadlineError, match=r"worker-0.*worker-1.*missing: worker-0"):
+        SharedCore(party, deadline_s=0.05).join()
+
+
+def test_ranks_that_mean_others_are_told_so() -> None:
+    job = f"{os.getpid()}-others"
+
+    def one(party: Party) -> Exception | None:
+        with pytest.raises((ConfigError, PeerLostError)) as caught:
+            SharedCore(party, deadline_s=30).join()
+        return caught.value
+
+    parties = [Party(job, ["worker-0", "worker-1"], 0), Party(job, ["worker-0", "worker-9"], 1)]
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(one, parties))
+    assert any("worker-9" in str(error) for error in errors)
+
+
+def test_strangers_are_shown_the_door() -> None:
+    party = Party(f"{os.getpid()}-strangers", ["worker-0", "worker-1"], 0)
+
+    def second() -> None:
+        for message in (b"", b"hello?", b'{"job": "another"}', b"[1]"):
+            while True:
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                try:
+                    stranger.connect(party.address(0))
+                    break
+                except ConnectionRefusedError:
+                    stranger.close()
+            if message:
+                stranger.send(message)
+            else:
+                stranger.close()
+            strangers.append(stranger)
+        with SharedCore(replace(party, rank=1), deadline_s=30) as core:
+            core.barrier()
+
+    strangers: list[socket.socket] = []
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second)
+        with SharedCore(party, deadline_s=30) as core:
+            core.barrier()
+            other.result()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_meeting_can_be_closed() -> None:
+    core = SharedCore(Party(f"{os.getpid()}-closed", ["worker-0", "worker-1"], 0), deadline_s=30)
+    threading.Timer(0.05, core.close).start()
+    with pytest.raises(ClosedError):
+        core.join()
+    with pytest.raises(ClosedError):
+        core.barrier()
+
+
+# ---- beside a loop --------------------------------------------------------------------------------
+
+
+def groups(size: int, body: Callable[[SharedGroup], Awaitable[Any]], name: str) -> list[Any]:
+    """Runs a body on each rank of a group, all on one event loop; results or errors by rank."""
+
+    async def one(rank: int) -> Any:
+        runtime = RealRuntime(f"worker-{rank}")
+        party = Party(f"{os.getpid()}-{name}", [f"worker-{r}" for r in range(size)], rank)
+        group = await SharedGroup.join(runtime, party, deadline_s=30)
+        try:
+            return await body(group)
+        except Exception as error:
+            return error
+        finally:
+            await group.close()
+            runtime.close()
+
+    async def all_of_them() -> list[Any]:
+        return list(await asyncio.gather(*(one(rank) for rank in range(size))))
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_group_beside_a_loop() -> None:
+    async def body(group: SharedGroup) -> None:
+        shared: Group = group
+        parameters = await group.common(LARGE, torch.float32, "parameters")
+        for elems in (SMALL, LARGE):
+            span = shared.allocate(elems, torch.float32, "gradient").all
+            span.tensor.copy_(part(group.rank, elems))
+            assert torch.equal((await shared.allreduce(span)).tensor, total(3, elems))
+            span.tensor.copy_(part(group.rank, elems))
+            mine = await shared.reduce_scatter(span, weight=2.0)
+            assert torch.equal(mine.tensor, 2 * total(3, elems)[mine.start : mine.stop])
+            await shared.all_gather(span)
+            assert torch.equal(span.tensor, 2 * total(3, elems))
+            await shared.broadcast(span, root=2)
+        await shared.all_gather(parameters.all)
+        await group.barrier()
+
+    assert groups(3, body, "beside") == [None] * 3
+
+
+def test_a_sum_that_is_still_read_is_not_overwritten() -> None:
+    async def body(group: SharedGroup) -> None:
+        vector = group.allocate(2 * LARGE, torch.float32, "gradient")
+        first = await group.allreduce(vector[:LARGE])
+        with first.borrowed(write=False, to="update"):
+            await group.allreduce(vector[LARGE:])
+            with pytest.raises(LentMemoryError, match=r"summed up.*update"):
+                await group.allreduce(vector[:LARGE])
+        await group.barrier()
+
+    assert groups(2, body, "lent") == [None] * 2
+
+
+def test_cancelling_an_operation_breaks_the_group_and_waits_for_nobody() -> None:
+    async def body(group: SharedGroup) -> Any:
+        vector = group.allocate(LARGE, torch.float32, "gradient")
+        if group.rank == 0:
+            task = asyncio.ensure_future(group.allreduce(vector.all))
+            await asyncio.sleep(0)  # it has begun
+            assert vector.lent
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            cancelled.set()
+        else:
+            await cancelled.wait()
+        await group.allreduce(vector.all)
+
+    cancelled = asyncio.Event()
+    mine, others = groups(2, body, "cancel")
+    assert isinstance(mine, ClosedError)
+    assert isinstance(others, PeerLostError) and others.peer == "worker-0"
