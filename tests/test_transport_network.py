@@ -16,7 +16,7 @@ from gradstream.testing.endpoints import tensors as tensors_check
 from gradstream.testing.pairs import memory_pairs
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
-from gradstream.transport.network import HEADER_BYTES, Lane, Packet, VirtualNetwork
+from gradstream.transport.network import Lane, Packet, VirtualNetwork
 from gradstream.wire import v1
 
 LATENCY_S, BANDWIDTH = 1e-3, 1e9
@@ -154,7 +154,7 @@ def test_pushes_through_streams_take_p_n_over_bandwidth(workers: int) -> None:
 
     fleet.run(work)
     frames = -(-num_bytes // (1 << 20))
-    bound_s = workers * (num_bytes + frames * HEADER_BYTES) / BANDWIDTH
+    bound_s = workers * (num_bytes + frames * plain().header_bytes) / BANDWIDTH
     assert bound_s <= fleet.now_s <= bound_s * 1.01 + 5 * LATENCY_S
 
 

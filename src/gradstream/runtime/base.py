@@ -11,17 +11,21 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from gradstream.events import Event
 from gradstream.memory import Memory, Span
 
-__all__ = ["Buffer", "Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
+__all__ = ["Buffer", "Lane", "Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
 
 T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview
 """Bytes to be written."""
+
+Lane: TypeAlias = Literal["main", "exchange"]
+"""Computations of one lane run one after the other, those of another beside them: "main" is that of
+gradients and updates, "exchange" that of sums which groups make while backprop goes on."""
 
 Report = Callable[[int], None]
 """Called by computing code: so many elements of the result are final."""
@@ -32,7 +36,7 @@ class Work:
     """What a computation costs, for a world to price. The real runtime measures instead.
 
     Args:
-        kind: "gradient", "apply", "copy", "evaluate" or a name of one's own.
+        kind: "gradient", "apply", "copy", "reduce", "evaluate" or a name of one's own.
         samples: training samples it goes through.
         elems: vector elements it goes through.
         brief: so short (tens of microseconds) that handing it to another thread would cost more.
@@ -147,10 +151,11 @@ class Runtime(Protocol):
         milestones: Sequence[int] = (),
         on_progress: Report | None = None,
         phantom: T | None = None,
+        lane: Lane = "main",
     ) -> T:
         """Runs `fn(report)` off the loop (brief work: on it); `reads` and `writes` are lent to it until then.
 
-        Computations of one node run one after the other, in the order asked for.
+        Computations of one node and lane run one after the other, in the order asked for.
         Cancelling the awaiting task takes effect when `fn` has returned: memory is never
         given back while arithmetic still runs on it.
 
@@ -163,6 +168,7 @@ class Runtime(Protocol):
             on_progress: called on the loop with each number reported; by then the elements of
                 `writes` below that number are given back.
             phantom: what to return where no arithmetic is run.
+            lane: see `Lane`.
 
         Raises:
             LentMemoryError: a range is lent already, before anything ran.

@@ -1,4 +1,4 @@
-"""Real time: asyncio for waiting, one thread for arithmetic, the disk for files.
+"""Real time: asyncio for waiting, a thread for each lane of arithmetic, the disk for files.
 
 torch and numpy free the GIL in their kernels, so the loop goes on serving the network while a
 gradient is computed. How late the loop runs its timers is measured all the time.
@@ -11,7 +11,7 @@ import random
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from gradstream.events import CpuEvent, Event, LateEvent, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
-from gradstream.runtime.base import Report, Storage, Timer, Work
+from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 
@@ -74,9 +74,10 @@ class RealRuntime(Tasks):
         self.lateness = Lateness()
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._peak_own_bytes = 0
-        self._num_running = 0  # computations asked for and not completed
+        self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
         self._shares = core is not None
         self._core = core or ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
+        self._exchange = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-exchange")
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-disk")
 
     def now(self) -> int:
@@ -121,6 +122,7 @@ class RealRuntime(Tasks):
     def close(self) -> None:
         """Lets the threads go that are its own."""
         self._disk.shutdown(wait=False, cancel_futures=True)
+        self._exchange.shutdown(wait=False, cancel_futures=True)
         if not self._shares:
             self._core.shutdown(wait=False, cancel_futures=True)
 
@@ -134,12 +136,14 @@ class RealRuntime(Tasks):
         milestones: Sequence[int] = (),
         on_progress: Report | None = None,
         phantom: T | None = None,
+        lane: Lane = "main",
     ) -> T:
-        """See `Runtime.compute`: runs on the node's arithmetic thread."""
+        """See `Runtime.compute`: runs on the lane's thread."""
         del milestones, phantom  # for simulations
         loop = asyncio.get_running_loop()
+        core = self._core if lane == "main" else self._exchange
         # Computations queue for one thread, so they do not conflict with each other.
-        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=self._core) as loans:
+        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=core) as loans:
             progress = None if on_progress is None else release_then(loans, on_progress)
 
             def report(elems: int) -> None:
@@ -153,13 +157,13 @@ class RealRuntime(Tasks):
                 finally:
                     self.compute_s[work.kind] += time.thread_time() - begun
 
-            if work.brief and not self._num_running:  # never beside the arithmetic thread
+            if work.brief and not self._num_running[lane]:  # never beside the lane's own thread
                 return run()
-            self._num_running += 1
+            self._num_running[lane] += 1
             try:
-                return await finish_despite_cancel(loop.run_in_executor(self._core, run))
+                return await finish_despite_cancel(loop.run_in_executor(core, run))
             finally:
-                self._num_running -= 1
+                self._num_running[lane] -= 1
 
     async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
         """See `Runtime.beside`."""

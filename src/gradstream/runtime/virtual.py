@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gradstream.errors import InternalError
 from gradstream.events import CpuEvent, Event, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
-from gradstream.runtime.base import Report, Storage, Timer, Work
+from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.runtime.world import World
@@ -166,7 +166,7 @@ class VirtualCluster:
 
 
 class VirtualRuntime(Tasks):
-    """The `Runtime` of one simulated node: one core, its own random streams, shared clock."""
+    """The `Runtime` of one simulated node: a core for each lane, its own random streams, shared clock."""
 
     def __init__(self, node: str, cluster: VirtualCluster) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class VirtualRuntime(Tasks):
         self.memory = Memory(phantom=cluster.world.phantom)
         self.storage: Storage = cluster.storage
         self.compute_s: defaultdict[str, float] = defaultdict(float)
-        self._core = asyncio.Lock()
+        self._cores: dict[Lane, asyncio.Lock] = {"main": asyncio.Lock(), "exchange": asyncio.Lock()}
         self._disk = asyncio.Lock()
         self._counts: Counter[str] = Counter()
         self.dead = False
@@ -240,11 +240,13 @@ class VirtualRuntime(Tasks):
         milestones: Sequence[int] = (),
         on_progress: Report | None = None,
         phantom: T | None = None,
+        lane: Lane = "main",
     ) -> T:
         """See `Runtime.compute`: the arithmetic runs now, its duration is charged to the clock."""
+        core = self._cores[lane]
         # Computations queue for one core, so they do not conflict with each other.
-        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=self._core) as loans:
-            async with self._core:
+        with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=core) as loans:
+            async with core:
                 reported: list[int] = []
                 if self.cluster.world.phantom:
                     result: T = phantom  # type: ignore[assignment]  # the caller's word for it

@@ -134,6 +134,7 @@ class Network:
         link: default link; `links` overrides by (source, target).
         cards: bandwidth by node name.
         partitions: cuts in time.
+        header_bytes: what a frame costs on a card besides its payload.
     """
 
     bandwidth_bytes_s: float = 1.25e9
@@ -141,6 +142,7 @@ class Network:
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     cards: Mapping[str, float] = field(default_factory=dict)
     partitions: Sequence[Partition] = ()
+    header_bytes: int = 64
 
     def link_between(self, source: str, target: str) -> Link:
         """The link in this direction."""
@@ -163,6 +165,7 @@ def _no_costs() -> Mapping[str, Cost]:
         "gradient": Cost(per_sample_s=2e-3),
         "apply": Cost(per_elem_s=4e-10),
         "copy": Cost(per_elem_s=4e-10),
+        "reduce": Cost(per_elem_s=4e-10),
     }
 
 

@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 import torch
 from google.protobuf.message import Message
 
+from gradstream.errors import GradstreamError
 from gradstream.memory import Span
 from gradstream.wire import v1
 
@@ -89,6 +90,20 @@ class Stream(Protocol):
 
     peer: str
     opened: v1.Open  # the opening frame: identity, method, request
+
+    @property
+    def failure(self) -> GradstreamError | None:
+        """What whoever uses it is told, once it is over other than by both sides' end."""
+        ...
+
+    @property
+    def heard_ns(self) -> int:
+        """When the last frame of any kind came, on the runtime's clock: who is silent?"""
+        ...
+
+    def on_release(self, callback: Callable[[], object]) -> None:
+        """Calls back once both directions are over, in whatever way; at once if they are."""
+        ...
 
     async def send(
         self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None

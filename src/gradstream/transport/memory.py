@@ -17,7 +17,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
-from gradstream.transport.network import HEADER_BYTES, Lane, Packet, VirtualNetwork
+from gradstream.transport.network import Lane, Packet, VirtualNetwork
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
@@ -65,7 +65,7 @@ class MemoryNetwork(VirtualNetwork):
         Its tasks are the owner's to cancel, afterwards: `VirtualRuntime.kill`.
         """
         for endpoint in [e for e in self._endpoints.values() if e.identity.name == node]:
-            self.detach(endpoint)
+            endpoint.die()
         for pipe in [p for p in self._pipes if node in (p.caller, p.called)]:
             pipe.lose(node)
 
@@ -109,7 +109,7 @@ class _End:
         header = v1.Frame()
         header.CopyFrom(frame)
         taken = None if payload is None else _snapshot(payload)
-        size_bytes = HEADER_BYTES + len(frame.body.data) + len(frame.open.body)
+        size_bytes = self.out.header_bytes + len(frame.body.data) + len(frame.open.body)
         size_bytes += 0 if taken is None else taken.nbytes
         droppable = frame.HasField("chunk") or frame.HasField("body")
         self.out.send(Packet(size_bytes, partial(self.far.take, header, taken), droppable))
@@ -314,6 +314,11 @@ class MemoryEndpoint(EndpointCore):
         """See `Endpoint.start`."""
         self.address = f"memory:{self.identity.name}"
         self._network.attach(self)
+
+    def die(self) -> None:
+        """Its node was killed: whatever clean-up code of it still runs, reaches nobody."""
+        self._closed = True
+        self._network.detach(self)
 
     def take_in(self, opened: v1.Open, carrier: _End | _Nowhere, *, window: int | None = None) -> StreamCore:
         """An Open has arrived here."""

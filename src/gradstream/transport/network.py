@@ -27,10 +27,7 @@ from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.runtime.world import Link, Network
 from gradstream.transport.base import Priority
 
-__all__ = ["HEADER_BYTES", "Lane", "Packet", "VirtualNetwork"]
-
-HEADER_BYTES = 64
-"""What a frame costs on a card besides its payload."""
+__all__ = ["Lane", "Packet", "VirtualNetwork"]
 
 
 @dataclass(slots=True)
@@ -129,6 +126,7 @@ class Lane:
         self.source = source
         self.target = target
         self.priority = priority
+        self.header_bytes = network.world.header_bytes
         self._network = network
         self._link = network.world.link_between(source, target)
         self._flying: deque[Packet] = deque()

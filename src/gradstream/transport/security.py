@@ -28,6 +28,8 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "fetch": frozenset({"worker"}),
     "command": frozenset({"worker"}),
     "tensor": frozenset({"worker"}),
+    "exchange": frozenset({"worker"}),
+    "broken": frozenset({"worker"}),
     "state": frozenset({"worker"}),
 }
 """The roles that may call a method, besides the coordinator, who may call all of them.

@@ -153,6 +153,16 @@ class StreamCore:
         """Whether the peer can no longer be answered: refused, cancelled or lost."""
         return self._send_over is not None
 
+    @property
+    def failure(self) -> GradstreamError | None:
+        """What whoever uses it is told, once it is over other than by both sides' end."""
+        return None if self._send_over is None else self._send_over()
+
+    @property
+    def heard_ns(self) -> int:
+        """When the last frame of any kind came, on the runtime's clock."""
+        return self._heard_ns
+
     async def send(
         self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None
     ) -> None:

@@ -184,6 +184,28 @@ class Tensor(_message.Message):
     sequence: int
     def __init__(self, tag: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
+class Exchange(_message.Message):
+    __slots__ = ("epoch", "rank", "names")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rank: int
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Broken(_message.Message):
+    __slots__ = ("epoch", "culprit", "silent", "message")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    culprit: str
+    silent: bool
+    message: str
+    def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
+
 class Push(_message.Message):
     __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

@@ -1,0 +1,63 @@
+"""A binomial tree: in step k, who is 2^k apart from the next pairs up, and the upper one is done.
+
+    0 ◀─ 1   2 ◀─ 3   4 ◀─ 5   6 ◀─ 7
+    0 ◀────── 2       4 ◀────── 6
+    0 ◀────────────── 4                 and back the same way: the broadcast
+
+Half of those left send in each step, all of the vector: right for short ones.
+
+Reference: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
+2005, section 4 (broadcast, reduce).
+"""
+
+from __future__ import annotations
+
+from gradstream.collectives.schedule import Cost, Recv, Send, Step
+
+__all__ = ["allreduce", "broadcast", "broadcast_cost", "cost", "reduce"]
+
+
+def allreduce(rank: int, size: int, elems: int) -> list[Step]:
+    """2(p-1) messages of n; 2(p-1)n bytes in all, ⌈lg p⌉n of them sent by rank 0."""
+    return reduce(rank, size, elems) + broadcast(rank, size, elems)
+
+
+def reduce(rank: int, size: int, elems: int) -> list[Step]:
+    """The sum, to rank 0; what the others hold is of no use afterwards."""
+    steps: list[Step] = []
+    distance = 1
+    while distance < size:
+        if rank & distance:
+            return [*steps, Send(rank - distance, 0, elems)]
+        if rank + distance < size:
+            steps.append(Recv(rank + distance, 0, elems, add=True))
+        distance *= 2
+    return steps
+
+
+def broadcast(rank: int, size: int, elems: int, root: int = 0) -> list[Step]:
+    """The vector of rank `root`, to all: p-1 messages of n."""
+    place = (rank - root) % size
+    steps: list[Step] = []
+    distance = 1
+    while distance < size and not place & distance:
+        distance *= 2
+    if place:
+        steps.append(Recv((place - distance + root) % size, 0, elems))
+    while distance > 1:
+        distance //= 2
+        if place + distance < size:
+            steps.append(Send((place + distance + root) % size, 0, elems))
+    return steps
+
+
+def cost(size: int) -> Cost:
+    """2⌈lg p⌉α + 2⌈lg p⌉nβ + ⌈lg p⌉nγ; exact where p is a power of two, else at most."""
+    levels = (size - 1).bit_length()
+    return Cost(2 * levels, 2 * levels, levels)
+
+
+def broadcast_cost(size: int) -> Cost:
+    """⌈lg p⌉α + ⌈lg p⌉nβ."""
+    levels = (size - 1).bit_length()
+    return Cost(levels, levels)

@@ -1,0 +1,40 @@
+r"""A complete binary tree: sums go up, the whole comes down.
+
+    rank        6
+              /   \
+             5     4
+            / \   / \
+           3   2 1   0
+
+The root is the last rank, its children the two before it, and so on, level by level. With vectors 1
+to 7 the middle ranks come to 13 and 8, and the root to 28: two steps up and two down. A rank takes in
+the vectors of both children one after the other, so a level costs two of them.
+"""
+
+from __future__ import annotations
+
+from gradstream.collectives.schedule import Cost, Recv, Send, Step
+
+__all__ = ["allreduce", "cost"]
+
+
+def allreduce(rank: int, size: int, elems: int) -> list[Step]:
+    """2(p-1) messages of n; 2(p-1)n bytes in all."""
+    place = size - 1 - rank  # level by level from the root, as in a heap
+    children = [size - 1 - child for child in (2 * place + 1, 2 * place + 2) if child < size]
+    steps: list[Step] = [Recv(child, 0, elems, add=True) for child in children]
+    if place:
+        parent = size - 1 - (place - 1) // 2
+        steps += [Send(parent, 0, elems), Recv(parent, 0, elems)]
+    return steps + [Send(child, 0, elems) for child in children]
+
+
+def cost(size: int) -> Cost:
+    """2dα + 4dnβ + 2dnγ with d = ⌊lg p⌋ levels, where all are full (p = 2^k - 1); less where not.
+
+    Two ranks are a level with one child: 2α + 2nβ + nγ.
+    """
+    if size == 2:
+        return Cost(2, 2, 1)
+    depth = size.bit_length() - 1
+    return Cost(2 * depth, 4 * depth, 2 * depth)

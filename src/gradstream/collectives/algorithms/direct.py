@@ -1,0 +1,51 @@
+"""Direct: each rank sends slice i to rank i, which sums them up and sends the sum to all.
+
+    every rank ─ slice i ─▶ i ─ Σ slice i ─▶ every rank
+
+As few bytes as there can be, in two steps; but every rank talks to every other, p-1 messages at a time.
+In turn k rank r sends to rank r+k, so that no two send to the same one at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+
+__all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
+
+
+def allreduce(rank: int, size: int, elems: int) -> list[Step]:
+    """2p(p-1) messages; 2(p-1)n bytes in all, and 2(p-1)/p·n by each rank."""
+    cuts = cuts_of(elems, size)
+    return reduce_scatter(rank, cuts) + all_gather(rank, cuts)
+
+
+def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
+    """Part i of the sum, [cuts[i], cuts[i + 1]), to rank i."""
+    size = len(cuts) - 1
+    steps: list[Step] = []
+    for turn in range(1, size):
+        to = (rank + turn) % size
+        steps.append(Send(to, cuts[to], cuts[to + 1]))
+    for turn in range(1, size):
+        steps.append(Recv((rank - turn) % size, cuts[rank], cuts[rank + 1], add=True))
+    return steps
+
+
+def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
+    """Part i of rank i, to all."""
+    size = len(cuts) - 1
+    steps: list[Step] = []
+    for turn in range(1, size):
+        steps.append(Send((rank + turn) % size, cuts[rank], cuts[rank + 1]))
+    for turn in range(1, size):
+        of = (rank - turn) % size
+        steps.append(Recv(of, cuts[of], cuts[of + 1]))
+    return steps
+
+
+def cost(size: int) -> Cost:
+    """2α + 2(p-1)/p·nβ + (p-1)/p·nγ: messages of one step go at the same time and share the card."""
+    share = (size - 1) / size
+    return Cost(2 if size > 1 else 0, 2 * share, share)

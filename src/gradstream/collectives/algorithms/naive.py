@@ -1,0 +1,28 @@
+"""Through one rank: everybody sends it the vector, it adds them up and sends the sum back.
+
+    1 ─┐        ┌─▶ 1
+    2 ─┼─▶ 0 ───┼─▶ 2
+    3 ─┘        └─▶ 3
+
+It adds in the order of ranks, as a parameter server does. Its network card has to take in p-1 vectors, and
+let out as many: time grows with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from gradstream.collectives.schedule import Cost, Recv, Send, Step
+
+__all__ = ["allreduce", "cost"]
+
+
+def allreduce(rank: int, size: int, elems: int) -> list[Step]:
+    """2(p-1) messages of n; 2(p-1)n bytes in all, half of them sent by rank 0."""
+    if rank:
+        return [Send(0, 0, elems), Recv(0, 0, elems)]
+    others = range(1, size)
+    return [*(Recv(peer, 0, elems, add=True) for peer in others), *(Send(peer, 0, elems) for peer in others)]
+
+
+def cost(size: int) -> Cost:
+    """2α + 2(p-1)nβ + (p-1)nγ: messages of one direction go at the same time and share the card."""
+    return Cost(2, 2 * (size - 1), size - 1) if size > 1 else Cost(0, 0)

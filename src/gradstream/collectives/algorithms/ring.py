@@ -1,0 +1,57 @@
+"""Ring: each rank only ever sends to the next one, one slice at a time.
+
+    0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ 0 ...      p-1 steps in which slices are summed up on their way round,
+                                   p-1 steps in which the sums go round
+
+As few bytes as there can be, for any number of ranks, and all cards busy all the time; 2(p-1)
+messages one after the other. For long vectors time does not grow with the number of ranks, and one
+slow link sets the pace of all.
+
+Reference: Patarasu, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+
+__all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
+
+
+def allreduce(rank: int, size: int, elems: int) -> list[Step]:
+    """2(p-1)n bytes in all, and 2(p-1)/p·n by each rank."""
+    cuts = cuts_of(elems, size)
+    return reduce_scatter(rank, cuts) + all_gather(rank, cuts)
+
+
+def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
+    """Part i of the sum, [cuts[i], cuts[i + 1]), to rank i."""
+    size = len(cuts) - 1
+    steps: list[Step] = []
+    for turn in range(1, size):
+        given, kept = (rank - turn) % size, (rank - turn - 1) % size
+        steps += [
+            Send((rank + 1) % size, cuts[given], cuts[given + 1]),
+            Recv((rank - 1) % size, cuts[kept], cuts[kept + 1], add=True),
+        ]
+    return steps
+
+
+def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
+    """Part i of rank i, to all."""
+    size = len(cuts) - 1
+    steps: list[Step] = []
+    for turn in range(size - 1):
+        given, taken = (rank - turn) % size, (rank - turn - 1) % size
+        steps += [
+            Send((rank + 1) % size, cuts[given], cuts[given + 1]),
+            Recv((rank - 1) % size, cuts[taken], cuts[taken + 1]),
+        ]
+    return steps
+
+
+def cost(size: int) -> Cost:
+    """2(p-1)α + 2(p-1)/p·nβ + (p-1)/p·nγ."""
+    share = (size - 1) / size
+    return Cost(2 * (size - 1), 2 * share, share)

@@ -1,0 +1,369 @@
+"""The mesh: one open stream between every two ranks of a group, and who of them is lost.
+
+Ranks meet once. The lower rank of two opens their stream, which stays open as long as the group, so that an
+operation sends nothing but its chunks, and the death of a rank is seen by all others at once. Ranks give
+signs of life also while they compute, so that one which is stopped, or behind a broken cable, is
+noticed by its silence.
+
+Who sees that a rank is lost breaks the group and tells all others, before its own caller hears of
+it: otherwise its leaving could be taken for the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from gradstream.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    GradstreamError,
+    PeerLostError,
+    RefusedError,
+)
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.transport.stream import Bell
+from gradstream.wire import v1
+
+__all__ = ["Loss", "Mesh"]
+
+T = TypeVar("T")
+
+WINDOW = 16  # chunks that a rank holds of each other one at most
+BEATS = 8  # signs of life within `silence_s`; who has missed five of them is lost
+LINGER_S = 5.0  # how long a rank that leaves waits for the others to have heard all it said
+RETRY_S = 0.02  # after a peer that has not come yet
+NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}
+"""What a peer answers that is not in the group yet."""
+
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a group is broken.
+
+    Args:
+        culprit: name of the rank.
+        silent: it was silent for too long; otherwise it is gone.
+        message: what happened to it.
+    """
+
+    culprit: str
+    silent: bool
+    message: str
+
+    @classmethod
+    def of(cls, name: str, error: GradstreamError) -> Loss:
+        """What an error says of a rank at the other end of a stream."""
+        text = str(error).removeprefix(f"{name}: ")
+        return cls(name, isinstance(error, DeadlineError), text)
+
+    def error(self) -> PeerLostError | DeadlineError:
+        """The exception, made anew for each who meets it."""
+        return (DeadlineError if self.silent else PeerLostError)(self.culprit, self.message)
+
+
+class Mesh:
+    """This rank's links with all others. `meet` first, `close` at the end.
+
+    Args:
+        runtime: of this node.
+        endpoint: started, and knows the addresses of all of `names`. It belongs to one mesh at a time.
+        names: of all nodes, by rank.
+        rank: of this one.
+        epoch: of the group; a later group of the same nodes has a higher one.
+        silence_s: a rank that has not been heard for this long is lost, and everybody told.
+
+    Raises:
+        ConfigError: a rank or a time that cannot be.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        names: Sequence[str],
+        rank: int,
+        *,
+        epoch: int,
+        silence_s: float = 30.0,
+    ) -> None:
+        if not 0 <= rank < len(names) or len(set(names)) < len(names):
+            raise ConfigError(f"rank {rank} of {', '.join(names)}: expected different names, and one of them")
+        if not silence_s > 0:
+            raise ConfigError(f"silence_s = {silence_s}: expected a positive number")
+        self.runtime = runtime
+        self.names = tuple(names)
+        self.rank = rank
+        self.silence_s = silence_s
+        self.loss: Loss | None = None
+        self._endpoint = endpoint
+        self._epoch = epoch
+        self._streams: dict[int, Stream] = {}
+        self._served: dict[int, asyncio.Future[None]] = {}  # handlers that wait for the mesh to be closed
+        self._met = Bell()
+        self._released = Bell()
+        self._working: dict[asyncio.Task[Any], None] = {}
+        self._gone: set[int] = set()  # ranks whose streams are over
+        self._keeper: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.names)
+
+    # ---- meeting ------------------------------------------------------------------------
+
+    async def meet(self) -> None:
+        """Returns once there is a stream with every other rank.
+
+        Raises:
+            DeadlineError, PeerLostError: somebody has not come within `silence_s`, or is gone: who.
+            RefusedError: ranks do not agree on who they are.
+        """
+        self._endpoint.serve("exchange", self._welcome)
+        self._endpoint.serve("broken", self._hear)
+        until_ns = self.runtime.now() + round(self.silence_s * _NS)
+        higher = range(self.rank + 1, self.size)
+        try:
+            await self.runtime.gather(self._lower_ranks(), *(self._call(rank, until_ns) for rank in higher))
+        except BaseException:
+            await self.close()
+            raise
+        self._keeper = self.runtime.spawn(self._keep_alive(), name=f"{self._me}/group: signs of life")
+
+    @property
+    def _me(self) -> str:
+        return self.names[self.rank]
+
+    async def _call(self, rank: int, until_ns: int) -> None:
+        """Opens the stream with a higher rank, again and again until that has come."""
+        name = self.names[rank]
+        request = v1.Exchange(epoch=self._epoch, rank=self.rank, names=self.names)
+        while True:
+            left_s = (until_ns - self.runtime.now()) / _NS
+            if left_s <= 0:
+                raise self._absent(name)
+            stream = await self._endpoint.open(name, "exchange", request, window=WINDOW)
+            try:
+                await stream.credit(left_s)
+            except RefusedError as error:
+                if error.code not in NOT_YET:
+                    raise
+                await self.runtime.sleep(RETRY_S)
+                continue
+            except BaseException:
+                stream.cancel("the group was given up")
+                raise
+            self._link(rank, stream)
+            return
+
+    async def _lower_ranks(self) -> None:
+        """Waits until all lower ranks have opened their streams."""
+        try:
+            await self.runtime.within(self.silence_s, self._all_lower())
+        except TimeoutError:
+            absent = next(rank for rank in range(self.rank) if rank not in self._streams)
+            raise self._absent(self.names[absent]) from None
+
+    async def _all_lower(self) -> None:
+        while any(rank not in self._streams for rank in range(self.rank)):
+            await self._met.wait()
+
+    def _absent(self, name: str) -> DeadlineError:
+        message = f"has not come to the group of epoch {self._epoch} within {self.silence_s:g} s"
+        return DeadlineError(name, message)
+
+    async def _welcome(self, stream: Stream) -> None:
+        """Serves the stream of a lower rank, until either side closes."""
+        request = v1.Exchange.FromString(stream.opened.body)
+        if request.epoch != self._epoch or self._closed:
+            message = f"{self._me} is in the group of epoch {self._epoch}, not in that of {request.epoch}"
+            raise RefusedError(self._me, "NOT_MEMBER", message)
+        if tuple(request.names) != self.names or not request.rank < self.rank:
+            who = f"{', '.join(request.names)}, of whom it is rank {request.rank}"
+            message = f"{stream.peer} has a group of {who}: expected {', '.join(self.names)}"
+            raise RefusedError(self._me, "BAD_REQUEST", message)
+        if request.rank in self._streams:
+            raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already")
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._served[request.rank] = over
+        stream.on_release(partial(_set, over))
+        self._link(request.rank, stream)
+        await over
+
+    def _link(self, rank: int, stream: Stream) -> None:
+        self._streams[rank] = stream
+        stream.on_release(partial(self._ended, rank))
+        self._met.ring()
+
+    # ---- the links ----------------------------------------------------------------------
+
+    def stream(self, rank: int) -> Stream:
+        """The stream with another rank."""
+        return self._streams[rank]
+
+    async def swap(self, word: bytes) -> list[bytes]:
+        """Gives a few bytes to every rank, and returns those of each, by rank. All ranks do it at once.
+
+        Raises:
+            PeerLostError, DeadlineError: naming a rank; the group is broken.
+        """
+        return await self.guarded(self._swap(word))
+
+    async def _swap(self, word: bytes) -> list[bytes]:
+        words = {self.rank: word}
+        for stream in self._streams.values():
+            await stream.send(v1.Frame(body=v1.Body(data=word)))
+        for rank, stream in self._streams.items():
+            received = await stream.recv()
+            if received is None or not received.frame.HasField("body"):
+                raise PeerLostError(self.names[rank], "left the group where it was to speak")
+            words[rank] = received.frame.body.data
+        return [words[rank] for rank in range(self.size)]
+
+    # ---- losing a rank ------------------------------------------------------------------
+
+    async def guarded(self, work: Coroutine[Any, Any, T]) -> T:
+        """Carries out what needs all ranks; if one is lost meanwhile, `work` is cancelled.
+
+        Whoever gives it up (a cancellation, an error) breaks the group: the others cannot go on
+        without this rank.
+
+        Raises:
+            PeerLostError, DeadlineError: naming a rank. By then all others that can be reached know.
+            BaseException: what `work` raises otherwise.
+        """
+        if self.loss is not None or self._closed:
+            work.close()
+            raise self._over()
+        task = self.runtime.spawn(work, name=f"{self._me}/group")
+        self._working[task] = None
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self.loss is None:
+                self.lose(Loss(self._me, False, "has given up an operation of the group"))
+            own = asyncio.current_task()
+            if own is not None and own.cancelling():
+                raise
+        except (PeerLostError, DeadlineError) as error:
+            self.lose(Loss.of(error.peer, error))
+        except BaseException as error:
+            self.lose(Loss(self._me, False, f"has given up an operation of the group: {error}"))
+            await self._told()
+            raise
+        finally:
+            self._working.pop(task, None)
+        await self._told()
+        raise self._over()
+
+    def _over(self) -> GradstreamError:
+        if self.loss is not None:
+            return self.loss.error()
+        return ClosedError(f"{self._me} has left its group")
+
+    def lose(self, loss: Loss, *, tell: bool = True) -> None:
+        """Breaks the group, for the first reason given; later ones change nothing."""
+        if self.loss is not None or self._closed:
+            return
+        self.loss = loss
+        if tell:
+            name = f"{self._me}/group: {loss.culprit} is lost"
+            self._telling = self.runtime.spawn(self._tell(loss), name=name)
+        for task in list(self._working):
+            task.cancel()
+
+    def _ended(self, rank: int) -> None:
+        """A stream is over. Who has left in order is missed only by those who still need it."""
+        error = self._streams[rank].failure
+        if isinstance(error, PeerLostError | DeadlineError):
+            self.lose(Loss.of(self.names[rank], error))
+        self._gone.add(rank)
+        self._released.ring()
+
+    async def _keep_alive(self) -> None:
+        """Gives signs of life to all, and looks who gives none."""
+        period_s = self.silence_s / BEATS
+        limit_ns = round(self.silence_s * _NS) * 5 // BEATS
+        while self.loss is None:
+            for rank, stream in self._streams.items():
+                if stream.failure is not None:
+                    continue
+                quiet_ns = self.runtime.now() - stream.heard_ns
+                if quiet_ns > limit_ns:
+                    self.lose(Loss(self.names[rank], True, f"silent for {quiet_ns / _NS:g} s in a group"))
+                    return
+                try:
+                    await stream.waiting([f"{self._me}: its next step in the group"])
+                except GradstreamError:
+                    continue  # it has left, or is lost: the stream itself says so
+            await self.runtime.sleep(period_s)
+
+    async def _tell(self, loss: Loss) -> None:
+        others = [name for name in self.names if name not in (self._me, loss.culprit)]
+        await self.runtime.gather(*(self._tell_one(name, loss) for name in others))
+
+    async def _tell_one(self, name: str, loss: Loss) -> None:
+        broken = v1.Broken(epoch=self._epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message)
+        try:
+            silence_s = self.silence_s / BEATS
+            await self._endpoint.call(name, "broken", broken, v1.Broken, silence_s=silence_s)
+        except GradstreamError:
+            pass  # it is gone too, or has left
+
+    async def _told(self) -> None:
+        if self._telling is not None:
+            await self._telling
+
+    async def _hear(self, stream: Stream) -> None:
+        """Somebody has lost a rank."""
+        broken = v1.Broken.FromString(stream.opened.body)
+        if broken.epoch == self._epoch:
+            self.lose(Loss(broken.culprit, broken.silent, broken.message), tell=False)
+        await stream.send(v1.Frame(body=v1.Body(data=v1.Broken().SerializeToString())))
+
+    # ---- leaving ------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Leaves. What was sent before still arrives, unless the group is broken. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.cancel()
+        if self.loss is None:
+            for rank, stream in self._streams.items():
+                await self._end(rank, stream)
+            try:
+                await self.runtime.within(min(LINGER_S, self.silence_s), self._all_released())
+            except TimeoutError:
+                pass  # somebody stays longer
+        for stream in self._streams.values():
+            stream.cancel(f"{self._me} has left the group")
+
+    async def _end(self, rank: int, stream: Stream) -> None:
+        if rank in self._served:
+            _set(self._served[rank])  # its handler returns, which ends it
+            return
+        try:
+            await stream.end()
+        except GradstreamError:
+            pass  # over already
+
+    async def _all_released(self) -> None:
+        while len(self._gone) < len(self._streams):
+            await self._released.wait()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
