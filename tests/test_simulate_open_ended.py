@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream.checkpoint import verify
 from gradstream.config import Job
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import InternalError
 from gradstream.model.buffers import Buffers
+from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.loop import LoopReplica, Turn
 
@@ -31,16 +33,20 @@ class Scripted:
     batches: int = 0
     samples: int = 0
     final: torch.Tensor | None = None
+    begin_at: int = 0
+    skip: int = 0  # minibatches before the run was resumed
 
     def begin(self, replica: LoopReplica) -> None:
-        pass
+        self.skip = replica.step
+        self.begin_at = sum(self.sizes[: self.skip])
 
     def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
-        if self.batches == len(self.sizes):
+        if self.skip + self.batches == len(self.sizes):
             self.ended = True
             gradient.zero_()
             return Turn(0, RATE, math.nan)
-        chosen = slice(self.samples, self.samples + self.sizes[self.batches])
+        first = self.begin_at + self.samples
+        chosen = slice(first, first + self.sizes[self.skip + self.batches])
         x, y = self.inputs[chosen], self.targets[chosen]
         residual = x @ np.round(parameters.numpy() * 4) / 4 - y
         gradient.copy_(torch.from_numpy(residual @ x / len(x)))
@@ -144,6 +150,50 @@ def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one(
             run = gs.simulate(job, world=world, script=kill_at("worker-1", 0.4))
             assert run.summary["workers_lost"] == ["worker-1"]
             assert run.summary["samples_accounted"] == 20
+
+
+# ---- stopped and resumed --------------------------------------------------------------------
+
+SLOW = gs.World(costs={"gradient": gs.Cost(base_s=0.05)})
+
+
+def stopped_at(seconds: float, sizes: list[list[int]], strategy: str | gs.Strategy, **options: Any) -> gs.Run:
+    """A run that is stopped, and resumed if it was not over by then."""
+
+    async def script(cluster: Any) -> None:
+        await cluster.virtual.runtime("director").sleep(seconds)
+        cluster.stop()
+
+    storage = MemoryStorage()
+    model, _ = least_squares(64, 5, reduction="mean")
+    job = Job(model, Own(sizes), strategy=strategy, workers=len(sizes), deadlines=QUICK, **options)  # type: ignore[arg-type]
+    try:
+        return gs.simulate(job, world=SLOW, storage=storage, script=script)
+    except gs.Interrupted as error:
+        stopped = error
+    manifest = verify(storage, stopped.checkpoint)
+    left = [sizes[rank][: manifest.steps[f"worker-{rank}"]] for rank in range(len(sizes))]
+    assert manifest.samples == {f"worker-{rank}": sum(part) for rank, part in enumerate(left)}
+    return gs.simulate(job, world=SLOW, storage=storage, resume=True)
+
+
+@pytest.mark.parametrize("seconds", [0.06, 0.12, 0.17, 0.23, 0.3])
+def test_a_synchronous_run_of_loops_goes_on_where_it_was_stopped(seconds: float) -> None:
+    sizes = [[8, 8, 4, 4], [8], [4, 8, 8, 4, 4, 2]]  # one runs out early: rounds without samples
+    rule = gs.SGD(lr=RATE, momentum=0.5)
+    whole = stopped_at(100.0, sizes, "synchronous", optimizer=rule)
+    run = stopped_at(seconds, sizes, "synchronous", optimizer=rule)
+    assert [event for event in run.events if event["event"] == "resumed"]
+    np.testing.assert_array_equal(run.parameters["w"], whole.parameters["w"])
+    assert run.summary["samples_accounted"] == whole.summary["samples_accounted"] == 62
+
+
+@pytest.mark.parametrize("strategy", [gs.Downpour(), gs.Downpour(push_every=2, fetch_every=3, overlap=False)])
+def test_an_asynchronous_run_of_loops_has_every_sample_once(strategy: gs.Strategy) -> None:
+    for seconds in (0.06, 0.11, 0.16):
+        run = stopped_at(seconds, [[8, 8, 4, 4], [8], [4, 8, 8, 4]], strategy, optimizer=gs.SGD(lr=RATE))
+        assert [event for event in run.events if event["event"] == "resumed"]
+        assert run.summary["samples_accounted"] == 56
 
 
 # ---- the ledger alone -------------------------------------------------------------------

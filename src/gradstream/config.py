@@ -229,7 +229,13 @@ def build_model(job: Job) -> Model:
 def policy_of(job: Job) -> Policy:
     """When a job's checkpoints are made, and which are kept. Raises ConfigError."""
     _whole("keep_last", job.keep_last, least=1)
-    return Policy(every=parse_every(job.checkpoint_every), keep_last=job.keep_last, keep_best=job.keep_best)
+    every = parse_every(job.checkpoint_every)
+    if every is not None and every.unit == "epochs" and is_open_ended(job):
+        raise ConfigError(
+            "checkpoint_every='epoch': a training loop of your own counts its epochs itself; "
+            "give a number of steps, or a time such as '10min'"
+        )
+    return Policy(every=every, keep_last=job.keep_last, keep_best=job.keep_best)
 
 
 def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> Cast:
@@ -272,7 +278,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         reduction=getattr(model, "reduction", "mean"),
         open_ended=is_open_ended(job),
         find_optimizer=optimizer_of_text,
-        policy=policy_of(job) if keeps and not is_open_ended(job) else None,
+        policy=policy_of(job) if keeps else None,
         resume=resume,
         **dataclasses.asdict(job.deadlines),
     )
@@ -324,7 +330,7 @@ def check_script(job: Job) -> None:
     for name in _OF_THE_LOOP:
         entry, value = defaults[name], getattr(job, name)
         made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
-        if value != made:
+        if plain(value) != plain(made):
             raise ConfigError(
                 f"{name}={value!r}: this script has a training loop of its own; change it there"
             )

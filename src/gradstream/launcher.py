@@ -206,8 +206,6 @@ class Launcher:
         if self._stopping or not (self._signals.asked or (self._stop is not None and self._stop())):
             return
         self._stopping = True
-        if is_script(self._job):  # a loop of the user's own cannot be resumed
-            raise KeyboardInterrupt
         if not self._reachable:
             raise self._interrupted()
         if self._signals.asked:

@@ -25,7 +25,7 @@ import torch
 
 from gradstream.checkpoint import Resume
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
-from gradstream.config import Job, build_model, cast_of, overrides, with_overrides
+from gradstream.config import Job, build_model, cast_of, is_script, overrides, with_overrides
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.jobfile import load_job
@@ -64,6 +64,7 @@ class NodeSpec:
         plain: the job's fields that are plain values.
         strategy, optimizer: as the registry describes them.
         resume: where the run goes on, as `Resume.as_json` has it; None where it begins.
+        script: the user's, where its own loop is what the workers are; the other nodes do not run it.
     """
 
     id: str
@@ -74,30 +75,37 @@ class NodeSpec:
     strategy: dict[str, Any]
     optimizer: dict[str, Any]
     resume: dict[str, Any] | None = None
+    script: str = ""
 
     @classmethod
     def of(cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...]) -> NodeSpec:
         """The spec of a job. One without a place of its own can be run, but not be read again."""
         return cls(
             id=cast.job,
-            job=getattr(
-                job.data, "job", job.spec or ""
-            ),  # servers of a user's own loop do not run its script
+            job=job.data.job if is_script(job) else job.spec or "",  # type: ignore[attr-defined]
             earlier=tuple(map(str, earlier)),
             run_dir=str(run_dir),
             plain=overrides(job),
             strategy=describe(cast.strategy),
             optimizer=describe(cast.optimizer),
             resume=None if cast.resume is None else cast.resume.as_json(),
+            script=job.spec or "" if is_script(job) else "",
         )
 
     def load(self) -> Job:
-        """Reads the job again, in this process. Raises ConfigError where it is not in a file."""
-        if not self.job:
+        """Reads the job as a node does, in this process. Raises ConfigError where it is not in a file."""
+        return self._load(self.job)
+
+    def load_again(self) -> Job:
+        """Reads the job as the launcher did, up to `join()` where it is a script. Raises as `load`."""
+        return self._load(self.script or self.job)
+
+    def _load(self, job: str) -> Job:
+        if not job:
             raise ConfigError(
                 f"{self.run_dir}: the job of this run was not in a file, so it cannot be read again"
             )
-        loaded = load_job(self.job, earlier=[Path(path) for path in self.earlier])
+        loaded = load_job(job, earlier=[Path(path) for path in self.earlier])
         # A class that is defined in the job file has no other name: the file's own object is changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
         optimizer = find_optimizer(

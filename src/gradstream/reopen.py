@@ -60,7 +60,7 @@ def job_of_run(path: Path) -> Job:
         raise ConfigError(
             f"{path / 'nodes.json'}: written by another version of gradstream: {error}"
         ) from error
-    return spec.load()
+    return spec.load_again()
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:

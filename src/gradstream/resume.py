@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from gradstream.checkpoint import Resume, newest
-from gradstream.config import Deadlines, Job, cast_of
+from gradstream.config import Deadlines, Job, cast_of, check_script, is_script
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.launcher import OnEvent
@@ -54,7 +54,8 @@ def resume(
     A synchronous run ends with the bytes of one that never stopped, also with another number of
     servers. Another number of workers, or another batch size, goes on at the sample where it was:
     no sample of the data epoch is left out or repeated. An asynchronous run has every sample once.
-    Without a checkpoint it begins again, and says so.
+    Without a checkpoint it begins again, and says so. A script with a training loop of its own is
+    run again from its top: `session.skip()` says what it has gone through before.
 
     Args:
         path: the run directory.
@@ -80,6 +81,10 @@ def resume(
     job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
+    if is_script(job):
+        check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
+        if listen is not None:
+            raise ConfigError("a script with a training loop of its own runs as processes of one machine")
     if listen is not None:
         if "workers" not in options:
             job = dataclasses.replace(job, workers=listen.machines * listen.workers_per_machine)
@@ -87,6 +92,11 @@ def resume(
     with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
         time_s = _mend_events(path / "events.jsonl")
         found = newest(DiskStorage(path), _refused)
+    if found is not None and is_script(job) and job.workers != found[1].workers:
+        raise ConfigError(
+            f"workers={job.workers}, but {path} is of a training loop of its own with {found[1].workers} "
+            "workers: each goes on in its own part of the data, so their number stays"
+        )
     at = None if found is None else Resume.at(*found, time_s=time_s)
     cast = cast_of(job, secrets.token_hex(8), resume=at)
     _check_left(path, cast.ledger().finished)

@@ -170,7 +170,7 @@ class Cast:
             optimizer=type(self.optimizer).__name__.lower(),
             num_parameters=self.num_parameters,
             num_samples=self.data.num_samples,
-            total_steps=earlier + (batches // self.workers if rounds else batches),
+            total_steps=0 if self.open_ended else earlier + (batches // self.workers if rounds else batches),
         )
         membership = Membership(
             started,
@@ -211,11 +211,18 @@ class Cast:
         )
         return Keeping(
             template=template,
-            states=self.optimizer.state_names,
+            states=self._states,
+            open_ended=self.open_ended,
             policy=policy,
             resume=self.resume,
             silence_s=self.silence_s,
         )
+
+    def _states(self, model: v1.ModelSpec) -> Sequence[str]:
+        """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
+        if model.optimizer and self.find_optimizer is not None:
+            return self.find_optimizer(model.optimizer)[0].state_names
+        return self.optimizer.state_names
 
     @property
     def _earlier_s(self) -> float:

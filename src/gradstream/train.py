@@ -150,7 +150,7 @@ def launch(
         callbacks.end(lambda: Run.load(run_dir))
         raise
     callbacks.end(lambda: _load(run_dir, job))
-    if job.spec is not None and run_dir not in earlier and stop is None:
+    if job.spec is not None and run_dir not in earlier and stop is None and not is_script(job):
         _made.setdefault(job.spec, []).append(run_dir)
     return _load(run_dir, job)
 

@@ -55,11 +55,13 @@ class Manifest:
         steps: by worker, its own count of minibatches.
         done: which samples are in the model.
         versions: of each chunk.
-        model: fingerprint, elems, dtype, chunk_elems: what it belongs to.
+        model: fingerprint, elems, dtype, chunk_elems: what it belongs to; and the update rule, where workers
+            bring it.
         optimizer, strategy, seed, workers, servers, num_samples: of the run that wrote it.
         evaluated: the latest evaluation, if there was any.
         files: of the folder, by name.
         software: version of gradstream.
+        samples: by worker, how many it has gone through, where workers bring data of their own.
     """
 
     step: int
@@ -67,7 +69,7 @@ class Manifest:
     steps: Mapping[str, int]
     done: Done
     versions: Sequence[int]
-    model: Mapping[str, int]
+    model: Mapping[str, Any]
     optimizer: str
     strategy: str
     seed: int
@@ -76,6 +78,7 @@ class Manifest:
     num_samples: int | None
     software: str
     evaluated: Evaluated | None = None
+    samples: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
 
     def encode(self) -> bytes:
@@ -111,7 +114,7 @@ class Resume:
 
     Args:
         folder: of the checkpoint, in the run directory.
-        step, rounds, steps, done, model, seed, num_samples: of its manifest.
+        step, rounds, steps, done, model, seed, num_samples, samples: of its manifest.
         time_s: of the run's events so far: theirs go on from here.
     """
 
@@ -120,9 +123,10 @@ class Resume:
     rounds: int
     steps: Mapping[str, int]
     done: Done
-    model: Mapping[str, int]
+    model: Mapping[str, Any]
     seed: int
     num_samples: int | None
+    samples: Mapping[str, int] = field(default_factory=dict)
     time_s: float = 0.0
 
     @classmethod
@@ -137,6 +141,7 @@ class Resume:
             model=manifest.model,
             seed=manifest.seed,
             num_samples=manifest.num_samples,
+            samples=manifest.samples,
             time_s=time_s,
         )
 

@@ -2,7 +2,8 @@
 
 A model's buffers (a BatchNorm's running means) are each worker's own. Whoever needs them, for a
 checkpoint or for an evaluation, asks the worker: method "state", answered by Body frames that
-together are one safetensors file, whose metadata tells how many samples the worker has gone through.
+together are one safetensors file, whose metadata tells how many samples and minibatches the worker
+has gone through.
 """
 
 from __future__ import annotations
@@ -34,17 +35,20 @@ class OwnState:
     """A worker's own state.
 
     Args:
-        samples: it has gone through so many since it started.
+        samples: it has gone through so many, those before the run was resumed included.
         buffers: of its model, by name.
+        steps: its own minibatches, counted likewise.
     """
 
     samples: int
     buffers: Buffers
+    steps: int = 0
 
     def encode(self) -> bytes:
         """As the bytes of a safetensors file."""
         arrays = {name: np.asarray(array, order="C") for name, array in self.buffers.items()}
-        return safetensors.numpy.save(arrays, metadata={"samples": str(self.samples)})
+        told = {"samples": str(self.samples), "steps": str(self.steps)}
+        return safetensors.numpy.save(arrays, metadata=told)
 
     @classmethod
     def decode(cls, data: bytes, expected: Sequence[TensorSpec] | None = None) -> OwnState:
@@ -59,7 +63,8 @@ class OwnState:
         try:
             buffers = safetensors.numpy.load(data)
             length = int.from_bytes(data[:8], "little")
-            samples = int(json.loads(data[8 : 8 + length])["__metadata__"]["samples"])
+            metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+            samples, steps = int(metadata["samples"]), int(metadata.get("steps", 0))
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"not a worker's state: {error!r}") from error
         if expected is not None:
@@ -67,7 +72,7 @@ class OwnState:
             got = {name: array.shape for name, array in buffers.items()}
             if wanted != got:
                 raise DataError(f"a worker's state has {got}, expected {wanted}")
-        return cls(samples, buffers)
+        return cls(samples, buffers, steps)
 
 
 def averaged(states: Sequence[OwnState]) -> dict[str, np.ndarray[Any, Any]]:

@@ -67,8 +67,8 @@ class OpenLedger:
         return self.num_receipts // len(self._lines)
 
     def done(self) -> Done:
-        """Raises InternalError: a loop of the user's cannot be resumed, so no cut is made of it."""
-        raise InternalError("a cut of an open-ended run was asked for")
+        """Nothing that has a number: how far each loop is, it says itself (see `checkpoint.own_state`)."""
+        return Done()
 
     @property
     def finished(self) -> bool:

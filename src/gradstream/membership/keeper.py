@@ -6,7 +6,7 @@ beside the event loop, so members are heard all the while.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gradstream.checkpoint.folder import Draft, Place, prune, sweep
@@ -30,14 +30,16 @@ class Keeping:
 
     Args:
         template: the manifest of every checkpoint, with what one run's have in common.
-        states: names of the optimizer's state vectors.
+        states: names of the state vectors of the update rule that the model has registered.
+        open_ended: workers bring data of their own, and say how far they are.
         policy: when, and how many.
         resume: where the run goes on.
         silence_s: how long a worker may take to say what it has of its own.
     """
 
     template: Manifest
-    states: Sequence[str]
+    states: Callable[[v1.ModelSpec], Sequence[str]]
+    open_ended: bool
     policy: Policy
     resume: Resume | None
     silence_s: float
@@ -82,9 +84,10 @@ class Keeper:
             OSError: no folder can be made.
             GradstreamError: a worker did not say what it has.
         """
-        buffers = _specs(self._membership.buffers)
+        buffers, model = _specs(self._membership.buffers), self._membership.model
+        assert model is not None
         own: dict[str, OwnState] = {}
-        if buffers:
+        if buffers or self._keeping.open_ended:
             answers = await self._runtime.gather(
                 *(ask(self._endpoint, who, buffers, silence_s=self._keeping.silence_s) for who in cut.workers)
             )
@@ -95,7 +98,7 @@ class Keeper:
             token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
             tensors=_specs(self._membership.tensors),
             buffers=buffers,
-            states=self._keeping.states,
+            states=self._keeping.states(model),
         )
         before = self._keeping.resume.rounds if self._keeping.resume else 0
         rounds = before + self._membership.ledger.num_rounds
@@ -119,11 +122,17 @@ class Keeper:
             place.vector: _dealt(num_chunks, [_part(cut.sums[s], index, len(cut.places)) for s in cut.shards])
             for index, place in enumerate(cut.places)
         }
+        steps = {who: self._base(who) + count for who, count in cut.stop_at.items()}
+        samples: dict[str, int] = {}
+        if keeping.open_ended:  # a loop that has run out takes part in rounds that are none of its own
+            steps = {who: state.steps for who, state in opened.own.items()}
+            samples = {who: state.samples for who, state in opened.own.items()}
         manifest = replace(
             keeping.template,
             step=cut.step,
             rounds=opened.rounds,
-            steps={who: self._base(who) + count for who, count in cut.stop_at.items()},
+            steps=steps,
+            samples=samples,
             done=cut.done,
             versions=versions,
             model={
@@ -131,6 +140,7 @@ class Keeper:
                 "elems": spec.elems,
                 "dtype": int(spec.dtype),
                 "chunk_elems": spec.chunk_elems,
+                "optimizer": spec.optimizer,
             },
             evaluated=self._membership.cuts.evaluated,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from gradstream.checkpoint.folder import Place
 from gradstream.checkpoint.manifest import Resume
@@ -391,8 +392,10 @@ class Membership:
 
     def _samples_before(self, epoch: int | None = None) -> int:
         """Samples that were in the model when a resumed run went on: of all epochs, or of one."""
+        if isinstance(self.ledger, OpenLedger):
+            return 0 if self._resume is None else sum(self._resume.samples.values())
         num_samples = self._started.num_samples  # None in a stream, which does not count samples
-        if num_samples is None or isinstance(self.ledger, OpenLedger):
+        if num_samples is None:
             return 0
         return self.ledger.plan.done.count(num_samples, epoch)
 
@@ -419,13 +422,14 @@ class Membership:
         return [*self.cuts.drop(), Emit(failed), Notify()]
 
 
-def _spec_of(model: Mapping[str, int]) -> v1.ModelSpec:
+def _spec_of(model: Mapping[str, Any]) -> v1.ModelSpec:
     """The model that a checkpoint belongs to."""
     return v1.ModelSpec(
         fingerprint=model["fingerprint"],
         elems=model["elems"],
         dtype=v1.DType.Name(model["dtype"]),
         chunk_elems=model["chunk_elems"],
+        optimizer=model.get("optimizer", ""),
     )
 
 

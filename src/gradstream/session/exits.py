@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from gradstream.errors import Interrupted
+
 __all__ = ["at_the_end"]
 
 
@@ -22,9 +24,15 @@ def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None])
     """
     before = sys.excepthook
 
+    def end() -> None:
+        try:
+            close()
+        except Interrupted:
+            pass  # the script ends because it was told so
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         fail(error)
         before(kind, error, trace)  # the last thing on the screen
 
     sys.excepthook = hook
-    threading._register_atexit(close)  # type: ignore[attr-defined]
+    threading._register_atexit(end)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradstream.config import Deadlines, Job
 from gradstream.errors import ConfigError
-from gradstream.jobfile import intercept
+from gradstream.jobfile import intercept, script_of_caller
 from gradstream.registry import describe, find_strategy
 from gradstream.session import place
 from gradstream.session.exits import at_the_end
@@ -33,6 +33,8 @@ def join(
     name: str | None = None,
     run_dir: Path | None = None,
     chunk_elems: int = 262_144,
+    checkpoint_every: int | str | None = "10min",
+    keep_last: int = 2,
     deadlines: Deadlines | None = None,
 ) -> Session:
     """Joins the run that this script was started for, as one of its workers.
@@ -42,8 +44,8 @@ def join(
     A script is run once more up to this call, to see what it asks for: call it early.
 
     Args:
-        strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, deadlines: as of
-            `Job`. `gradstream train` overrides them by its own options.
+        strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
+            deadlines: as of `Job`. `gradstream train` overrides them by its own options.
         workers: how many `gradstream train` starts; torchrun and python decide for themselves.
 
     Raises:
@@ -65,6 +67,8 @@ def join(
         name=name,
         run_dir=run_dir,
         chunk_elems=chunk_elems,
+        checkpoint_every=checkpoint_every,
+        keep_last=keep_last,
         deadlines=deadlines or Deadlines(),
     )
     intercept(job)
@@ -81,10 +85,18 @@ def join(
     return LoneSession() if ranks is None else enter(_under_torchrun(job, *ranks))
 
 
+def _script() -> str | None:
+    """The file that `gradstream resume` would run, if there is one."""
+    try:
+        return script_of_caller()
+    except ConfigError:
+        return None
+
+
 def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
     """Rank 0 runs coordinator and shards as processes of its own, and tells the others where."""
     if rank == 0:
-        host = Host(dataclasses.replace(job, workers=size))
+        host = Host(dataclasses.replace(job, workers=size, spec=_script()))
         assignment = place.Assignment(rank, size, *host.start())
         place.tell(assignment)
         kept = Path(assignment.spec).parent

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+import shlex
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
-from gradstream.errors import GradstreamError, PeerLostError
+from gradstream.checkpoint import kept
+from gradstream.errors import GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
-from gradstream.membership import RunAbortedError
+from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.node import SWITCH_INTERVAL_S, take_part
 from gradstream.roles import worker_name
+from gradstream.runtime.storage import DiskStorage
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held
 from gradstream.session.job import OwnLoop
@@ -55,10 +59,18 @@ class LoopNode:
         except RunAbortedError as aborted:
             self.aborted = True
             self._handover.over(_as_it_happened(aborted))
+        except RunStoppedError:
+            self._handover.over(self._interrupted())
         except BaseException as error:
             self._handover.over(error)
         else:
             self._handover.over(None)
+
+    def _interrupted(self) -> Interrupted:
+        path = Path(self._place.told().run_dir)
+        folders = [one.folder for one in kept(DiskStorage(path))]
+        command = f"gradstream resume {shlex.quote(str(path))}"
+        return Interrupted(path, folders[-1] if folders else "", command)
 
     async def _run(self) -> None:
         place = self._place

@@ -60,9 +60,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"parameter group {index}: {changed} was changed on the way; only lr may be"
                 )
-        self.inner._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look at
+        self.passed()
         self._step(self._rule.rate(self.param_groups), math.nan if loss is None else float(loss))
         return loss
+
+    def passed(self) -> None:
+        """What torch's schedulers look at: a step was made, now or before the run was resumed."""
+        for optimizer in (self, self.inner):
+            optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ConfigError once wrapped: the servers know the parameters that there were."""

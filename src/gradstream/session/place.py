@@ -11,9 +11,11 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from gradstream.checkpoint import Resume
 from gradstream.config import Job
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.node import NodeSpec
+from gradstream.roles import worker_name
 
 __all__ = ["Assignment", "assign", "assigned", "of_torchrun", "tell", "told"]
 
@@ -36,9 +38,18 @@ class Assignment:
     spec: str
     coordinator: str
 
+    def told(self) -> NodeSpec:
+        """What all nodes of the run are told."""
+        return NodeSpec(**json.loads(Path(self.spec).read_text()))
+
     def job(self) -> Job:
         """The job as the launcher has it, but for model and data."""
-        return NodeSpec(**json.loads(Path(self.spec).read_text())).load()
+        return self.told().load()
+
+    def steps_before(self) -> int | None:
+        """How many steps this worker has made before the run was resumed; None where it begins."""
+        resume = self.told().resume
+        return None if resume is None else Resume.of_json(resume).step_of(worker_name(self.rank))
 
 
 _assigned: Assignment | None = None

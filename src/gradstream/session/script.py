@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeError
 from gradstream.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
 from gradstream.registry import load_module
 from gradstream.session.place import Assignment, assign
@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(script: Path, name: str, say: Say) -> int:
     try:
         load_module(script, "__main__")
+    except Interrupted:
+        return RESUMABLE
     except SystemExit as error:
         if error.code not in (None, 0):
             return _failed(UserCodeError(f"{name}: the script ended with status {error.code!r}"), name, say)
@@ -62,6 +64,8 @@ def _run(script: Path, name: str, say: Say) -> int:
         return OK
     try:
         session.close()
+    except Interrupted:
+        return RESUMABLE
     except GradstreamError as error:
         return _failed(error, name, say)
     return OK

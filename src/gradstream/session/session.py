@@ -57,6 +57,9 @@ class Session:
     Attributes:
         rank: of this worker, from 0.
         world_size: how many workers there are.
+        step: how many steps this worker has made, those before the run was resumed included. Alone, where
+            nobody counts, 0.
+        resumed: whether the run goes on from a checkpoint.
         is_main: whether this is the worker that should print and write files.
     """
 
@@ -67,6 +70,31 @@ class Session:
     def is_main(self) -> bool:
         """Whether this is worker 0."""
         return self.rank == 0
+
+    @property
+    def step(self) -> int:
+        """How many steps this worker has made, those before the run was resumed included."""
+        return 0
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return False
+
+    def skip(self) -> bool:
+        """Whether the step that the loop comes to was made before the run was resumed.
+
+        In a resumed run it is True for as many calls as this worker has made steps, then False, as it
+        always is in a run that begins:
+
+            for inputs, targets in loader:
+                if session.skip():
+                    continue
+
+        So the loop runs through its data to where it was, without computing. What it keeps by step besides,
+        a scheduler for one, it steps there as well.
+        """
+        return False
 
     def wrap(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -201,8 +229,36 @@ class WorkerSession(Session):
         self._handover: Handover | None = None
         self._node: LoopNode | None = None
         self._rule: Optimizer | None = None
+        self._optimizer: DistributedOptimizer | None = None
         self._counted = self._dealt = 0
         self._closed = False
+        self._steps_before = place.steps_before()  # None where the run begins
+        self._skipped = 0
+        self._looked = False  # the script has asked where the run goes on
+
+    @property
+    def step(self) -> int:
+        """See `Session.step`."""
+        self._looked = True
+        made = 0 if self._handover is None else self._handover.batches
+        return (self._steps_before or 0) + made
+
+    @property
+    def resumed(self) -> bool:
+        """See `Session.resumed`."""
+        self._looked = True
+        return self._steps_before is not None
+
+    def skip(self) -> bool:
+        """See `Session.skip`."""
+        self._looked = True
+        if self._skipped == (self._steps_before or 0):
+            return False
+        self._skipped += 1
+        if self._optimizer is not None:
+            self._optimizer.passed()
+        self._counted = self._dealt = 0
+        return True
 
     @property
     def aborted(self) -> bool:
@@ -222,7 +278,7 @@ class WorkerSession(Session):
         rule = rule_of(optimizer)
         groups = optimizer.param_groups
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        wrapped = DistributedOptimizer(optimizer, rule, self._step)
+        wrapped = self._optimizer = DistributedOptimizer(optimizer, rule, self._step)
         held = HeldModule(model, trained)
         self._begin(held, rule.text(held.ranges([group["params"] for group in groups])))
         model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -316,6 +372,11 @@ class WorkerSession(Session):
 
     def _step(self, lr: float, loss: float) -> None:
         assert self._handover is not None
+        if self._steps_before and not self._looked:
+            raise ConfigError(
+                f"this run goes on from step {self._steps_before}, but the script begins its loop again: "
+                "skip what it has done, `if session.skip(): continue`, or look at session.step"
+            )
         samples = self._counted or self._dealt or 1
         self._counted = self._dealt = 0
         self._handover.step(samples, lr, loss)

@@ -75,6 +75,10 @@ class DealtBatches:
         self._part = part
         self._epoch = 0
 
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of this epoch, from 0; each one after it that of the next."""
+        self._epoch = epoch
+
     def __iter__(self) -> Iterator[list[int]]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed((self._part.seed << 20) + self._epoch)

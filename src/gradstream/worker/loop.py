@@ -133,7 +133,7 @@ class LoopReplica(Replica):
 
     Args:
         loop: computes them.
-        runtime, layout, server, rank, num_workers, pace, on_receipt, on_step: as for `Replica`.
+        runtime, layout, server, rank, num_workers, pace, first_step, on_receipt, on_step: as for `Replica`.
         schedule: asks the loop for one minibatch after the other.
     """
 
@@ -148,6 +148,7 @@ class LoopReplica(Replica):
         rank: int,
         num_workers: int,
         pace: Pace,
+        first_step: int = 0,
         on_receipt: Callable[[Sequence[BatchRef]], None],
         on_step: Callable[[StepEvent], None],
     ) -> None:
@@ -162,15 +163,22 @@ class LoopReplica(Replica):
             lr=0.0,  # comes with each turn
             joins=False,
             pace=pace,
+            first_step=first_step,
             on_receipt=on_receipt,
             on_step=on_step,
             on_boundary=_nothing,
         )
-        self._open_ended = schedule
+        self._loop, self._open_ended = loop, schedule
+        self._first_step = first_step
         self._last_lr = 0.0
         self._current: ComputedGradient | None = None
         self._update: Update | None = None  # of the current gradient, where it was asked for meanwhile
         loop.begin(self)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """See `Replica.progress`: the loop's own steps, without rounds in which it had no samples."""
+        return self.samples, self._first_step + self._loop.batches
 
     def update(self, gradient: base.Gradient) -> Update:
         """See `strategies.base.Worker`."""

@@ -168,7 +168,7 @@ class WorkerNode:
             on_transfer=self._transferred,
         )
         replica = self._replica(client)
-        self._siblings.serve(lambda: replica.samples)
+        self._siblings.serve(lambda: replica.progress)
         vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
         tasks = [vitals]
         try:
@@ -201,6 +201,8 @@ class WorkerNode:
             if kept is not None:
                 load_buffers(model, kept.buffers)
                 replica.samples = kept.samples
+        if self._config.loop is not None:
+            replica.samples = resume.samples.get(self._runtime.node, 0)
         await replica.adopt(replica.server.fetch_soon())
 
     async def _take_over(self, replica: Replica) -> None:
@@ -289,6 +291,7 @@ class WorkerNode:
             rank=config.rank,
             num_workers=config.num_workers,
             pace=self._pace,
+            first_step=0 if config.resume is None else config.resume.step_of(self._runtime.node),
             on_receipt=self._member.receipt,
             on_step=self._member.emit,
         )

@@ -35,6 +35,8 @@ class Pace:
 
     def hear(self, notice: v1.Notice) -> None:
         """Takes in what the coordinator says."""
+        if notice.phase == v1.Notice.STOPPED:
+            return  # who stands still for the last cut begins nothing that nobody would hear of
         self._cut = cut = notice.cut if notice.HasField("cut") else v1.Cut()
         holds = cut.number > 0 and (cut.phase != v1.Cut.WRITE or cut.last)
         self._limit = cut.stop_at.get(self._worker, self.begun) if holds else None

@@ -44,13 +44,13 @@ class Siblings:
         self._model = model
         self._workers = workers
         self._silence_s = silence_s
-        self._samples: Callable[[], int] = lambda: 0
+        self._progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._kept: tuple[int, OwnState] | None = None  # as it was after so many steps
         self._frozen: OwnState | None = None
 
-    def serve(self, samples: Callable[[], int]) -> None:
-        """From now on others can ask. `samples()` is how many this worker has gone through."""
-        self._samples = samples
+    def serve(self, progress: Callable[[], tuple[int, int]]) -> None:
+        """From now on others can ask. `progress()`: samples and minibatches that are behind this worker."""
+        self._progress = progress
         own_state.serve(self._endpoint, self._answer)
 
     async def keep(self, step: int) -> None:
@@ -97,8 +97,13 @@ class Siblings:
         """Between two gradients: buffers change while one is computed."""
         if self._frozen is not None:
             return self._frozen
+
+        def own(_: object) -> OwnState:
+            samples, steps = self._progress()
+            return OwnState(samples, buffers_of(self._model), steps)
+
         return await self._runtime.compute(
-            lambda _: OwnState(self._samples(), buffers_of(self._model)),
+            own,
             work=Work("copy"),
             phantom=OwnState(0, {}),
         )

@@ -152,7 +152,7 @@ class Replica:
         self.rank = rank
         self.num_workers = num_workers
         self.step = first_step
-        self.samples = 0  # gone through since it started
+        self.samples = 0  # gone through
         self.version = -1  # nothing adopted yet
         self.server = server
         self._runtime = runtime
@@ -178,6 +178,11 @@ class Replica:
 
     def _allocate(self, name: str) -> Vector:
         return self._runtime.memory.allocate(self._layout.elems, self._layout.dtype, name)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Samples and minibatches behind it, those before the run was resumed included."""
+        return self.samples, self.step
 
     def retire(self) -> None:
         """Gives back all memory but the parameters. No verb can be used any more."""

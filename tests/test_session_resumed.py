@@ -1,0 +1,170 @@
+"""Loops of the user's own that were stopped, in real processes: they go on where they were."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import gradstream as gs
+import gradstream.resume  # the name in the face is the function's
+from gradstream.checkpoint import kept
+from gradstream.cluster import LocalCluster, node_environment
+from gradstream.config import cast_of
+from gradstream.jobfile import load_job
+from gradstream.run import FINAL_MODEL
+from gradstream.runtime.storage import DiskStorage
+from gradstream.session.handover import Handover
+from gradstream.session.held import HeldArrays
+from gradstream.session.session import WorkerSession
+from gradstream.session.shards import Part, part_of
+from gradstream.train import launch
+
+SCRIPT = """
+from pathlib import Path
+import torch
+from torch import nn
+import gradstream
+
+session = gradstream.join(checkpoint_every=7, keep_last=1)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
+loader = session.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+model, optimizer = session.wrap(model, optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+begun = session.step
+try:
+    for epoch in range(EPOCHS):
+        for x, y in loader:
+            if session.skip():
+                continue
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        scheduler.step()
+    session.close()
+    print(f"rank {session.rank}: {begun} to {session.step}")
+finally:
+    Path(__file__).with_name(f"over-{session.rank}").write_text(str(session.step))
+"""
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """One forkserver for all runs: what takes time is to import torch."""
+    with LocalCluster(tmp_path_factory.mktemp("logs"), node_environment(2)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _resumes_warm(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["gradstream.resume"], "launch", partial(launch, cluster=warm))
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.py"
+    path.write_text(text_of(40))
+    return path
+
+
+def text_of(epochs: int) -> str:
+    return SCRIPT.replace("EPOCHS", str(epochs))
+
+
+def begin(script: Path, run_dir: Path, cluster: LocalCluster, **options: Any) -> gs.Run:
+    run_dir.mkdir()
+    job = load_job(str(script))
+    return launch(job, cast_of(job, "loop"), run_dir, cluster=cluster, **options)
+
+
+def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.Interrupted:
+    """Runs the script, and stops it once worker 0 has made so many steps."""
+    made = 0
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        nonlocal made
+        made += event["event"] == "step" and event["rank"] == 0
+
+    with pytest.raises(gs.Interrupted) as caught:
+        begin(script, run_dir, cluster, on_event=on_event, stop=lambda: made >= steps)
+    return caught.value
+
+
+@pytest.mark.limit_s(200)
+def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
+    script: Path, tmp_path: Path, warm: LocalCluster
+) -> None:
+    whole = begin(script, tmp_path / "whole", warm)
+    assert whole.summary["samples_accounted"] == 40 * 96
+    script.write_text(text_of(1000))  # it must not be over before it is stopped
+    stopped = stop_after(script, tmp_path / "stopped", 20, warm)
+    assert stopped.code == 75
+    (folder,) = kept(DiskStorage(tmp_path / "stopped"))
+    assert folder.folder == stopped.checkpoint
+    steps = json.loads((tmp_path / "stopped" / folder.folder / "state.json").read_text())["steps"]
+    assert Path("over-0").read_text() == str(steps["worker-0"])  # its `finally` has run
+
+    script.write_text(text_of(40))
+    with pytest.raises(gs.ConfigError, match="their number stays"):
+        gs.resume(tmp_path / "stopped", workers=3)
+    with pytest.raises(gs.ConfigError, match="batch_size=7: this script"):
+        gs.resume(tmp_path / "stopped", batch_size=7)
+    if steps["worker-0"] < 240:
+        run = gs.resume(tmp_path / "stopped")
+        assert run.summary["samples_accounted"] == 40 * 96
+        finals = [(tmp_path / name / FINAL_MODEL).read_bytes() for name in ("whole", "stopped")]
+        assert finals[0] == finals[1]
+        log = (warm.logs / "worker-0.log").read_text()
+        assert f"rank 0: {steps['worker-0']} to 240" in log
+        assert "lr_scheduler.step() before" not in log
+
+
+@dataclass
+class Placed:
+    """Where a worker stands in a run that goes on from its fifth step."""
+
+    rank: int = 1
+    world_size: int = 2
+
+    def steps_before(self) -> int:
+        return 5
+
+
+def test_a_loop_skips_what_it_has_done_and_one_that_does_not_ask_is_refused() -> None:
+    session = WorkerSession(Placed(), seed=0)  # type: ignore[arg-type]
+    assert [session.skip() for _ in range(7)] == [True] * 5 + [False] * 2
+    assert (session.step, session.resumed) == (5, True)
+    silent = WorkerSession(Placed(), seed=0)  # type: ignore[arg-type]
+    silent._handover = Handover(HeldArrays(np.zeros(1)))
+    with pytest.raises(gs.ConfigError, match="goes on from step 5, but the script begins its loop again"):
+        silent._step(0.1, 0.0)
+    alone = gs.Session()
+    assert (alone.step, alone.resumed, alone.skip()) == (0, False, False)
+
+
+def test_the_epoch_of_a_dealt_loader_can_be_named() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True)
+    part = Part(0, 2, 7, split=False, note=lambda batch: None)
+    orders = [[batch[0].tolist() for batch in one] for one in repeat(part_of(loader, part), 3)]
+    later = part_of(loader, part)
+    later.batch_sampler.set_epoch(2)
+    assert [batch[0].tolist() for batch in later] == orders[2] != orders[0]
+
+
+def test_a_loop_counts_its_epochs_itself(script: Path) -> None:
+    with pytest.raises(gs.ConfigError, match="counts its epochs itself"):
+        gs.train(load_job(str(script)), checkpoint_every="epoch")
