@@ -15,6 +15,7 @@ from gradstream.callbacks import check_callbacks
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
+from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.membership.goal import Until
 from gradstream.model.base import Model
@@ -85,7 +86,8 @@ class Job:
         workers: how many replicas of the model.
         servers: how many shards of the parameter server.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
-        shares: relative amounts of data, one per worker, where the strategy partitions the data.
+        shares: relative amounts of data, one per worker, where the strategy partitions the data. "measured":
+            the workers' parts of a synchronous round follow their measured speed; the round stays as large.
         accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
             the joined minibatch, in the memory of a small one.
         clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.
@@ -125,7 +127,7 @@ class Job:
     workers: int = 2
     servers: int = 1
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
-    shares: Sequence[float] | None = None
+    shares: Sequence[float] | Literal["measured"] | None = None
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -162,7 +164,7 @@ class JobOptions(TypedDict, total=False):
     workers: int
     servers: int
     batch_size: int | Sequence[int]
-    shares: Sequence[float] | None
+    shares: Sequence[float] | Literal["measured"] | None
     accumulate: int
     clip_norm: float | None
     clip_value: float | None
@@ -364,6 +366,8 @@ def check(job: Job) -> None:
             f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
             "each worker needs at least one"
         )
+    if isinstance(job.shares, str) and job.shares != MEASURED:
+        raise ConfigError(f"shares={job.shares!r}: expected a number for each worker, or {MEASURED!r}")
     _whole("chunk_elems", job.chunk_elems, least=1)
     ChunkMap(0, job.chunk_elems, job.servers)
     for entry in dataclasses.fields(job.deadlines):

@@ -32,6 +32,7 @@ __all__ = [
     "MachineEvent",
     "MemoryEvent",
     "ResumedEvent",
+    "SharesEvent",
     "StartedEvent",
     "StepEvent",
     "StoppedEvent",
@@ -207,6 +208,18 @@ class LedgerEvent(Event):
     samples: int | None  # None in a stream
     batches: int
     reassigned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharesEvent(Event):
+    """Workers' shares of a round were measured; they hold from this round on (coordinator)."""
+
+    name: ClassVar[str] = "shares"
+    epoch: int  # data epoch
+    batch: int  # round of it
+    samples: list[int]  # of a whole round, by rank
+    per_s: list[float]  # samples a second in each worker's gradients; 0 where nothing was measured
+    changed: bool  # from what they were
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from gradstream.checkpoint import Resume, newest
 from gradstream.config import Deadlines, Job, cast_of, check_script, is_script
@@ -32,7 +32,7 @@ class ResumeOptions(TypedDict, total=False):
     workers: int
     servers: int
     batch_size: int | Sequence[int]
-    shares: Sequence[float] | None
+    shares: Sequence[float] | Literal["measured"] | None
     epochs: int | None
     steps: int | None
     checkpoint_every: int | str | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 from gradstream.checkpoint.manifest import Manifest, Resume
 from gradstream.checkpoint.policy import Policy
@@ -18,7 +18,11 @@ from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.plan import RoundPlan
+from gradstream.data.shares import MEASURED
+from gradstream.errors import ConfigError
 from gradstream.events import StartedEvent
+from gradstream.membership.balance import Balance
 from gradstream.membership.coordinator import Coordinator, Leases
 from gradstream.membership.cut import Limits
 from gradstream.membership.goal import Goal, Until
@@ -89,7 +93,7 @@ class Cast:
     workers: int
     servers: int
     batch_size: int | Sequence[int]
-    shares: Sequence[float] | None
+    shares: Sequence[float] | Literal["measured"] | None
     epochs: int | None
     steps: int | None
     seed: int
@@ -143,7 +147,26 @@ class Cast:
             done=self.resume.done if self.resume is not None else Done(),
         )
         plan = plan_of(self.data, division)
-        return plan if self.accumulate == 1 else JoinedPlan(plan, self.accumulate)
+        joined = plan if self.accumulate == 1 else JoinedPlan(plan, self.accumulate)
+        if self.balanced:
+            self._check_balanced(plan, joined)
+        return joined
+
+    @property
+    def balanced(self) -> bool:
+        """Whether shares of a round follow the measured speed of the workers."""
+        return self.shares == MEASURED
+
+    def _check_balanced(self, plan: Plan, joined: Plan) -> None:
+        """Raises unless a round can be divided anew; a resumed run goes on with the shares it had."""
+        if not isinstance(plan, RoundPlan):
+            raise ConfigError(
+                f"shares='measured': the data {self.data.name!r} brings its own plan, {plan!r}, whose rounds "
+                "cannot be divided anew; leave out shares"
+            )
+        before = self.resume.shares if self.resume is not None else ()
+        if len(before) == plan.num_partitions and sum(before) == sum(plan.shares):
+            plan.allot(0, 0, before)
 
     def ledger(self) -> Ledger | OpenLedger:
         """An account of every minibatch of the run."""
@@ -181,6 +204,7 @@ class Cast:
             together=rounds,
             resume=self.resume,
             limits=Limits(hold_s=self.cut_s),
+            balance=Balance(ledger.plan) if self.balanced and isinstance(ledger, Ledger) else None,
         )
         return Coordinator(
             runtime,
@@ -290,6 +314,7 @@ class Cast:
             loop=own.loop(rank) if own else None,
             optimizer=own.optimizer if own else "",
             resume=self.resume,
+            balanced=self.balanced,
         )
         return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
 

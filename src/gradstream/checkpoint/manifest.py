@@ -60,6 +60,7 @@ class Manifest:
         optimizer, strategy, seed, workers, servers, num_samples: of the run that wrote it.
         evaluated: the latest evaluation, if there was any.
         files: of the folder, by name.
+        shares: samples of a round that each worker takes, where they follow its measured speed.
         software: version of gradstream.
         samples: by worker, how many it has gone through, where workers bring data of their own.
     """
@@ -80,6 +81,7 @@ class Manifest:
     evaluated: Evaluated | None = None
     samples: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
+    shares: Sequence[int] = ()
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -114,7 +116,7 @@ class Resume:
 
     Args:
         folder: of the checkpoint, in the run directory.
-        step, rounds, steps, done, model, seed, num_samples, samples: of its manifest.
+        step, rounds, steps, done, model, seed, num_samples, samples, shares: of its manifest.
         time_s: of the run's events so far: theirs go on from here.
     """
 
@@ -128,6 +130,7 @@ class Resume:
     num_samples: int | None
     samples: Mapping[str, int] = field(default_factory=dict)
     time_s: float = 0.0
+    shares: Sequence[int] = ()
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
@@ -143,6 +146,7 @@ class Resume:
             num_samples=manifest.num_samples,
             samples=manifest.samples,
             time_s=time_s,
+            shares=manifest.shares,
         )
 
     def step_of(self, worker: str) -> int:

@@ -72,7 +72,8 @@ class Division:
         batch_size: samples a worker takes at a time: one number, or one per worker.
         workers: how many.
         seed: of the order of samples.
-        shares: relative amounts of data, one per worker; None leaves it to the batch sizes.
+        shares: relative amounts of data, one per worker; None leaves it to the batch sizes, "measured" to
+            the speed of the workers.
         epochs, steps: when the run ends; one may be None.
         done: what is in the model already: the plan leaves it out.
     """
@@ -81,7 +82,7 @@ class Division:
     batch_size: int | Sequence[int]
     workers: int
     seed: int
-    shares: Sequence[float] | None
+    shares: Sequence[float] | Literal["measured"] | None
     epochs: int | None
     steps: int | None
     done: Done = field(default_factory=Done)

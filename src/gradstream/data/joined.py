@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from gradstream.data.base import BatchRef, Plan
 from gradstream.data.done import Done
 from gradstream.data.line import Line
+from gradstream.data.plan import RoundPlan
 
 __all__ = ["JoinedPlan", "parts_of", "unjoined"]
 
@@ -54,6 +55,16 @@ class JoinedPlan(Line):
     def likely_size(self, ref: BatchRef) -> int:
         """See `Plan`."""
         return sum(self.plan.likely_size(part) for part in self.parts(ref))
+
+    def allot(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
+        """See `RoundPlan`: in joined rounds."""
+        assert isinstance(self.plan, RoundPlan)
+        self.plan.allot(epoch, batch * self.k, sizes, until=None if until is None else until * self.k)
+
+    def sizes(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """See `RoundPlan`: of each part of a joined round."""
+        assert isinstance(self.plan, RoundPlan)
+        return self.plan.sizes(epoch, batch * self.k)
 
     def parts(self, ref: BatchRef) -> list[BatchRef]:
         """The minibatches of the plan behind it that are joined in this one."""

@@ -5,7 +5,8 @@
     PartitionPlan   partition i = one run of the order, as long as its share; cut into minibatches
 
 Both give every sample to exactly one minibatch of every epoch. A round of `RoundPlan`, joined
-over its workers, is the minibatch that one node with batch size B would take.
+over its workers, is the minibatch that one node with batch size B would take. How many of it each worker
+takes may change from one round to the next (`allot`); B does not.
 
 A plan may begin in the middle (`Done`, from a checkpoint): what is left of an epoch's order is then
 cut as a whole epoch's is. With the batch sizes of before, the rounds that are left are those of before.
@@ -13,6 +14,7 @@ cut as a whole epoch's is. With the batch sizes of before, the rounds that are l
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import operator
@@ -20,12 +22,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import numpy as np
 
 from gradstream.data.base import BatchRef, Ids
 from gradstream.data.done import Done, Run, merged
 from gradstream.data.line import Line
+from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["EpochPlan", "Order", "PartitionPlan", "RoundPlan", "epoch_order"]
@@ -58,7 +62,8 @@ class EpochPlan(Line):
         batch_size: samples a worker takes at a time: one number for all, or one per worker.
         num_partitions: how many workers the data is planned for.
         seed: of the order of samples, in [0, 2⁶⁴).
-        shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None.
+        shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None. "measured"
+            begins with the batch sizes, and leaves it to `RoundPlan.allot` to change them.
         order: of the samples in each epoch; None takes `epoch_order` under `seed`.
         drop_last: leave out what does not fill a minibatch (of all workers together, in rounds).
         done: samples that are in the model already, and in no minibatch of this plan.
@@ -77,7 +82,7 @@ class EpochPlan(Line):
         num_partitions: int,
         *,
         seed: int = 0,
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Literal["measured"] | None = None,
         order: Order | None = None,
         drop_last: bool = False,
         done: Done | None = None,
@@ -88,6 +93,9 @@ class EpochPlan(Line):
         if self.seed >= 1 << 64:
             raise ConfigError(f"seed must be below 2**64, got {seed}")
         self.batch_sizes = _batch_sizes(batch_size, self.num_partitions)
+        if shares == MEASURED:
+            self._check_measured()
+            shares = None
         self._weights = self._check_shares(self.batch_sizes if shares is None else shares)
         self._order = order or functools.partial(epoch_order, self.num_samples, self.seed)
         self._drop_last = drop_last
@@ -119,6 +127,12 @@ class EpochPlan(Line):
             )
         return weights
 
+    def _check_measured(self) -> None:
+        raise ConfigError(
+            "shares='measured' is for strategies whose workers go through rounds together: nobody waits for "
+            "a slow worker in another one; leave it out, or give numbers"
+        )
+
     @abstractmethod
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         """Sets `shares` and the edges between workers."""
@@ -128,8 +142,12 @@ class EpochPlan(Line):
         """How many minibatches a partition has where `num_samples` of an epoch are left."""
 
     @abstractmethod
-    def _positions(self, partition: int, batch: int, num_samples: int) -> tuple[int, int]:
+    def _positions(self, ref: BatchRef, num_samples: int) -> tuple[int, int]:
         """[start, stop) of a minibatch in what is left of its epoch's order: `num_samples`."""
+
+    def known_until(self, ref: BatchRef) -> int:
+        """The first minibatch of its partition and epoch, from `ref` on, whose samples are not known yet."""
+        return self.batches_in(ref.partition, ref.epoch)
 
     def batches_per_epoch(self, partition: int) -> int:
         """How many minibatches a partition has in each whole epoch."""
@@ -176,7 +194,7 @@ class EpochPlan(Line):
         inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions
         if not inside or not 0 <= ref.batch < self.batches_in(ref.partition, ref.epoch):
             raise InternalError(f"{ref} is not a minibatch of {self!r}")
-        return self._positions(ref.partition, ref.batch, self._num_left(ref.epoch))
+        return self._positions(ref, self._num_left(ref.epoch))
 
     def _num_left(self, epoch: int) -> int:
         """How many samples of an epoch are not done."""
@@ -208,8 +226,16 @@ class RoundPlan(EpochPlan):
     `batch_size` and `shares`, B is batch_size × workers, divided by shares. All partitions have
     ceil(num_samples / B) rounds an epoch. The last may be short: it is divided in the same
     proportions, each worker getting its part rounded down or up; some may get nothing.
-    `shares[i]` is the size of worker i's full minibatch.
+    `shares[i]` is the size of worker i's full minibatch, before `allot` says otherwise.
     """
+
+    def _check_measured(self) -> None:
+        total = sum(self.batch_sizes)
+        if total < self.num_partitions:
+            raise ConfigError(
+                f"shares='measured': a round has {total} samples for {self.num_partitions} workers; each "
+                "needs at least one, or it cannot be measured: use a larger batch_size"
+            )
 
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         if shares is not None:
@@ -220,20 +246,61 @@ class RoundPlan(EpochPlan):
                 )
             self.batch_sizes = _sizes(_cut(sum(self.batch_sizes), self._weights))
         self.shares = self.batch_sizes
-        self._edges = (0, *accumulate(self.batch_sizes))
+        self._begins = [(0, 0)]  # (epoch, batch) from which on ...
+        self._edges: list[Sequence[int]] = [(0, *accumulate(self.batch_sizes))]  # ... rounds are cut there
+        self._decided: tuple[int, int] | None = None  # (epoch, batch) up to which that is; None for all
+
+    def allot(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
+        """From a round on, its B positions are divided otherwise.
+
+        All nodes that look at a round must have been told the same before they do.
+
+        Args:
+            epoch, batch: the round; not before one that was told earlier.
+            sizes: samples of each worker, Σ = B.
+            until: the first round of that epoch for which this is not decided yet; None for no such.
+
+        Raises:
+            InternalError: another number of workers or of samples, or an earlier round.
+        """
+        if len(sizes) != self.num_partitions or sum(sizes) != self._edges[-1][-1] or min(sizes) < 0:
+            raise InternalError(f"a round of {self!r} cannot be divided into {tuple(sizes)}")
+        if (epoch, batch) < self._begins[-1]:
+            raise InternalError(f"shares from round {batch} of epoch {epoch} come behind {self._begins[-1]}")
+        edges = (0, *accumulate(sizes))
+        self._decided = None if until is None else (epoch, until)
+        if (epoch, batch) == self._begins[-1]:
+            self._edges[-1] = edges
+        elif edges != self._edges[-1]:
+            self._begins.append((epoch, batch))
+            self._edges.append(edges)
+
+    def sizes(self, epoch: int, batch: int) -> tuple[int, ...]:
+        """How many samples each worker takes of a whole round there."""
+        return _sizes(self._edges_at(epoch, batch))
+
+    def known_until(self, ref: BatchRef) -> int:
+        """See `EpochPlan`."""
+        total = self.batches_in(ref.partition, ref.epoch)
+        if self._decided is None or ref.epoch < self._decided[0]:
+            return total
+        return min(total, self._decided[1]) if ref.epoch == self._decided[0] else ref.batch
+
+    def _edges_at(self, epoch: int, batch: int) -> Sequence[int]:
+        return self._edges[bisect.bisect_right(self._begins, (epoch, batch)) - 1]
 
     def _num_batches(self, partition: int, num_samples: int) -> int:
         """Rounds: the same for all partitions, those without a share included."""
-        whole, left = divmod(num_samples, self._edges[-1])
+        whole, left = divmod(num_samples, self._edges[0][-1])
         return whole + bool(left and not self._drop_last)
 
-    def _positions(self, partition: int, batch: int, num_samples: int) -> tuple[int, int]:
-        round_samples = self._edges[-1]
-        first = batch * round_samples
-        edges: Sequence[int] = self._edges
+    def _positions(self, ref: BatchRef, num_samples: int) -> tuple[int, int]:
+        edges = self._edges_at(ref.epoch, ref.batch)
+        round_samples = edges[-1]
+        first = ref.batch * round_samples
         if first + round_samples > num_samples:
-            edges = _cut(num_samples - first, self.batch_sizes)
-        return first + edges[partition], first + edges[partition + 1]
+            edges = _cut(num_samples - first, _sizes(edges))
+        return first + edges[ref.partition], first + edges[ref.partition + 1]
 
 
 class PartitionPlan(EpochPlan):
@@ -261,10 +328,11 @@ class PartitionPlan(EpochPlan):
         whole, left = divmod(stop - start, size) if size else (0, 0)
         return whole + bool(left and not self._drop_last)
 
-    def _positions(self, partition: int, batch: int, num_samples: int) -> tuple[int, int]:
-        first, end = self._share(partition, num_samples)
-        start = first + batch * self.batch_sizes[partition]
-        return start, min(start + self.batch_sizes[partition], end)
+    def _positions(self, ref: BatchRef, num_samples: int) -> tuple[int, int]:
+        first, end = self._share(ref.partition, num_samples)
+        size = self.batch_sizes[ref.partition]
+        start = first + ref.batch * size
+        return start, min(start + size, end)
 
     def _share(self, partition: int, num_samples: int) -> Run:
         if num_samples not in self._edges:

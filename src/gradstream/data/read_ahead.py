@@ -27,11 +27,15 @@ class _Ahead:
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
-        self.start = BatchRef(0, 0, 0)
+        self.begin(BatchRef(0, 0, 0))
+
+    def begin(self, start: BatchRef) -> None:
+        """Goes on from this one, up to the epoch's end or as far as is known whose samples are whose."""
+        self.start, self.stop = start, self._plan.known_until(start)
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self.start
-        for batch in range(first.batch, self._plan.batches_in(first.partition, first.epoch)):
+        for batch in range(first.batch, self.stop):
             yield self._plan.ids(BatchRef(first.epoch, first.partition, batch)).tolist()
 
 
@@ -63,7 +67,7 @@ class ReadAhead:
         """See `Feed`."""
         if ref.partition != self._rank or not self._plan.size(ref):
             return self._others.read(ref)
-        if ref != self._next:
+        if ref != self._next or ref.batch >= self._ahead.stop:
             self._begin(ref)
         try:
             item = next(self._items)
@@ -75,9 +79,10 @@ class ReadAhead:
         return collated(item, self._data.targets, where, self._plan.ids(ref))
 
     def _begin(self, ref: BatchRef) -> None:
-        self._ahead.start = ref
-        self._generator.manual_seed(mixed(self._seed, ref.epoch, ref.partition))
-        with seeded(self._seed, ref.epoch, ref.partition):
+        self._ahead.begin(ref)
+        seeds = (ref.epoch, ref.partition, *([ref.batch] if ref.batch else []))
+        self._generator.manual_seed(mixed(self._seed, *seeds))
+        with seeded(self._seed, *seeds):
             self._items = iter(self._loader)
 
 

@@ -82,7 +82,7 @@ class StreamDataset:
         """
         if division.shares is not None:
             raise ConfigError(
-                f"shares={list(division.shares)}: the data {self.name!r} is a stream, which each worker "
+                f"shares={division.shares!r}: the data {self.name!r} is a stream, which each worker "
                 "makes for itself; leave out shares"
             )
         if self._batches is None and division.steps is None:

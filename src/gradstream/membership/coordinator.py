@@ -77,7 +77,7 @@ class Bell:
 
 
 class Coordinator:
-    """Serves "join" (the presence of each node), "orphans" (batches of lost workers) and "ending".
+    """Serves "join" (the presence of each node), "orphans" (batches of lost workers), "ending" and "shares".
 
     Args:
         runtime: time and tasks.
@@ -120,6 +120,7 @@ class Coordinator:
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("orphans", self._serve_orphans, model=False)
         endpoint.serve("ending", self._serve_ending, model=False)
+        endpoint.serve("shares", self._serve_shares, model=False)
 
     def emit(self, event: Event) -> None:
         """Adds a record of the coordinator's own."""
@@ -214,8 +215,14 @@ class Coordinator:
         self._wake_askers()  # what this one says may be what they wait for
         await self._answer(stream, lambda: self._membership.ending(who, request))
 
+    async def _serve_shares(self, stream: Stream) -> None:
+        request, who = v1.Took.FromString(stream.opened.body), stream.opened.sender
+        self._carry_out(self._membership.took(who, request))
+        self._wake_askers()  # this one may be whom they wait for
+        await self._answer(stream, lambda: self._membership.shares(who, request))
+
     async def _answer(
-        self, stream: Stream, decide: Callable[[], v1.OrphanBatches | v1.Ended | Refuse | None]
+        self, stream: Stream, decide: Callable[[], v1.OrphanBatches | v1.Ended | v1.Shares | Refuse | None]
     ) -> None:
         """Answers once there is a decision; until then says for whom it has to wait."""
         who, bell = stream.opened.sender, Bell()

@@ -143,6 +143,7 @@ class Keeper:
                 "optimizer": spec.optimizer,
             },
             evaluated=self._membership.cuts.evaluated,
+            shares=self._membership.balance.sizes if self._membership.balance is not None else (),
         )
         buffers = averaged(list(opened.own.values()))
         own = {who: state.encode() for who, state in opened.own.items()}

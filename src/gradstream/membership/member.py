@@ -7,9 +7,11 @@ once; it is with the coordinator at the latest when `leave` has returned.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterable
 
 from gradstream.data.base import BatchRef
+from gradstream.data.shares import Speed
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.events import Event, encode
 from gradstream.membership.coordinator import Bell, Leases
@@ -263,6 +265,24 @@ class Member:
             silence_s=self._leases.lease_s,
         )
         return answer.over
+
+    async def shares(self, ref: BatchRef, stretch: Speed) -> list[int]:
+        """How many samples of a round each worker takes from `ref`'s round on. Waits for all of them to ask.
+
+        Args:
+            stretch: what this worker's gradients took since this was asked before.
+
+        Raises:
+            PeerLostError, DeadlineError: the coordinator was lost.
+        """
+        answer = await self._endpoint.call(
+            self._coordinator,
+            "shares",
+            v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(stretch)),
+            v1.Shares,
+            silence_s=self._leases.lease_s,
+        )
+        return list(answer.samples)
 
     # ---- presence -----------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.shares import Speed
 from gradstream.events import (
     FailedEvent,
     FinishedEvent,
@@ -31,6 +32,7 @@ from gradstream.events import (
     StartedEvent,
     StoppedEvent,
 )
+from gradstream.membership.balance import Balance
 from gradstream.membership.cut import Cut, Cuts, Limits
 from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.wire import v1
@@ -65,6 +67,7 @@ class Membership:
         together: workers go through rounds, and stop after the same one.
         resume: where the run goes on, if it does not begin.
         limits: deadlines of a cut.
+        balance: decides the shares of a round by measured speed; None leaves them as they are.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Membership:
         together: bool = False,
         resume: Resume | None = None,
         limits: Limits | None = None,
+        balance: Balance | None = None,
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.epoch = 0
@@ -94,6 +98,7 @@ class Membership:
         if resume is not None:
             self._model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
         self._resume = resume
+        self.balance = balance
         self.cuts = Cuts(
             ledger,
             policy or Policy(),
@@ -221,7 +226,7 @@ class Membership:
             self._finished.discard(self.workers[0].name)
         out.append(Notify())
         out += self.cuts.lost(who, at_s, *self._names)
-        return out + self._after_cut() + self._conclude()
+        return out + self._after_cut() + self._rebalance() + self._conclude()
 
     def stop(self, at_s: float) -> list[Instruction]:
         """Somebody asks the run to stop: with a cut, if it has begun. Asking again changes nothing."""
@@ -288,6 +293,24 @@ class Membership:
         over = self.ledger.ended(node.rank, request.batches, request.samples, request.round)
         return None if over is None and not self.over else v1.Ended(over=bool(over))
 
+    def took(self, who: str, request: v1.Took) -> list[Instruction]:
+        """A worker says how long its part of the rounds before took, and asks for the shares of the next."""
+        node = self._nodes.get(who)
+        if node is None or self.balance is None:
+            return []
+        stretch = Speed(request.rounds, request.samples, request.seconds, request.squares)
+        self.balance.took(node.rank, (request.epoch, request.batch), stretch)
+        return self._rebalance()
+
+    def shares(self, who: str, request: v1.Took) -> v1.Shares | Refuse | None:
+        """The answer to it; None when it has to wait."""
+        if who not in self._nodes:
+            return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.epoch}")
+        if self.balance is None:
+            return Refuse(v1.BAD_REQUEST, f"{who} asks for shares in a run that does not measure them")
+        sizes = self.balance.decided((request.epoch, request.batch))
+        return None if sizes is None else v1.Shares(samples=sizes)
+
     # ---- decisions ----------------------------------------------------------------------
 
     @property
@@ -299,6 +322,11 @@ class Membership:
     def _after_cut(self) -> list[Instruction]:
         """Stops the run if that is what the cut was for."""
         return self._stop() if self.cuts.stopped and not self.over else []
+
+    def _rebalance(self) -> list[Instruction]:
+        """Decides the shares that workers wait for, once all who are in have asked."""
+        decided = self.balance.decide([node.rank for node in self.workers]) if self.balance else None
+        return [] if decided is None else [Emit(decided)]
 
     def _stop(self) -> list[Instruction]:
         self.phase = v1.Notice.STOPPED

@@ -24,6 +24,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "join": frozenset({"worker", "shard"}),
     "orphans": frozenset({"worker"}),
     "ending": frozenset({"worker"}),
+    "shares": frozenset({"worker"}),
     "push": frozenset({"worker"}),
     "fetch": frozenset({"worker"}),
     "command": frozenset({"worker"}),

@@ -483,20 +483,38 @@ class CutReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[CutReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies")
+    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies", "verdicts")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     CUTS_FIELD_NUMBER: _ClassVar[int]
     RELIES_FIELD_NUMBER: _ClassVar[int]
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
     failure: Failure
     cuts: _containers.RepeatedCompositeFieldContainer[CutReport]
     relies: bool
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ...) -> None: ...
+    verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+
+class Verdict(_message.Message):
+    __slots__ = ("round", "ranks")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Whole(_message.Message):
+    __slots__ = ("rank", "round")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    round: int
+    def __init__(self, rank: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "partition", "batch")
@@ -678,3 +696,25 @@ class Ended(_message.Message):
     OVER_FIELD_NUMBER: _ClassVar[int]
     over: bool
     def __init__(self, over: bool = ...) -> None: ...
+
+class Took(_message.Message):
+    __slots__ = ("epoch", "batch", "rounds", "samples", "seconds", "squares")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    batch: int
+    rounds: float
+    samples: float
+    seconds: float
+    squares: float
+    def __init__(self, epoch: _Optional[int] = ..., batch: _Optional[int] = ..., rounds: _Optional[float] = ..., samples: _Optional[float] = ..., seconds: _Optional[float] = ..., squares: _Optional[float] = ...) -> None: ...
+
+class Shares(_message.Message):
+    __slots__ = ("samples",)
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, samples: _Optional[_Iterable[int]] = ...) -> None: ...

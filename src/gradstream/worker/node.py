@@ -15,8 +15,9 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.data.base import BatchRef, Dataset, Plan
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
+from gradstream.data.plan import RoundPlan
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.events import EvaluatedEvent, TransferEvent
+from gradstream.events import EvaluatedEvent, StepEvent, TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
@@ -30,6 +31,7 @@ from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.accounts import Accounts
+from gradstream.worker.balance import Balance
 from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
 from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.loop import Loop, LoopReplica
@@ -68,6 +70,7 @@ class WorkerConfig:
         loop: computes the gradients, where the user's own loop does; there is no plan then.
         optimizer: the update rule that this worker brings; "" where the shards know it.
         resume: where the run goes on, if it does not begin.
+        balanced: shares of a round follow the measured speed of the workers.
     """
 
     rank: int
@@ -89,6 +92,7 @@ class WorkerConfig:
     optimizer: str = ""
     num_steps: int | None = None
     resume: Resume | None = None
+    balanced: bool = False
 
 
 class WorkerNode:
@@ -111,6 +115,10 @@ class WorkerNode:
             silence_s=config.silence_s,
         )
         self._transfers_left = MAX_TRANSFERS
+        self._balance: Balance | None = None
+        if config.balanced and config.num_workers > 1:
+            assert isinstance(config.plan, RoundPlan | JoinedPlan)
+            self._balance = Balance(config.plan, member)
 
     async def run(self) -> None:
         """Joins, trains, and leaves.
@@ -247,6 +255,7 @@ class WorkerNode:
             config.steps,
             self._member if config.num_workers > 1 else None,
             config.num_steps,
+            self._balance,
         )
 
     def _replica(self, client: ServerClient) -> Replica:
@@ -276,7 +285,7 @@ class WorkerNode:
             pace=self._pace,
             first_step=0 if config.resume is None else config.resume.step_of(self._runtime.node),
             on_receipt=self._member.receipt,
-            on_step=self._member.emit,
+            on_step=self._stepped,
             on_boundary=partial(self._at_boundary, schedule),
         )
 
@@ -395,6 +404,11 @@ class WorkerNode:
         while True:
             await self._runtime.sleep(VITALS_EVERY_S)
             self._report(client)
+
+    def _stepped(self, step: StepEvent) -> None:
+        self._member.emit(step)
+        if self._balance is not None:
+            self._balance.took(step.samples, step.compute_s)
 
     def _transferred(self, done: Transfer) -> None:
         if self._transfers_left > 0:

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 from gradstream.data.base import BatchRef, Plan
 from gradstream.optim.schedules import Position
+from gradstream.worker.balance import Balance
 
 __all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "OrphanSource", "Schedule", "Supply"]
 
@@ -38,6 +39,7 @@ class Schedule:
         steps: minibatches to go through from here on, or None; with both, the smaller counts.
         orphanage: asked for minibatches of lost workers; None for a worker that is alone.
         num_steps: minibatches of the whole run, where `steps` are those of a resumed one.
+        balance: passed by each minibatch, where shares are measured.
     """
 
     plan: Plan
@@ -47,6 +49,7 @@ class Schedule:
     steps: int | None
     orphanage: OrphanSource | None
     num_steps: int | None = None
+    balance: Balance | None = None
 
     @property
     def num_batches(self) -> int:
@@ -98,6 +101,8 @@ class Schedule:
                 async for orphan in self._orphans(ref.epoch - 1):
                     yield orphan
                 begun = ref.epoch
+            if self.balance is not None:
+                await self.balance.reach(ref)
             yield ref
         await flush()
         complete = self.orphanage is None or self.cut == "rounds"

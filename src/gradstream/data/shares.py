@@ -1,0 +1,109 @@
+"""Shares of a round by measured speed: when they are measured, and how a round is divided by them.
+
+A round is B consecutive positions of the epoch's order, whatever the shares: they say only which of
+these a worker takes. So the joined batch, the learning rate and what is done of an epoch do not depend
+on them, and the mean over the joined batch, Σ bᵢgᵢ / Σ bᵢ, is the same sum in other parts.
+
+    rounds of an epoch    0 … 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …      stretches: shares stay as they are
+                          measured before each stretch, on what was computed since it was asked before
+
+Stretches grow, so it costs a logarithm of messages; they begin anew with each epoch, so that a machine
+that has become slower is noticed in the next one at the latest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["MEASURED", "Speed", "begins_stretch", "dealt", "stretch_end"]
+
+MEASURED: Literal["measured"] = "measured"
+"""What a job says instead of numbers."""
+
+FIRST_STRETCH = 4
+"""Rounds."""
+
+MEMORY = 64
+"""Rounds after which a measurement counts half."""
+
+
+def stretch_end(batch: int) -> int:
+    """The round of an epoch before which shares are measured next, after round `batch`: a power of 2."""
+    return max(FIRST_STRETCH, 1 << batch.bit_length())
+
+
+def begins_stretch(batch: int) -> bool:
+    """Whether shares are measured before this round of an epoch."""
+    return batch == 0 or (batch >= FIRST_STRETCH and batch & (batch - 1) == 0)
+
+
+@dataclass(slots=True)
+class Speed:
+    """How fast a worker goes through samples, and how sure that is.
+
+    Args:
+        rounds: how many gradients it is of; a fraction where old ones count less.
+        samples: Σ bₖ of them.
+        seconds: Σ tₖ.
+        squares: Σ tₖ² / bₖ, which gives the variance of the seconds a sample takes.
+    """
+
+    rounds: float = 0.0
+    samples: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0
+
+    def took(self, samples: int, seconds: float) -> None:
+        """One gradient; one without samples says nothing."""
+        if samples > 0 and seconds > 0:
+            self.rounds += 1
+            self.samples += samples
+            self.seconds += seconds
+            self.squares += seconds * seconds / samples
+
+    def measured(self, stretch: Speed) -> None:
+        """Takes in what was measured since. Of what came before, the last `MEMORY` rounds count half."""
+        kept = 0.5 ** (stretch.rounds / MEMORY)
+        self.rounds = kept * self.rounds + stretch.rounds
+        self.samples = kept * self.samples + stretch.samples
+        self.seconds = kept * self.seconds + stretch.seconds
+        self.squares = kept * self.squares + stretch.squares
+
+    @property
+    def per_s(self) -> float | None:
+        """Samples a second; None before anything was measured."""
+        return self.samples / self.seconds if self.seconds else None
+
+    @property
+    def error(self) -> float:
+        """Standard error of `per_s`, relative to it: the spread of single rounds over √rounds."""
+        if self.rounds < 2:
+            return math.inf
+        mean = self.seconds / self.samples
+        variance = max(0.0, self.squares / self.samples - mean * mean)
+        return math.sqrt(variance / self.rounds) / mean
+
+
+def dealt(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """`total` samples, dealt so that the last worker is done as early as possible; at least one each.
+
+    Minimizes maxᵢ bᵢ / sᵢ over whole numbers with Σ bᵢ = total: bᵢ = ⌊total·sᵢ / Σs⌋ is never too
+    much, and each sample that is left goes to whom it makes done first.
+
+    Args:
+        total: of a round; at least as many as there are speeds.
+        speeds: samples a second, all above 0.
+    """
+    whole = math.fsum(speeds)
+    sizes = [max(1, math.floor(total * speed / whole)) for speed in speeds]
+    ranks = range(len(speeds))
+    for _ in itertools.repeat(None, max(0, total - sum(sizes))):
+        sizes[min(ranks, key=lambda rank: (sizes[rank] + 1) / speeds[rank])] += 1
+    for _ in itertools.repeat(None, max(0, sum(sizes) - total)):
+        more = [rank for rank in ranks if sizes[rank] > 1]
+        sizes[max(more, key=lambda rank: sizes[rank] / speeds[rank])] -= 1
+    return tuple(sizes)

@@ -1,0 +1,59 @@
+"""A worker's side of shares by measured speed: it says what its gradients took, and does what is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from gradstream.data.base import BatchRef
+from gradstream.data.joined import JoinedPlan
+from gradstream.data.plan import RoundPlan
+from gradstream.data.shares import Speed, begins_stretch, stretch_end
+
+__all__ = ["Balance", "ShareSource"]
+
+
+class ShareSource(Protocol):
+    """Whoever decides the shares: the coordinator, through `Member`."""
+
+    async def shares(self, ref: BatchRef, stretch: Speed) -> Sequence[int]:
+        """How many samples of a round each worker takes from `ref`'s round on."""
+        ...
+
+
+class Balance:
+    """Keeps a worker's plan at the shares that all workers go by.
+
+    It knows nothing of strategies: minibatches pass it on their way out of the schedule, and the seconds
+    of their gradients come from the events of steps.
+
+    Args:
+        plan: this worker's own.
+        source: asked before each stretch of rounds but the first.
+    """
+
+    def __init__(self, plan: RoundPlan | JoinedPlan, source: ShareSource) -> None:
+        self._plan = plan
+        self._source = source
+        self._steps = 0
+        self._stretch = Speed()
+
+    def took(self, samples: int, seconds: float) -> None:
+        """A gradient has been computed. The first one is left out: it pays for much that no other does."""
+        self._steps += 1
+        if self._steps > 1:
+            self._stretch.took(samples, seconds)
+
+    async def reach(self, ref: BatchRef) -> None:
+        """This minibatch comes next: afterwards it is known which samples it has.
+
+        Raises:
+            PeerLostError, DeadlineError: the coordinator was lost.
+        """
+        if not begins_stretch(ref.batch):
+            return
+        sizes: Sequence[int] = self._plan.sizes(ref.epoch, ref.batch)
+        if self._steps:
+            sizes = await self._source.shares(ref, self._stretch)
+            self._stretch = Speed()
+        self._plan.allot(ref.epoch, ref.batch, sizes, until=stretch_end(ref.batch))

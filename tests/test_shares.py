@@ -1,0 +1,290 @@
+"""Shares of a round by measured speed: who takes how much, and that no number of the result depends on it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+import gradstream as gs
+from gradstream.data.base import BatchRef, Division
+from gradstream.data.feed import feed_of, plan_of
+from gradstream.data.joined import JoinedPlan
+from gradstream.data.plan import PartitionPlan, RoundPlan
+from gradstream.data.shares import Speed, begins_stretch, dealt, stretch_end
+from gradstream.errors import ConfigError, InternalError
+from gradstream.membership.balance import Balance
+from gradstream.run import Run
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.world import Cost, LogNormal, World
+from gradstream.simulate import simulate
+from gradstream.summary import EventDict
+from gradstream.testing.runs import least_squares
+from gradstream.worker.balance import Balance as WorkersBalance
+
+GRID = 2.0**-10
+
+
+# ---- dealing ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speeds", [(1.0,), (1, 1, 1), (4, 4, 4, 1), (0.3, 7.7, 1e-3), (5, 1e6, 2.5)])
+@pytest.mark.parametrize("total", [4, 7, 12])
+def test_the_last_worker_is_done_as_early_as_can_be(speeds: Sequence[float], total: int) -> None:
+    def longest_s(sizes: Sequence[int]) -> float:
+        return max(size / speed for size, speed in zip(sizes, speeds, strict=True))
+
+    sizes = dealt(total, speeds)
+    assert sum(sizes) == total
+    assert min(sizes) >= 1
+    every = itertools.product(range(1, total + 1), repeat=len(speeds))
+    assert longest_s(sizes) == min(longest_s(other) for other in every if sum(other) == total)
+
+
+def test_stretches_double() -> None:
+    begins = [batch for batch in range(70) if begins_stretch(batch)]
+    assert begins == [0, 4, 8, 16, 32, 64]
+    assert [stretch_end(batch) for batch in (0, 3, 4, 7, 8, 15, 16)] == [4, 4, 8, 8, 16, 16, 32]
+
+
+def stretch(rounds: int, samples: int, seconds: float) -> Speed:
+    """So many gradients, each of these samples and seconds."""
+    speed = Speed()
+    for _ in range(rounds):
+        speed.took(samples, seconds)
+    speed.took(0, 0.0)
+    return speed
+
+
+def test_an_estimate_forgets_and_knows_how_sure_it_is() -> None:
+    speed = Speed()
+    assert (speed.per_s, speed.error) == (None, math.inf)
+    speed.measured(stretch(64, 10, 1.0))
+    assert (speed.per_s, speed.error) == (10.0, 0.0)
+    speed.measured(stretch(64, 10, 2.0))
+    assert speed.per_s == pytest.approx((32 + 64) * 10 / (32 + 64 * 2))
+    per_sample = np.array([0.1] * 32 + [0.2] * 64)
+    assert speed.error == pytest.approx(per_sample.std() / per_sample.mean() / math.sqrt(96))
+
+
+# ---- the plan ---------------------------------------------------------------------------
+
+
+def ids_of(plan: RoundPlan, epochs: int) -> list[np.ndarray[Any, Any]]:
+    """The joined batch of each round."""
+    ranks = range(plan.num_partitions)
+    return [
+        np.concatenate([plan.ids(BatchRef(epoch, rank, batch)) for rank in ranks])
+        for epoch in range(epochs)
+        for batch in range(plan.batches_in(0, epoch))
+    ]
+
+
+def test_the_joined_batch_is_the_same_whatever_the_shares() -> None:
+    even, uneven = RoundPlan(101, 8, 3, seed=4), RoundPlan(101, 8, 3, seed=4, shares="measured")
+    for place, sizes in (((0, 2), (20, 3, 1)), ((0, 4), (1, 22, 1)), ((1, 0), (7, 8, 9))):
+        uneven.allot(*place, sizes)
+    for joined, expected in zip(ids_of(uneven, 2), ids_of(even, 2), strict=True):
+        assert np.array_equal(joined, expected)
+    taken = [uneven.size(BatchRef(0, 0, batch)) for batch in range(5)]
+    assert taken == [8, 8, 20, 20, 1]  # the last round has 5 samples: 1/24 of them, rounded up
+    assert uneven.sizes(0, 3) == (20, 3, 1)
+    assert uneven.done_with(0, [BatchRef(0, rank, 2) for rank in range(3)]).parts == {0: ((48, 72),)}
+
+
+def test_rounds_that_are_joined_are_divided_alike() -> None:
+    plan = JoinedPlan(RoundPlan(64, 4, 2, shares="measured"), 3)
+    plan.allot(0, 1, (7, 1), until=2)
+    assert [plan.size(BatchRef(0, 0, batch)) for batch in range(3)] == [12, 21, 14]
+    assert plan.sizes(0, 0) == (4, 4)
+    assert isinstance(plan.plan, RoundPlan)
+    assert plan.plan.known_until(BatchRef(0, 0, 3)) == 6
+
+
+def test_shares_that_make_no_sense() -> None:
+    plan = RoundPlan(100, 10, 2, shares="measured")
+    plan.allot(0, 4, (15, 5))
+    for place, sizes in (((0, 5), (15, 6)), ((0, 5), (20,)), ((0, 5), (21, -1)), ((0, 3), (10, 10))):
+        with pytest.raises(InternalError):
+            plan.allot(*place, sizes)
+    with pytest.raises(ConfigError, match="go through rounds together"):
+        PartitionPlan(100, 10, 2, shares="measured")
+    with pytest.raises(ConfigError, match="a round has 2 samples for 3 workers"):
+        RoundPlan(100, (2, 0, 0), 3, shares="measured")
+
+
+# ---- deciding ---------------------------------------------------------------------------
+
+
+def test_one_decision_is_made_of_what_all_have_said() -> None:
+    balance = Balance(RoundPlan(1000, 10, 3, shares="measured"))
+    for rank, seconds in ((0, 1.0), (2, 0.5)):
+        balance.took(rank, (0, 4), stretch(3, 10, seconds / 3))
+        assert balance.decide((0, 1, 2)) is None
+    assert balance.decided((0, 4)) is None
+    balance.took(1, (0, 4), stretch(3, 10, 1 / 3))
+    balance.took(1, (0, 4), stretch(3, 10, 1.0))  # said twice
+    event = balance.decide((0, 1, 2))
+    assert event is not None
+    assert (event.samples, event.per_s, event.changed) == ([8, 7, 15], [30.0, 30.0, 60.0], True)
+    assert balance.decided((0, 4)) == (8, 7, 15)
+    assert balance.decide((0, 1, 2)) is None
+
+
+def test_what_would_gain_little_changes_nothing() -> None:
+    balance = Balance(RoundPlan(1000, 100, 2, shares="measured"))
+    balance.took(0, (0, 4), stretch(3, 100, 1.0))
+    balance.took(1, (0, 4), stretch(3, 100, 1.08))
+    event = balance.decide((0, 1))
+    assert event is not None
+    assert (event.samples, event.changed) == ([100, 100], False)
+
+
+def test_a_lost_workers_share_goes_to_the_others() -> None:
+    balance = Balance(RoundPlan(1000, 10, 3, shares="measured"))
+    for rank in (0, 2):
+        balance.took(rank, (0, 4), stretch(3, 10, 1.0))
+    event = balance.decide((0, 2))
+    assert event is not None
+    assert event.samples == [15, 0, 15]
+
+
+# ---- whole runs on virtual time ---------------------------------------------------------
+
+
+def shares_of(run: Run) -> list[EventDict]:
+    return [event for event in run.events if event["event"] == "shares"]
+
+
+def round_s(run: Run, epoch: int) -> float:
+    """Mean seconds of a round of an epoch, as worker 0 saw it."""
+    steps = [e for e in run.events if e["event"] == "step" and e["rank"] == 0 and e["epoch"] == epoch]
+    return float(np.mean([event["compute_s"] + event["wait_s"] for event in steps]))
+
+
+def uneven(shares: Literal["measured"] | None, *, spread: float = 0.0, **options: Any) -> Run:
+    """Four workers, of which the last is 4 times slower; integer data, so that sums are exact."""
+    model, data = least_squares(2048, 64, grid=GRID)
+    cost = Cost(per_sample_s=1e-3, spread=LogNormal(spread))
+    world = World(costs={"gradient": cost}, speeds={"worker-3": 0.25})
+    options = {"workers": 4, "batch_size": 32, "epochs": 3, "seed": 1, "chunk_elems": 64, **options}
+    return simulate(model, data, world=world, shares=shares, optimizer=gs.SGD(lr=2.0**-7), **options)
+
+
+def test_a_slow_worker_gets_less_and_rounds_take_what_all_speeds_together_allow() -> None:
+    equal, measured = uneven(None), uneven("measured")
+    ideal_s = 4 * 32 / (3 * 1000 + 250)
+    assert round_s(equal, 2) == pytest.approx(32 / 250, rel=0.01)
+    assert round_s(measured, 2) == pytest.approx(ideal_s, rel=0.03)  # samples are whole
+    assert round_s(equal, 2) / round_s(measured, 2) > 3.1
+    assert shares_of(measured)[0]["batch"] == 4
+    assert [event["samples"] for event in shares_of(measured)] == [[40, 40, 39, 9]] * len(shares_of(measured))
+    assert [event["changed"] for event in shares_of(measured)] == [True] + [False] * 7
+    assert measured.parameters["w"].tobytes() == equal.parameters["w"].tobytes()
+
+
+def test_shares_do_not_follow_noise() -> None:
+    """Log-normal times of σ = 0.3: shares come near the ideal ones, and stay."""
+    for seed in range(4):
+        run = uneven("measured", spread=0.3, seed=seed, epochs=10)
+        late = [event for event in shares_of(run) if event["epoch"] >= 2]
+        assert len(late) == 8 * 3  # before rounds 0, 4 and 8 of 16
+        assert sum(event["changed"] for event in late) <= 1, [event["samples"] for event in late]
+        longest_s = [max(np.array(event["samples"]) / [1000, 1000, 1000, 250]) for event in late]
+        assert max(longest_s) < 1.2 * 128 / 3250
+        assert longest_s[-1] < 1.05 * 128 / 3250
+
+
+def test_a_machine_that_becomes_slower_is_noticed() -> None:
+    balance = Balance(RoundPlan(10_000, 50, 2, shares="measured"))
+    taken = []
+    for epoch in range(12):
+        for batch, rounds in ((4, 3), (8, 4), (16, 8), (32, 16)):
+            for rank, per_s in enumerate((100.0, 100.0 if epoch < 2 else 25.0)):
+                size = balance.sizes[rank]
+                balance.took(rank, (epoch, batch), stretch(rounds, size, size / per_s))
+            balance.decide((0, 1))
+        taken.append(balance.sizes[1])
+    assert taken[:2] == [50, 50]
+    assert taken[2] < 40
+    assert taken[-1] == pytest.approx(20, abs=1.5), taken
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"servers": 3}, {"batch_size": [100, 0, 20, 8]}])
+def test_the_bits_are_those_of_equal_shares(options: dict[str, Any]) -> None:
+    measured = uneven("measured", spread=0.2, **options)
+    assert any(event["changed"] for event in shares_of(measured))
+    assert measured.summary["samples_accounted"] == 3 * 2048
+    options.pop("batch_size", None)
+    assert measured.parameters["w"].tobytes() == uneven(None, **options).parameters["w"].tobytes()
+
+
+def test_a_worker_that_goes_by_other_shares_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: worker 1 does not do what was decided."""
+    before = uneven("measured").parameters["w"]
+    reach = WorkersBalance.reach
+
+    async def stubborn(self: WorkersBalance, ref: BatchRef) -> None:
+        await reach(self, ref)
+        if ref.partition == 1 and (ref.epoch, ref.batch) == (0, 4):
+            self._plan.allot(0, 4, (32, 32, 32, 32), until=8)
+
+    monkeypatch.setattr(WorkersBalance, "reach", stubborn)
+    assert not np.array_equal(uneven("measured").parameters["w"], before)
+
+
+def test_a_resumed_run_goes_on_with_the_shares_it_had() -> None:
+    def first_size(run: Run) -> int:
+        steps = [e for e in run.events if e["event"] == "step" and e["rank"] == 3]
+        return int(steps[0]["samples"])
+
+    whole = uneven("measured")
+    storage = MemoryStorage()
+    uneven("measured", storage=storage, checkpoint_every=21, epochs=2)
+    resumed = uneven("measured", storage=storage, resume=True)
+    assert first_size(whole) == 32
+    assert first_size(resumed) == 9
+    assert resumed.parameters["w"].tobytes() == whole.parameters["w"].tobytes()
+
+
+# ---- what cannot be -----------------------------------------------------------------------
+
+
+def test_where_shares_cannot_be_measured() -> None:
+    model, data = least_squares(64, 4)
+    with pytest.raises(ConfigError, match="go through rounds together"):
+        simulate(model, data, strategy="downpour", workers=2, epochs=1, shares="measured")
+
+    def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
+        yield np.ones((4, 4)), np.ones(4)
+
+    with pytest.raises(ConfigError, match="leave out shares"):
+        simulate(model, gs.from_stream(batches, batches=1), workers=2, epochs=1, shares="measured")
+    with pytest.raises(ConfigError, match=r"shares='fast'.*expected"):
+        simulate(model, data, workers=2, epochs=1, shares="fast")  # type: ignore[arg-type]
+
+
+def test_a_loaders_processes_read_no_further_than_is_known() -> None:
+    """Samples are read ahead up to the next stretch; then by the shares that were decided meanwhile."""
+    items = [(np.float32(number), number) for number in range(64)]
+    data = gs.from_loader(DataLoader(items, batch_size=4, num_workers=1))  # type: ignore[arg-type]
+    plan = plan_of(data, Division(
+        cut="rounds", batch_size=4, workers=2, seed=3, shares="measured", epochs=1, steps=None
+    ))  # fmt: skip
+    assert isinstance(plan, RoundPlan)
+    feed = feed_of(data, plan, 0, seed=0)
+    plan.allot(0, 0, (4, 4), until=2)
+    seen = []
+    for batch in range(6):
+        if batch == 2:
+            plan.allot(0, 2, (6, 2), until=4)
+        if batch == 4:
+            plan.allot(0, 4, (1, 7))
+        seen.append(feed.read(BatchRef(0, 0, batch)).targets.tolist())
+    assert [len(targets) for targets in seen] == [4, 4, 6, 6, 1, 1]
+    assert [first for first, *_ in seen] == [8 * batch for batch in range(6)]
