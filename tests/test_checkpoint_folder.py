@@ -51,7 +51,8 @@ def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
         for start in range(0, ELEMS, CHUNK):  # two shards
             piece = vector[start : start + CHUNK].tobytes()
             storage.patch(place.path, [(place.offset_bytes + 4 * start, piece)])
-    sums = [zlib.crc32(vector[start : start + CHUNK].tobytes()) for start in range(0, ELEMS, CHUNK)]
+    cuts = [(start, min(start + CHUNK, ELEMS)) for start in range(0, ELEMS, CHUNK)]
+    sums = [(start, stop, zlib.crc32(vector[start:stop].tobytes())) for start, stop in cuts]
     manifest = Manifest(
         step=step, rounds=step, steps={"worker-0": step}, done=Done(0, {0: ((0, step),)}),
         versions=[step, step],
@@ -63,7 +64,7 @@ def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
         buffers={"norm.count": np.int64(step).tobytes()},
         own={"worker-0": b"own"},
         sums={"": sums, "momentum": sums},
-        chunk_bytes=4 * CHUNK,
+        itemsize_bytes=4,
     )
     prune(storage, policy or Policy())
     return folder
@@ -177,7 +178,7 @@ def test_a_shard_that_writes_elsewhere_is_noticed(tmp_path: Path, monkeypatch: p
         original(self, path, [(offset, bytes(len(one)) if lost else one) for offset, one in pieces])
 
     monkeypatch.setattr(DiskStorage, "patch", elsewhere)
-    with pytest.raises(DataError, match="is not what its shard held"):
+    with pytest.raises(DataError, match="are not what their node held"):
         write(storage, 20)
     found = newest(storage, unexpected)
     assert found is not None

@@ -86,7 +86,7 @@ def under(job: Job, *layers: Sequence[str]) -> Job:
 
 def test_later_layers_win_and_origins_say_so() -> None:
     job = under(a_job(), ["workers=3", "seed=3"], ["workers=4"])
-    assert (job.workers, job.seed, job.servers) == (4, 3, 1)
+    assert (job.workers, job.seed, job.servers) == (4, 3, None)
     assert job.origins == {"workers": "layer 2: workers", "seed": "layer 1: seed"}
 
 

@@ -19,7 +19,7 @@ from gradstream.server.window import SequenceWindow
 from gradstream.simulate import simulate
 from gradstream.strategies import Downpour, Strategy, Worker
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
-from gradstream.worker.worker import Replica
+from gradstream.worker.server_replica import ServerReplica
 
 NUM_SAMPLES = 24
 WORKERS, SERVERS = 2, 2
@@ -44,7 +44,7 @@ class Impatient(Downpour):
     """Pushes each gradient without waiting for the push before: several are under way at once."""
 
     async def train(self, worker: Worker) -> None:
-        assert isinstance(worker, Replica)
+        assert isinstance(worker, ServerReplica)
         client, runtime = worker.server, worker._runtime
         await worker.adopt(client.fetch_soon())
         pushes = []
@@ -173,7 +173,7 @@ class Racing(gs.Synchronous):
     """Planted: fetches straight into the parameters that are being differentiated."""
 
     async def train(self, worker: Worker) -> None:
-        assert isinstance(worker, Replica)
+        assert isinstance(worker, ServerReplica)
         await worker.adopt(worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
@@ -189,7 +189,7 @@ class Overwriting(gs.Synchronous):
     """Planted: computes the next gradient into the vector whose push is still under way."""
 
     async def train(self, worker: Worker) -> None:
-        assert isinstance(worker, Replica)
+        assert isinstance(worker, ServerReplica)
         await worker.adopt(worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = await worker.gradient(batch)

@@ -21,7 +21,7 @@ from gradstream.strategies import Strategy, Worker
 from gradstream.strategies.synchronous import Rounds
 from gradstream.testing import BrokenLawsError, check_strategy, strategy_laws
 from gradstream.testing.strategy_laws import BrokenLawError, Law
-from gradstream.worker.worker import Replica
+from gradstream.worker.server_replica import ServerReplica
 
 HOUSE = (
     gs.Synchronous(),
@@ -164,7 +164,7 @@ class Anxious(Plain):
     """Pushes again where the first push had to be tried again."""
 
     async def push(self, worker: Worker, gradient: Any) -> None:
-        assert isinstance(worker, Replica)
+        assert isinstance(worker, ServerReplica)
         before = worker.server.traffic.retries
         await worker.server.push_soon(worker.update(gradient))
         await worker.server.settle()

@@ -45,6 +45,7 @@ __all__ = [
     "is_open_ended",
     "is_script",
     "make_job",
+    "num_servers",
     "overrides",
     "plain",
     "policy_of",
@@ -84,7 +85,7 @@ class Job:
         groups: settings of the update rule for some parameters, by patterns of their names:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
         workers: how many replicas of the model.
-        servers: how many shards of the parameter server.
+        servers: how many shards of the parameter server; None is one, or none for a strategy without.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker, where the strategy partitions the data. "measured":
             the workers' parts of a synchronous round follow their measured speed; the round stays as large.
@@ -125,7 +126,7 @@ class Job:
     optimizer: str | Optimizer | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     workers: int = 2
-    servers: int = 1
+    servers: int | None = None
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
     accumulate: int = 1
@@ -162,7 +163,7 @@ class JobOptions(TypedDict, total=False):
     optimizer: str | Optimizer | None
     groups: Sequence[Mapping[str, Any]]
     workers: int
-    servers: int
+    servers: int | None
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     accumulate: int
@@ -263,7 +264,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         strategy=strategy,
         optimizer=optimizer,
         workers=job.workers,
-        servers=job.servers,
+        servers=num_servers(job, strategy),
         batch_size=job.batch_size,
         shares=job.shares,
         groups=groups_of(job.groups, optimizer),
@@ -286,6 +287,20 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     )
     cast.ledger()
     return cast
+
+
+def num_servers(job: Job, strategy: Strategy) -> int:
+    """How many shards there are: as many as are asked for, where the strategy has any. Raises ConfigError."""
+    name = type(strategy).__name__
+    if strategy.through == "group":
+        if job.servers:
+            raise ConfigError(
+                f"servers={job.servers}, but {name} exchanges in a group of workers, without any: leave it out"
+            )
+        return 0
+    if job.servers == 0:
+        raise ConfigError(f"servers=0: {name} goes through a parameter server; expected at least 1")
+    return 1 if job.servers is None else job.servers
 
 
 def is_open_ended(job: Job) -> bool:
@@ -352,8 +367,10 @@ def check(job: Job) -> None:
             "from_dataset, from_loader or from_stream"
         )
     open_ended = is_open_ended(job)
-    for name in ("workers", "servers", "accumulate"):
+    for name in ("workers", "accumulate"):
         _whole(name, getattr(job, name), least=1)
+    if job.servers is not None:
+        _whole("servers", job.servers, least=0)
     _whole("seed", job.seed, least=0)
     if not open_ended and (job.epochs is None) == (job.steps is None):
         got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
@@ -369,7 +386,7 @@ def check(job: Job) -> None:
     if isinstance(job.shares, str) and job.shares != MEASURED:
         raise ConfigError(f"shares={job.shares!r}: expected a number for each worker, or {MEASURED!r}")
     _whole("chunk_elems", job.chunk_elems, least=1)
-    ChunkMap(0, job.chunk_elems, job.servers)
+    ChunkMap(0, job.chunk_elems, 1)
     for entry in dataclasses.fields(job.deadlines):
         seconds = getattr(job.deadlines, entry.name)
         if not _is_positive(seconds):

@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 STRATEGIES = {
+    "allreduce": "gradstream.strategies.allreduce:AllReduce",
     "downpour": "gradstream.strategies.downpour:Downpour",
     "synchronous": "gradstream.strategies.synchronous:Synchronous",
 }

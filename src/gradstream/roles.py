@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, cast
 
 from gradstream.checkpoint.manifest import Manifest, Resume
 from gradstream.checkpoint.policy import Policy
+from gradstream.collectives.buckets import Buckets
+from gradstream.collectives.forming import form_group
 from gradstream.data.base import Dataset, Division, Plan
 from gradstream.data.done import Done
 from gradstream.data.feed import plan_of
@@ -33,13 +36,16 @@ from gradstream.model.base import Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
 from gradstream.runtime.base import Runtime
+from gradstream.server.chunks import ChunkMap
 from gradstream.server.node import ShardNode
 from gradstream.server.service import FindOptimizer, ShardConfig
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
+from gradstream.wire.dtypes import itemsize_bytes
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
+from gradstream.worker.group_exchange import UpdateRule
 from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerConfig, WorkerNode
 
@@ -240,6 +246,7 @@ class Cast:
             policy=policy,
             resume=self.resume,
             silence_s=self.silence_s,
+            pieces=self._pieces,
         )
 
     def _states(self, model: v1.ModelSpec) -> Sequence[str]:
@@ -247,6 +254,14 @@ class Cast:
         if model.optimizer and self.find_optimizer is not None:
             return self.find_optimizer(model.optimizer)[0].state_names
         return self.optimizer.state_names
+
+    def _pieces(self, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
+        """What each of so many nodes holds of every vector of a model."""
+        if self.strategy.through == "group":
+            buckets = Buckets(model.elems, self.strategy.bucket_elems(itemsize_bytes(model.dtype)), holders)
+            return [buckets.owned(rank) for rank in range(holders)]
+        chunks = ChunkMap(model.elems, model.chunk_elems, holders)
+        return [[chunks.bounds(chunk) for chunk in chunks.chunks_of(rank)] for rank in range(holders)]
 
     @property
     def _earlier_s(self) -> float:
@@ -315,8 +330,16 @@ class Cast:
             optimizer=own.optimizer if own else "",
             resume=self.resume,
             balanced=self.balanced,
+            form_group=partial(form_group, how=self.strategy.algorithm, silence_s=self.silence_s),
+            update_rule=self._update_rule(model, own) if self.strategy.through == "group" else None,
         )
         return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
+
+    def _update_rule(self, model: Model, own: OwnData | None) -> UpdateRule:
+        """What a worker updates its parameters by, where there are no servers."""
+        if own is not None and own.optimizer and self.find_optimizer is not None:
+            return self.find_optimizer(own.optimizer)
+        return self.optimizer, self.grouped(model)
 
     def _member(self, runtime: Runtime, endpoint: Endpoint, role: str, rank: int) -> Member:
         identity = endpoint.identity

@@ -1,6 +1,6 @@
 """Checkpoints on a storage: written so that a crash at any instant leaves the old or the new one.
 
-    1  shards write their ranges of each file into a hidden folder       durable when they say so
+    1  shards, or workers, write their ranges of each file into a hidden folder       durable when they say so
     2  headers, buffers and workers' own state are added                 each file is fsynced
     3  every file is read back: its SHA-256, and each chunk's checksum against what the shard held
     4  state.json, which tells sizes and SHA-256, is written last        fsync of the folder
@@ -31,6 +31,7 @@ __all__ = [
     "FOLDER",
     "MODEL",
     "Draft",
+    "Held",
     "Place",
     "data_offset",
     "file_of",
@@ -70,6 +71,10 @@ class Place:
     vector: str
     path: str
     offset_bytes: int
+
+
+Held = tuple[int, int, int]
+"""Elements [start, stop) of a vector, and the CRC-32 of their bytes as the node that has them held them."""
 
 
 class Draft:
@@ -120,17 +125,17 @@ class Draft:
         *,
         buffers: Mapping[str, bytes],
         own: Mapping[str, bytes],
-        sums: Mapping[str, Sequence[int]],
-        chunk_bytes: int,
+        sums: Mapping[str, Sequence[Held]],
+        itemsize_bytes: int,
     ) -> str:
-        """Steps 2 to 5, once all shards have written. Returns the folder's name.
+        """Steps 2 to 5, once all holders have written. Returns the folder's name.
 
         Args:
             manifest: what is kept; `files` is filled in here.
             buffers: bytes of each tensor in `buffers`.
             own: by worker, its own state as safetensors.
-            sums: by vector, the CRC-32 of each chunk as its shard held it.
-            chunk_bytes: of every chunk but the last.
+            sums: by vector, every piece of it as its holder has held it, in the order of the vector.
+            itemsize_bytes: of an element.
 
         Raises:
             OSError: the disk is full or broken.
@@ -146,7 +151,7 @@ class Draft:
                 pieces.append((offset, piece))
                 offset += len(piece)
             storage.patch(place.path, pieces)
-            files[file_of(place.vector)] = self._read_back(place, offset, sums[place.vector], chunk_bytes)
+            files[file_of(place.vector)] = self._read_back(place, offset, sums[place.vector], itemsize_bytes)
         for worker, data in own.items():
             name = worker_file(worker)
             storage.write(f"{self.folder}/{name}", data)
@@ -163,7 +168,9 @@ class Draft:
         """Removes what was written. A shard that writes still finds no folder, and says so."""
         self._storage.remove(self.folder)
 
-    def _read_back(self, place: Place, size_bytes: int, sums: Sequence[int], chunk_bytes: int) -> FileEntry:
+    def _read_back(
+        self, place: Place, size_bytes: int, sums: Sequence[Held], itemsize_bytes: int
+    ) -> FileEntry:
         storage, path = self._storage, place.path
         if storage.size(path) != size_bytes:
             raise DataError(
@@ -171,14 +178,20 @@ class Draft:
             )
         digest = hashlib.sha256(storage.read_at(path, 0, place.offset_bytes))
         end = place.offset_bytes + self._data_bytes
-        for chunk, start in enumerate(range(place.offset_bytes, end, chunk_bytes)):
-            data = storage.read_at(path, start, min(chunk_bytes, end - start))
-            if zlib.crc32(data) != sums[chunk]:
+        begin = 0
+        for start, stop, crc in sums:
+            data = storage.read_at(
+                path, place.offset_bytes + start * itemsize_bytes, (stop - start) * itemsize_bytes
+            )
+            if start != begin or zlib.crc32(data) != crc:
                 raise DataError(
-                    f"{path}: chunk {chunk} is not what its shard held; does every shard write to the "
-                    "disk of the run directory?"
+                    f"{path}: elements {start} to {stop} are not what their node held; do all nodes write to "
+                    "the disk of the run directory?"
                 )
             digest.update(data)
+            begin = stop
+        if begin * itemsize_bytes != self._data_bytes:
+            raise DataError(f"{path}: nobody has written the elements from {begin} on")
         digest.update(storage.read_at(path, end, size_bytes - end))
         return FileEntry(size_bytes, digest.hexdigest())
 

@@ -56,8 +56,9 @@ class Group(Protocol):
             weight: this rank's, multiplied in before the sum.
 
         Returns:
-            Where the sum lies: `span` itself, or memory of the group's, to be read until the next
-            operation of this group.
+            Where the sum lies: `span` itself, or memory of the group's. It can be read until the next
+            operation on any of the same elements: buckets of one vector are summed one after the
+            other, and read together. Of a vector that is not the group's own, until the next operation.
 
         Raises:
             PeerLostError, DeadlineError: naming a rank; the group is broken.

@@ -51,7 +51,8 @@ class Cut:
 
     Args:
         number: from 1.
-        workers, shards: who takes part.
+        workers: who stands still for it.
+        shards: who holds the vectors: the shards, or the workers where there are no servers.
         together: all workers stop after the same number of minibatches.
         last: the run stops with it.
         ends: the run finishes with it: workers have no more to do than to get to where they stop, and

@@ -35,6 +35,7 @@ class Keeping:
         policy: when, and how many.
         resume: where the run goes on.
         silence_s: how long a worker may take to say what it has of its own.
+        pieces: [start, stop) of what each of so many holders has of every vector.
     """
 
     template: Manifest
@@ -43,6 +44,7 @@ class Keeping:
     policy: Policy
     resume: Resume | None
     silence_s: float
+    pieces: Callable[[v1.ModelSpec, int], Sequence[Sequence[tuple[int, int]]]]
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class Keeper:
         return draft.places
 
     async def commit(self, cut: Cut) -> tuple[str, int]:
-        """Makes a checkpoint of what all shards have written. Returns its folder, and its size.
+        """Makes a checkpoint of what all holders have written. Returns its folder, and its size.
 
         Raises:
             OSError: the disk is full or broken.
@@ -118,8 +120,9 @@ class Keeper:
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
         versions = _dealt(num_chunks, [cut.versions[shard] for shard in cut.shards])
+        pieces = keeping.pieces(spec, len(cut.shards))
         sums = {
-            place.vector: _dealt(num_chunks, [_part(cut.sums[s], index, len(cut.places)) for s in cut.shards])
+            place.vector: _in_order(pieces, [_part(cut.sums[s], index, len(cut.places)) for s in cut.shards])
             for index, place in enumerate(cut.places)
         }
         steps = {who: self._base(who) + count for who, count in cut.stop_at.items()}
@@ -147,7 +150,6 @@ class Keeper:
         )
         buffers = averaged(list(opened.own.values()))
         own = {who: state.encode() for who, state in opened.own.items()}
-        chunk_bytes = spec.chunk_elems * itemsize_bytes(spec.dtype)
 
         def write() -> str:
             try:
@@ -156,7 +158,7 @@ class Keeper:
                     buffers={name: array.tobytes() for name, array in buffers.items()},
                     own=own,
                     sums=sums,
-                    chunk_bytes=chunk_bytes,
+                    itemsize_bytes=itemsize_bytes(spec.dtype),
                 )
             except BaseException:
                 opened.draft.discard()
@@ -190,6 +192,17 @@ def _dealt(num_chunks: int, by_shard: Sequence[Sequence[int]]) -> list[int]:
     for rank, numbers in enumerate(by_shard):
         out[rank :: len(by_shard)] = numbers
     return out
+
+
+def _in_order(
+    pieces: Sequence[Sequence[tuple[int, int]]], sums: Sequence[Sequence[int]]
+) -> list[tuple[int, int, int]]:
+    """Every holder's pieces with their checksums, in the order of the vector."""
+    return sorted(
+        (start, stop, crc)
+        for theirs, numbers in zip(pieces, sums, strict=True)
+        for (start, stop), crc in zip(theirs, numbers, strict=True)
+    )
 
 
 def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:

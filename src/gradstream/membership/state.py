@@ -315,9 +315,9 @@ class Membership:
 
     @property
     def _names(self) -> tuple[list[str], list[str]]:
-        """Workers and shards that are in, by rank."""
-        shards = [f"shard-{rank}" for rank in range(self._started.servers)]
-        return [node.name for node in self.workers], shards
+        """Workers that are in, by rank, and who holds the vectors: the shards, or else the workers."""
+        workers = [node.name for node in self.workers]
+        return workers, [f"shard-{rank}" for rank in range(self._started.servers)] or workers
 
     def _after_cut(self) -> list[Instruction]:
         """Stops the run if that is what the cut was for."""

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
+from gradstream.checkpoint.snapshot import Snapshots
 from gradstream.events import AppliedEvent, Event
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.service import ShardConfig, ShardService
-from gradstream.server.snapshot import Snapshots, restore
+from gradstream.server.snapshot import ShardHolder
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
@@ -75,9 +76,10 @@ class ShardNode:
             await self._member.join()
             notice = await self._member.training()
             self._service.register(notice.model, opens=False)
-            await self._restore()
+            holder = ShardHolder(self._service, self._config.rank)
+            await self._restore(holder)
             self._service.open()
-            snapshots = Snapshots(self._runtime, self._member, self._service, self._config.rank)
+            snapshots = Snapshots(self._runtime, self._member, holder)
             cuts = awaited_later(self._runtime.spawn(snapshots.run(), name=f"{self._runtime.node}-cuts"))
             vitals = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
             failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
@@ -93,12 +95,12 @@ class ShardNode:
         finally:
             await self._member.leave()
 
-    async def _restore(self) -> None:
+    async def _restore(self, holder: ShardHolder) -> None:
         """Goes on from a checkpoint, where the run does."""
         folder, storage = self._config.resume_from, self._runtime.storage
         if folder:
             await self._runtime.beside(
-                lambda: restore(storage, folder, self._service, self._config.rank),
+                lambda: holder.restore(storage, folder),
                 work=Work("restore", elems=len(self._service.store.parameters)),
             )
 

@@ -20,7 +20,6 @@ from typing import Literal
 import torch
 
 from gradstream.errors import ClosedError, UserCodeError
-from gradstream.memory import Memory
 from gradstream.model.buffers import Buffers
 from gradstream.session.held import Held
 from gradstream.worker.loop import LoopReplica, Turn
@@ -56,11 +55,8 @@ class Handover:
             PeerLostError, DeadlineError: a server is gone.
         """
         assert self._replica is not None and self._event_loop is not None
-        layout = self._held.layout
-        vector = Memory().allocate(layout.elems, layout.dtype, "evaluated")
-        work = self._replica.server.fetch_into(vector)
-        asyncio.run_coroutine_threadsafe(work, self._event_loop).result()
-        return vector.tensor
+        work = self._replica.newest()
+        return asyncio.run_coroutine_threadsafe(work, self._event_loop).result()
 
     # ---- the worker's side --------------------------------------------------------------
 

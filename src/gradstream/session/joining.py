@@ -28,7 +28,7 @@ def join(
     *,
     strategy_options: Mapping[str, Any] | None = None,
     workers: int = 2,
-    servers: int = 1,
+    servers: int | None = None,
     seed: int = 0,
     name: str | None = None,
     run_dir: Path | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradstream.config import Job, overrides, plain
+from gradstream.config import Job, num_servers, overrides, plain
 from gradstream.registry import describe
 
 __all__ = ["Entry", "effective", "to_toml"]
@@ -44,7 +44,9 @@ def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
 
     entries = []
     defaults = {field.name: plain(_default(field)) for field in dataclasses.fields(job)}
-    for name, value in overrides(job).items():
+    values = {**overrides(job), "servers": num_servers(job, strategy)}
+    defaults["servers"] = 0 if strategy.through == "group" else 1
+    for name, value in values.items():
         default = defaults[name]
         if isinstance(getattr(job, name), Mapping) or not isinstance(value, Mapping):
             entries.append(entry(name, value, default))

@@ -3,21 +3,27 @@
 A strategy has two halves. `train(worker)` is the paper's client and runs on every worker; `rule`
 is the paper's server and decides, on every shard, what is done with a push and when a fetch may
 be answered. Neither sees a socket: a worker's verbs are all there is.
+
+Where workers exchange in a group, there is no server, and `train` is the whole of it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import ClassVar, Literal, Protocol
 
+from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.server.client import Arrival, Update
 from gradstream.server.rule import Rule
 
-__all__ = ["Gradient", "Minibatch", "Server", "Strategy", "Worker"]
+__all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Server", "Strategy", "Worker"]
+
+Bucket = tuple[int, int]
+"""Elements [start, stop) of the flat vector, which are exchanged together."""
 
 
 class Minibatch(Protocol):
@@ -63,17 +69,63 @@ class Server(Protocol):
         ...
 
 
+class Peers(Protocol):
+    """The workers of a run without servers, as one of them sees them: see `gradstream.worker.peers`.
+
+    All of them call the same verbs in the same order.
+    """
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The parts of the flat vector that are exchanged one after the other, in backward order."""
+        ...
+
+    async def samples(self, gradient: Gradient) -> Sequence[int]:
+        """Training samples behind this round's gradient of each worker, by rank. May wait for them."""
+        ...
+
+    async def allreduce(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
+        """Σ weight·gradient over all workers, of one bucket: as soon as backprop is done with it.
+
+        Raises:
+            PeerLostError, DeadlineError: naming a worker. No update will be made of this round.
+            What computing the gradient raised.
+        """
+        ...
+
+    async def reduce_scatter(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
+        """The same, but each worker gets its own slice of the sum alone."""
+        ...
+
+    async def update(self, gradient: Gradient) -> None:
+        """One update w ← Opt(w, Σ), of all elements whose sums this worker has; at the rate of this round.
+
+        Of a round in which no worker had samples nothing is changed. Its minibatch is in the model then.
+        """
+        ...
+
+    async def all_gather(self) -> None:
+        """Every worker's slices of the parameters, to all: all have all of them afterwards."""
+        ...
+
+
 class Worker(Protocol):
     """One model replica: its batches, its compute, and the verbs of exchange."""
 
     rank: int
     num_workers: int
+    reduction: Reduction  # whether gradients are means or sums over their samples
     step: int  # local minibatches so far, this one excluded
-    version: int  # of the parameters adopted last
+    version: int  # of the parameters that gradients are computed on
 
     @property
     def server(self) -> Server:
-        """The parameter server."""
+        """The parameter server; raises InternalError where the strategy has none."""
+        ...
+
+    @property
+    def group(self) -> Peers:
+        """The other workers; raises InternalError where the strategy goes through servers."""
         ...
 
     def batches(self) -> AsyncIterator[Minibatch]:
@@ -132,6 +184,15 @@ class Strategy(ABC):
     survives_worker_loss: ClassVar[bool]
     """Whether the others go on when a worker dies."""
 
+    through: ClassVar[Literal["servers", "group"]] = "servers"
+    """Where gradients are brought together: on servers, or among the workers, in a group without any."""
+
+    algorithm: str = "auto"
+    """In a group: how it sums; see `gradstream.collectives`."""
+
+    sharded: bool = False
+    """In a group: each worker updates its own slices alone, and has the optimizer's state of these alone."""
+
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""
 
@@ -143,6 +204,14 @@ class Strategy(ABC):
     async def train(self, worker: Worker) -> None:
         """The client: returns when the worker's share of the run is done."""
 
-    @abstractmethod
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        """The server: a pure rule, the same on each shard."""
+        """The server: a pure rule, the same on each shard. None of a strategy that goes through a group."""
+        raise InternalError(f"{type(self).__name__} has no rule: what does its server do with a push?")
+
+    def bucket_elems(self, itemsize_bytes: int) -> int:
+        """In a group: about how many elements are exchanged at once; a multiple of 64."""
+        return max(64, BUCKET_BYTES // itemsize_bytes // 64 * 64)
+
+
+BUCKET_BYTES = 4 << 20
+"""Of a strategy that does not say."""

@@ -9,27 +9,25 @@ was one at all: where the loop has ended instead, the minibatch has no samples a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import GradientError, InternalError
-from gradstream.events import StepEvent
-from gradstream.model.base import Layout
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
-from gradstream.runtime.base import Report, Runtime
-from gradstream.server.client import ServerClient, Update
+from gradstream.runtime.base import Report
 from gradstream.strategies import base
 from gradstream.worker.gradient import Result
-from gradstream.worker.pace import Pace
-from gradstream.worker.schedule import UNKNOWN, OpenSchedule, Supply
-from gradstream.worker.worker import ComputedGradient, Replica, SampleBatch
+from gradstream.worker.group_replica import GroupReplica
+from gradstream.worker.schedule import OpenSchedule, Supply
+from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
 
-__all__ = ["Loop", "LoopReplica", "OwnData", "Turn"]
+__all__ = ["Loop", "LoopGroupReplica", "LoopReplica", "LoopServerReplica", "OwnData", "Turn", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,67 +122,33 @@ class _Turns:
         return Result(turn.loss)
 
 
-async def _nothing(replica: Replica, ref: BatchRef) -> None:
-    pass
+async def nothing(replica: Replica, ref: BatchRef) -> None:
+    """What a loop of the user's has to do between two minibatches, it does itself."""
 
 
 class LoopReplica(Replica):
-    """Implements `strategies.base.Worker` with a loop's gradients, which are means over samples.
+    """A replica with a loop's gradients, which are means over samples; see the classes below.
 
     Args:
-        loop: computes them.
-        runtime, layout, server, rank, num_workers, pace, first_step, on_receipt, on_step: as for `Replica`.
-        schedule: asks the loop for one minibatch after the other.
+        parts: `differentiator`, `lr`, `joins` and `on_boundary` are filled in here.
+        exchange: what the replica of that exchange takes besides.
+        loop: computes the gradients.
     """
 
-    def __init__(
-        self,
-        loop: Loop,
-        runtime: Runtime,
-        layout: Layout,
-        schedule: OpenSchedule,
-        server: ServerClient,
-        *,
-        rank: int,
-        num_workers: int,
-        pace: Pace,
-        first_step: int = 0,
-        on_receipt: Callable[[Sequence[BatchRef]], None],
-        on_step: Callable[[StepEvent], None],
-    ) -> None:
-        super().__init__(
-            runtime,
-            layout,
-            _Turns(loop, rank, layout.elems, self._took_turn),
-            schedule,
-            server,
-            rank=rank,
-            num_workers=num_workers,
-            lr=0.0,  # comes with each turn
-            joins=False,
-            pace=pace,
-            first_step=first_step,
-            on_receipt=on_receipt,
-            on_step=on_step,
-            on_boundary=_nothing,
-        )
-        self._loop, self._open_ended = loop, schedule
-        self._first_step = first_step
+    def __init__(self, parts: ReplicaParts, *exchange: Any, loop: Loop) -> None:
+        turns = _Turns(loop, parts.rank, parts.layout.elems, self._took_turn)
+        super().__init__(replace(parts, differentiator=turns), *exchange)
+        assert isinstance(parts.schedule, OpenSchedule)
+        self._loop, self._open_ended = loop, parts.schedule
+        self._first_step = parts.first_step
         self._last_lr = 0.0
         self._current: ComputedGradient | None = None
-        self._update: Update | None = None  # of the current gradient, where it was asked for meanwhile
         loop.begin(self)
 
     @property
     def progress(self) -> tuple[int, int]:
         """See `Replica.progress`: the loop's own steps, without rounds in which it had no samples."""
         return self.samples, self._first_step + self._loop.batches
-
-    def update(self, gradient: base.Gradient) -> Update:
-        """See `strategies.base.Worker`."""
-        update = super().update(gradient)
-        self._update = update if gradient.samples == UNKNOWN else None
-        return update
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
         return SampleBatch(ref, self._open_ended.size)
@@ -199,14 +163,17 @@ class LoopReplica(Replica):
     def _took_turn(self, turn: Turn) -> None:
         """Fills in what could not be known. On the arithmetic thread: nothing has been reported yet."""
         assert self._current is not None
-        self._current.batch.num_samples = turn.samples
-        self._current.lr = self._last_lr = turn.lr
-        update, self._update = self._update, None
-        if update is not None:
-            update.samples, update.learning_rate = turn.samples, turn.lr
-            if not turn.samples:
-                update.vector = None
+        self._last_lr = turn.lr
+        self._current.know(turn.samples, turn.lr)
 
     def _report(self, batch: SampleBatch) -> None:
         if batch.num_samples:
             super()._report(batch)
+
+
+class LoopServerReplica(LoopReplica, ServerReplica):
+    """Exchanges a loop's gradients through the parameter server."""
+
+
+class LoopGroupReplica(LoopReplica, GroupReplica):
+    """Exchanges a loop's gradients in a group of workers."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 import safetensors.numpy
@@ -12,12 +14,14 @@ import safetensors.numpy
 from gradstream.checkpoint.folder import read_own
 from gradstream.checkpoint.format import spec_of, to_spec
 from gradstream.checkpoint.manifest import Resume
+from gradstream.collectives.buckets import Buckets
+from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef, Dataset, Plan
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.events import EvaluatedEvent, StepEvent, TransferEvent
+from gradstream.events import EvaluatedEvent, StepEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
@@ -25,27 +29,33 @@ from gradstream.model.buffers import buffers_of, load_buffers, with_buffers
 from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.client import ServerClient, Transfer, names_of
-from gradstream.strategies.base import Strategy
+from gradstream.server.client import names_of
+from gradstream.strategies.base import Strategy, Worker
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
-from gradstream.worker.accounts import Accounts
 from gradstream.worker.balance import Balance
 from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
+from gradstream.worker.exchange import Exchange, Surroundings
 from gradstream.worker.gradient import Clip, Differentiator
-from gradstream.worker.loop import Loop, LoopReplica
+from gradstream.worker.group_exchange import GroupExchange, UpdateRule
+from gradstream.worker.group_replica import GroupReplica
+from gradstream.worker.loop import Loop, LoopGroupReplica, LoopServerReplica, nothing
 from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
+from gradstream.worker.server_exchange import ServerExchange
+from gradstream.worker.server_replica import ServerReplica
 from gradstream.worker.siblings import Siblings
-from gradstream.worker.worker import Replica
+from gradstream.worker.updater import Updater
+from gradstream.worker.worker import Replica, ReplicaParts
 
-__all__ = ["FINAL_MODEL", "WorkerConfig", "WorkerNode"]
+__all__ = ["FINAL_MODEL", "FormGroup", "WorkerConfig", "WorkerNode"]
 
 FINAL_MODEL = "checkpoints/final/model.safetensors"
 VITALS_EVERY_S = 1.0
-MAX_TRANSFERS = 128
-"""Transfers reported one by one between two reports of vitals."""
+
+FormGroup = Callable[[Runtime, Endpoint, Sequence[str], int, int], Awaitable[Group]]
+"""Makes a group of (this node's runtime, its endpoint, names by rank, own rank, membership epoch)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +81,8 @@ class WorkerConfig:
         optimizer: the update rule that this worker brings; "" where the shards know it.
         resume: where the run goes on, if it does not begin.
         balanced: shares of a round follow the measured speed of the workers.
+        form_group: where the strategy goes through a group: makes it.
+        update_rule: likewise: what this worker updates its parameters by.
     """
 
     rank: int
@@ -93,6 +105,8 @@ class WorkerConfig:
     num_steps: int | None = None
     resume: Resume | None = None
     balanced: bool = False
+    form_group: FormGroup | None = None
+    update_rule: UpdateRule | None = None
 
 
 class WorkerNode:
@@ -103,7 +117,7 @@ class WorkerNode:
         self._endpoint = endpoint
         self._member = member
         self._config = config
-        self._accounts = Accounts(config.rank)
+        self._exchange: Exchange | None = None  # once the run has begun
         self._last_ref: BatchRef | None = None
         self._pace = Pace(runtime.node, member.report)
         member.listen(self._pace.hear)
@@ -114,7 +128,6 @@ class WorkerNode:
             workers=lambda: names_of(member.notice.nodes, "worker"),
             silence_s=config.silence_s,
         )
-        self._transfers_left = MAX_TRANSFERS
         self._balance: Balance | None = None
         if config.balanced and config.num_workers > 1:
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
@@ -126,16 +139,21 @@ class WorkerNode:
         Raises:
             UserCodeError, GradientError: this worker's model or data failed; the others were told.
             RunAbortedError: another node ended the run.
-            PeerLostError, DeadlineError: a shard or the coordinator is gone.
+            PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator is gone.
         """
         try:
             await self._member.join(await self._spec(), *self._tensors())
             await self._runtime.gather(self._train(), self._over())
         except Exception as error:
-            await self._member.failed(error, _traceback_of(error))
+            await self._failed(error)
             raise
         finally:
+            if self._exchange is not None:
+                await self._exchange.close()
             await self._member.leave()
+
+    async def _failed(self, error: Exception) -> None:
+        await self._member.failed(error, _traceback_of(error))
 
     async def _spec(self) -> v1.ModelSpec:
         model, built = self._config.model, Work("build")
@@ -162,45 +180,29 @@ class WorkerNode:
         await self._member.over()
 
     async def _train(self) -> None:
-        config, runtime, layout = self._config, self._runtime, self._config.model.layout
-        shards = names_of((await self._member.training()).nodes, "shard")
-        chunks = ChunkMap(layout.elems, config.chunk_elems, len(shards))
-        client = ServerClient(
-            runtime,
-            self._endpoint,
-            shards,
-            chunks,
-            runtime.memory.allocate(layout.elems, layout.dtype, "spare"),
-            silence_s=config.silence_s,
-            retry_s=config.retry_s,
-            on_transfer=self._transferred,
-        )
-        replica = self._replica(client)
+        config, runtime = self._config, self._runtime
+        await self._member.training()
+        exchange = self._exchange = await self._make_exchange()
+        replica = exchange.replica
         self._siblings.serve(lambda: replica.progress)
-        vitals = runtime.spawn(self._keep_reporting(client), name=f"{runtime.node}-vitals")
-        tasks = [vitals]
+        vitals = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             if config.resume is not None:
-                await self._restore(replica, config.resume)
-            elif self._is_lowest():
-                await self._init(replica.parameters)
-                await client.assign(replica.parameters)
-            else:
-                tasks.append(runtime.spawn(self._take_over(replica), name=f"{runtime.node}-heir"))
-            await config.strategy.train(replica)
-            await client.settle()
+                await self._restore_own(replica, config.resume)
+            await exchange.begin()
+            await config.strategy.train(cast(Worker, replica))  # with the verbs of the exchange it asks for
+            await exchange.settle()
             self._pace.stand()
             if config.loop is not None:  # every worker's loop goes on with the final parameters
-                await self._fetch_final(replica)
+                await exchange.finish()
                 await self._siblings.freeze()  # others may ask when this one has the average already
                 config.loop.finish(replica.parameters.tensor, await self._siblings.average())
-            await self._conclude(replica)
+            await self._conclude(exchange)
         finally:
-            for task in tasks:
-                task.cancel()
+            vitals.cancel()
 
-    async def _restore(self, replica: Replica, resume: Resume) -> None:
-        """Takes what this worker had of its own, and the parameters: a strategy may not begin by fetching."""
+    async def _restore_own(self, replica: Replica, resume: Resume) -> None:
+        """Takes what this worker had of its own."""
         model, storage = self._config.model, self._runtime.storage
         if buffers_of(model):
             kept = await self._runtime.beside(
@@ -211,34 +213,20 @@ class WorkerNode:
                 replica.samples = kept.samples
         if self._config.loop is not None:
             replica.samples = resume.samples.get(self._runtime.node, 0)
-        await replica.adopt(replica.server.fetch_soon())
 
-    async def _take_over(self, replica: Replica) -> None:
-        """Hands out initial parameters where the worker of the lowest rank died before it could."""
-        await self._member.heard(self._is_lowest)
-        if replica.version >= 0:
-            return
-        try:
-            layout = self._config.model.layout
-            vector = self._runtime.memory.allocate(layout.elems, layout.dtype, "initial")
-            await self._init(vector)
-            await replica.server.assign(vector)
-        except Exception as error:
-            await self._member.failed(error, _traceback_of(error))
-
-    async def _conclude(self, replica: Replica) -> None:
+    async def _conclude(self, exchange: Exchange) -> None:
         """Says that this worker has finished; that of the lowest rank keeps the parameters first.
 
         Ranks move up when a worker dies, even now.
         """
         if not self._is_lowest():
-            self._report(replica.server)
+            self._report(exchange)
             self._member.finished(relies=True)
             await self._member.heard(lambda: self._is_lowest() or self._is_over())
         await self._member.heard(lambda: self._pace.settled or self._is_over())
         if not self._is_over():
-            await self._save(replica)
-            self._report(replica.server)
+            await self._save(exchange)
+            self._report(exchange)
             self._member.finished()
 
     def _is_over(self) -> bool:
@@ -258,26 +246,54 @@ class WorkerNode:
             self._balance,
         )
 
-    def _replica(self, client: ServerClient) -> Replica:
+    # ---- exchange -----------------------------------------------------------------------
+
+    async def _make_exchange(self) -> Exchange:
+        config, layout = self._config, self._config.model.layout
+        around = Surroundings(
+            runtime=self._runtime,
+            endpoint=self._endpoint,
+            member=self._member,
+            rank=config.rank,
+            resume=config.resume,
+            silence_s=config.silence_s,
+            retry_s=config.retry_s,
+            init=self._init,
+            is_lowest=self._is_lowest,
+            failed=self._failed,
+        )
+        parts, loop = self._parts(), config.loop
+        server_replica: Callable[..., ServerReplica] = ServerReplica
+        group_replica: Callable[..., GroupReplica] = GroupReplica
+        if loop is not None:
+            server_replica = partial(LoopServerReplica, loop=loop)
+            group_replica = partial(LoopGroupReplica, loop=loop)
+        if config.strategy.through == "servers":
+            return ServerExchange(around, layout, config.chunk_elems, partial(server_replica, parts))
+        notice = self._member.notice
+        assert config.form_group is not None and config.update_rule is not None
+        workers = names_of(notice.nodes, "worker")
+        group = await config.form_group(self._runtime, self._endpoint, workers, config.rank, notice.epoch)
+        buckets = Buckets(
+            layout.elems, config.strategy.bucket_elems(layout.dtype.itemsize), config.num_workers
+        )
+        owned = buckets.owned(config.rank) if config.strategy.sharded else [(0, layout.elems)]
+        updater = Updater(self._runtime.memory, *config.update_rule, owned, layout.dtype)
+        chunks = ChunkMap(layout.elems, config.chunk_elems, config.num_workers)
+        return GroupExchange(around, group, partial(group_replica, parts, group, buckets, updater), chunks)
+
+    def _parts(self) -> ReplicaParts:
         config = self._config
         if config.loop is not None:
-            return self._loop_replica(config.loop, client)
-        assert config.plan is not None
-        schedule = self._schedule()
-        differentiator = Differentiator(
-            config.model,
-            feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
-            schedule.plan,
-            rank=config.rank,
-            seed=config.seed,
-            clip=config.clip,
-        )
-        return Replica(
-            self._runtime,
-            config.model.layout,
-            differentiator,
-            schedule,
-            client,
+            schedule: Schedule | OpenSchedule = OpenSchedule(config.loop, config.rank, self._member)
+        else:
+            schedule = self._schedule()
+        return ReplicaParts(
+            runtime=self._runtime,
+            layout=config.model.layout,
+            reduction=config.model.reduction,
+            differentiator=self._differentiator(schedule),
+            schedule=schedule,
             rank=config.rank,
             num_workers=config.num_workers,
             lr=config.lr,
@@ -286,23 +302,21 @@ class WorkerNode:
             first_step=0 if config.resume is None else config.resume.step_of(self._runtime.node),
             on_receipt=self._member.receipt,
             on_step=self._stepped,
-            on_boundary=partial(self._at_boundary, schedule),
+            on_boundary=partial(self._at_boundary, schedule) if isinstance(schedule, Schedule) else nothing,
         )
 
-    def _loop_replica(self, loop: Loop, client: ServerClient) -> LoopReplica:
+    def _differentiator(self, schedule: Schedule | OpenSchedule) -> Differentiator | None:
+        """What computes gradients; None where a loop of the user's does."""
         config = self._config
-        return LoopReplica(
-            loop,
-            self._runtime,
-            config.model.layout,
-            OpenSchedule(loop, config.rank, self._member),
-            client,
+        if not isinstance(schedule, Schedule):
+            return None
+        return Differentiator(
+            config.model,
+            feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
+            schedule.plan,
             rank=config.rank,
-            num_workers=config.num_workers,
-            pace=self._pace,
-            first_step=0 if config.resume is None else config.resume.step_of(self._runtime.node),
-            on_receipt=self._member.receipt,
-            on_step=self._member.emit,
+            seed=config.seed,
+            clip=config.clip,
         )
 
     # ---- evaluation ---------------------------------------------------------------------
@@ -374,10 +388,11 @@ class WorkerNode:
         workers = names_of(self._member.notice.nodes, "worker")
         return bool(workers) and workers[0] == self._runtime.node
 
-    async def _save(self, replica: Replica) -> None:
-        """Fetches the final parameters and writes them under the user's own names."""
+    async def _save(self, exchange: Exchange) -> None:
+        """Writes the final parameters under the user's own names."""
+        replica = exchange.replica
         if self._config.loop is None:
-            await self._fetch_final(replica)
+            await exchange.finish()
         if self._config.evaluation.every is not None:
             schedule = self._schedule()
             last = self._last_ref if self._pace.ending and self._last_ref else schedule.last
@@ -394,40 +409,21 @@ class WorkerNode:
         work = Work("checkpoint", elems=len(replica.parameters))
         await self._runtime.compute(write, work=work, reads=[replica.parameters.all])
 
-    async def _fetch_final(self, replica: Replica) -> None:
-        await replica.server.reclaim_spare()
-        await replica.adopt(replica.server.fetch_soon())
-
     # ---- reports ------------------------------------------------------------------------
 
-    async def _keep_reporting(self, client: ServerClient) -> None:
+    async def _keep_reporting(self, exchange: Exchange) -> None:
         while True:
             await self._runtime.sleep(VITALS_EVERY_S)
-            self._report(client)
+            self._report(exchange)
 
     def _stepped(self, step: StepEvent) -> None:
         self._member.emit(step)
         if self._balance is not None:
             self._balance.took(step.samples, step.compute_s)
 
-    def _transferred(self, done: Transfer) -> None:
-        if self._transfers_left > 0:
-            self._transfers_left -= 1
-            self._member.emit(
-                TransferEvent(
-                    rank=self._config.rank,
-                    kind=done.kind,
-                    seconds=done.seconds,
-                    size_bytes=done.size_bytes,
-                )
-            )
-
-    def _report(self, client: ServerClient) -> None:
+    def _report(self, exchange: Exchange) -> None:
         """Records of traffic since the report before, and of this node's vitals."""
-        self._transfers_left = MAX_TRANSFERS
-        for record in self._accounts.since_last(client.traffic):
-            self._member.emit(record)
-        for event in self._runtime.vitals("worker"):
+        for event in (*exchange.report(), *self._runtime.vitals("worker")):
             self._member.emit(event)
 
 

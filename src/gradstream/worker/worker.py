@@ -1,41 +1,39 @@
-"""The worker: one model replica's memory, compute and verbs, as a strategy sees them.
+"""The worker: one model replica's batches and compute, as a strategy sees them.
 
-Four vectors: parameters, spare (where the next fetch lands), gradient, accumulated; or, with momentum
-and fetches that nobody computes beside, velocity instead of the spare one. They change roles instead
-of being copied: adopting a fetch swaps parameters and spare, refreshing swaps parameters and
-gradient, accumulating the first gradient of a period swaps the last two.
+What is the same however gradients are brought together is here; the verbs of the parameter server are in
+`server_replica.py`, those of a group of workers without one in `group_replica.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import UserCodeError
+from gradstream.errors import InternalError, UserCodeError
 from gradstream.events import StepEvent
 from gradstream.memory import Vector
-from gradstream.model.base import Layout
+from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
-from gradstream.optim.schedules import Rate, nominal_rate, rate_at
+from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
-from gradstream.server.client import Arrival, ServerClient, Update
+from gradstream.server.waits import Claims
 from gradstream.strategies import base
 from gradstream.worker.gradient import GradientSource, Result
 from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.stopwatch import Stopwatch
 
-__all__ = ["ComputedGradient", "LocalStep", "Replica", "SampleBatch"]
-
-BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
+__all__ = ["ComputedGradient", "Replica", "ReplicaParts", "SampleBatch"]
 
 
 @dataclass(slots=True)
@@ -53,7 +51,17 @@ class SampleBatch:
 
 @dataclass(slots=True)
 class ComputedGradient:
-    """A gradient that is being computed into `vector`, or has been; `lr` is its minibatch's learning rate."""
+    """A gradient that is being computed into `vector`, or has been.
+
+    Args:
+        vector: of the replica.
+        batch: what it is of.
+        refs: the minibatches that are in the model once it is.
+        lr: its minibatch's learning rate.
+        ready: how many elements from the front are final.
+        task: computes it; None where there are no samples.
+        on_known: called by `know`.
+    """
 
     vector: Vector
     batch: SampleBatch
@@ -61,6 +69,7 @@ class ComputedGradient:
     lr: float
     ready: Progress = field(default_factory=Progress)
     task: asyncio.Task[Result] | None = None
+    on_known: Callable[[], None] | None = None
 
     @property
     def samples(self) -> int:
@@ -72,112 +81,89 @@ class ComputedGradient:
         if self.task is not None:
             await asyncio.shield(self.task)
 
-
-@dataclass(frozen=True, slots=True)
-class LocalStep:
-    """v ← momentum·v + g;  acc ← acc + v;  w ← w - lr·v, in blocks that stay in the processor's cache.
-
-    Without a velocity v is g. One operation after the other over whole vectors would move each of them
-    through memory again: at 74.77 M elements a step is bound by that.
-
-    Args:
-        lr: α.
-        momentum: of v, 0 to 1.
-        second: the step before was the first of its period: acc ← v, as that left it, before all else.
-    """
-
-    lr: float
-    momentum: float = 0.0
-    second: bool = False
-
-    def __call__(
-        self,
-        gradient: torch.Tensor,
-        parameters: torch.Tensor,
-        accumulated: torch.Tensor | None,
-        velocity: torch.Tensor | None,
-    ) -> None:
-        """All of one shape, (elems,); changes all but the gradient."""
-        for start in range(0, len(gradient), BLOCK_ELEMS):
-            block = slice(start, start + BLOCK_ELEMS)  # vector registers see the same elements as uncut
-            direction = gradient[block]
-            if velocity is not None:
-                if accumulated is not None and self.second:
-                    accumulated[block].copy_(velocity[block])
-                direction = velocity[block].mul_(self.momentum).add_(direction)
-            if accumulated is not None:
-                accumulated[block].add_(direction)
-            parameters[block].add_(direction, alpha=-self.lr)
+    def know(self, samples: int, lr: float) -> None:
+        """Fills in what could not be known when it was asked for, before anything of it is ready."""
+        self.batch.num_samples, self.lr = samples, lr
+        if self.on_known is not None:
+            self.on_known()
 
 
-class Replica:
-    """Implements `strategies.base.Worker`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaParts:
+    """What every replica is made of.
 
     Args:
         runtime: of this node.
         layout: of the model's flat vector.
-        differentiator: computes gradients.
+        reduction: whether gradients are means or sums over samples.
+        differentiator: computes gradients; None where a loop of the user's does, which `loop` sees to.
         schedule: which minibatches are this worker's.
-        server: client of the parameter server, with a spare vector.
         rank: of this worker.
         num_workers: W.
-        lr: learning rate, or a schedule of it; the rate is sent with each push.
+        lr: learning rate, or a schedule of it; the rate goes with each gradient.
         joins: whether minibatches have several parts, whose gradients are summed up in one more vector.
         pace: lets it begin each minibatch.
         first_step: number of its first minibatch; not 0 where the run is resumed.
-        on_receipt: told which minibatches are in the model, once their push is acknowledged.
+        on_receipt: told which minibatches are in the model.
         on_step: told of each step.
         on_boundary: awaited between a minibatch and the next one, with this replica: its parameters
             stand still, as the strategy has left them.
     """
 
+    runtime: Runtime
+    layout: Layout
+    reduction: Reduction
+    differentiator: GradientSource | None
+    schedule: Schedule | OpenSchedule
+    rank: int
+    num_workers: int
+    lr: Rate
+    joins: bool
+    pace: Pace
+    first_step: int = 0
+    on_receipt: Callable[[Sequence[BatchRef]], None]
+    on_step: Callable[[StepEvent], None]
+    on_boundary: Callable[[Replica, BatchRef], Awaitable[None]]
+
+
+class Replica(ABC):
+    """Implements what `strategies.base.Worker` has besides the verbs of exchange.
+
+    Args:
+        parts: see there.
+        allocate: where vectors come from: (elems, dtype, name).
+        claims: where the exchange notes for whom this worker had to wait.
+    """
+
     def __init__(
-        self,
-        runtime: Runtime,
-        layout: Layout,
-        differentiator: GradientSource,
-        schedule: Schedule | OpenSchedule,
-        server: ServerClient,
-        *,
-        rank: int,
-        num_workers: int,
-        lr: Rate,
-        joins: bool,
-        pace: Pace,
-        first_step: int = 0,
-        on_receipt: Callable[[Sequence[BatchRef]], None],
-        on_step: Callable[[StepEvent], None],
-        on_boundary: Callable[[Replica, BatchRef], Awaitable[None]],
+        self, parts: ReplicaParts, allocate: Callable[[int, torch.dtype, str], Vector], claims: Claims
     ) -> None:
-        self.rank = rank
-        self.num_workers = num_workers
-        self.step = first_step
+        self.rank = parts.rank
+        self.num_workers = parts.num_workers
+        self.reduction = parts.reduction
+        self.step = parts.first_step
         self.samples = 0  # gone through
-        self.version = -1  # nothing adopted yet
-        self.server = server
-        self._runtime = runtime
-        self._layout = layout
-        self._differentiator = differentiator
-        self._schedule = schedule
-        self._pace = pace
-        self._lr = lr
-        self._on_receipt = on_receipt
-        self._on_step = on_step
-        self._on_boundary = on_boundary
-        self._basis: Sequence[int] = [0] * server.chunks.num_chunks
+        self.version = -1  # no parameters yet
+        self._runtime = parts.runtime
+        self._layout = parts.layout
+        assert parts.differentiator is not None
+        self._differentiator = parts.differentiator
+        self._schedule = parts.schedule
+        self._pace = parts.pace
+        self._lr = parts.lr
+        self._on_receipt = parts.on_receipt
+        self._on_step = parts.on_step
+        self._on_boundary = parts.on_boundary
+        self._allocate_elems = allocate
         self.parameters = self._allocate("parameters")
         self._gradient = self._allocate("gradient")
-        self._sums = self._allocate("sums") if joins else None
-        self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
-        self._velocity: Vector | None = None  # allocated by the first local step with momentum
-        self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
-        self._refs: list[BatchRef] = []
+        self._sums = self._allocate("sums") if parts.joins else None
         self._owed: dict[BatchRef, None] = {}  # begun, and in no update yet
-        self._stopwatch = Stopwatch(runtime.node, server.claims, runtime.now())
+        self._stopwatch = Stopwatch(parts.runtime.node, claims, parts.runtime.now())
         self._result = Result(math.nan)
 
     def _allocate(self, name: str) -> Vector:
-        return self._runtime.memory.allocate(self._layout.elems, self._layout.dtype, name)
+        return self._allocate_elems(self._layout.elems, self._layout.dtype, name)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -186,10 +172,30 @@ class Replica:
 
     def retire(self) -> None:
         """Gives back all memory but the parameters. No verb can be used any more."""
-        nothing = Vector("nothing", torch.empty(0))
-        self._gradient, self._accumulated, self._velocity, self.server.spare = nothing, None, None, None
-        self._sums = None
-        self._taken.vector = None
+        self._gradient, self._sums = Vector("nothing", torch.empty(0)), None
+
+    @abstractmethod
+    async def newest(self) -> torch.Tensor:
+        """The model that the workers have in common at this moment, (E,): not for writing."""
+
+    @abstractmethod
+    async def _flush(self) -> None:
+        """Returns once everything that this worker has computed is in the model."""
+
+    def _memory_free(self, *, mean: bool) -> Coroutine[Any, Any, None] | None:
+        """What the next gradient has to wait for before its vector may be written; None for nothing."""
+        del mean
+        return None
+
+    @property
+    def server(self) -> base.Server:
+        """See `strategies.base.Worker`."""
+        raise InternalError('this run has no servers: the strategy says through = "group"')
+
+    @property
+    def group(self) -> base.Peers:
+        """See `strategies.base.Worker`."""
+        raise InternalError('the workers of this run form no group: the strategy says through = "servers"')
 
     # ---- batches ------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class Replica:
         """See `strategies.base.Worker`."""
         async with aclosing(self._schedule.refs(self._close)) as refs:
             async for ref in refs:
-                if not await self._pace.gate(self._flush):
+                if not await self._pace.gate(self._stand):
                     return
                 self._stopwatch.begin(self._runtime.now())
                 batch = await self._named(ref)
@@ -223,16 +229,13 @@ class Replica:
         )
         return SampleBatch(ref, sum(part.num_samples for part in samples), samples)
 
-    async def _flush(self) -> None:
-        """Everything this worker has computed is in the model, and receipts are on their way."""
-        if self._taken.num_gradients or self._refs:  # a gradient of no samples needs its receipt all the same
-            await self.server.push_soon(self.take_accumulated())
-        await self.server.settle()
+    async def _stand(self) -> None:
+        await self._flush()
         self._pace.stand()
 
     async def _close(self) -> None:
-        """The same, and no minibatch is missing in it: the end of the run is waited for next."""
-        await self._flush()
+        """Everything is in the model, and no minibatch is missing in it: the end of the run is waited for."""
+        await self._stand()
         if self._owed:  # nobody else goes through them: all would wait for ever
             raise UserCodeError(
                 f"worker-{self.rank}: {len(self._owed)} of its {self.step} minibatches were never pushed, "
@@ -280,8 +283,7 @@ class Replica:
         rate = self._rate(batch.ref)
         gradient = ComputedGradient(self._gradient, batch, (batch.ref,), rate)
         if batch.num_samples:
-            # Not accumulated, the vector is the one that the push before may still be reading.
-            work = self._compute(batch, gradient, None if mean else self.server.settle(), mean=mean)
+            work = self._compute(batch, gradient, self._memory_free(mean=mean), mean=mean)
             name = f"worker-{self.rank}-gradient-{self.step}"
             gradient.task = awaited_later(self._runtime.spawn(work, name=name))
         return gradient
@@ -322,142 +324,3 @@ class Replica:
             raise
         self._stopwatch.computed(begun_ns, self._runtime.now())
         return self._result
-
-    # ---- exchange -----------------------------------------------------------------------
-
-    async def adopt(self, arrival: Arrival) -> None:
-        """See `strategies.base.Worker`."""
-        await arrival.done()
-        self.server.spare, self.parameters = self.parameters, arrival.vector
-        self.server.spare.name, self.parameters.name = "spare", "parameters"
-        self._computes_on(arrival.versions)
-
-    async def refresh(self) -> None:
-        """See `strategies.base.Worker`."""
-        spare, self.server.spare = self.server.spare, self._gradient
-        arrival = self.server.fetch_soon()
-        await arrival.done()
-        self._gradient, self.parameters, self.server.spare = self.parameters, arrival.vector, spare
-        self._gradient.name, self.parameters.name = "gradient", "parameters"
-        self._computes_on(arrival.versions)
-
-    def _computes_on(self, versions: Sequence[int]) -> None:
-        self._basis = versions
-        self.version = min(versions, default=0)
-
-    async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
-        """See `strategies.base.Worker`."""
-        if not gradient.samples:
-            return
-        rate = self._local_rate(gradient, lr)
-        target, source = self.parameters, gradient.vector
-        await self._work(lambda: target.tensor.add_(source.tensor, alpha=-rate), [source], [target])
-
-    async def accumulate(self, gradient: base.Gradient) -> None:
-        """See `strategies.base.Worker`."""
-        if not gradient.samples:
-            self._count(gradient)
-            return
-        if self._taken.num_gradients == 0:
-            await self._open_period(gradient.vector)
-            self._gradient, self._accumulated = self._sum(), gradient.vector
-        else:
-            target, source = self._taken.vector, gradient.vector
-            assert target is not None and target is not source
-            await self._work(lambda: target.tensor.add_(source.tensor), [source], [target])
-        self._count(gradient)
-
-    async def descend(
-        self, gradient: base.Gradient, lr: float | None = None, *, momentum: float = 0.0
-    ) -> None:
-        """See `strategies.base.Worker`."""
-        num_before = self._taken.num_gradients
-        if not gradient.samples:
-            self._count(gradient)
-            return
-        if momentum == 0.0 and num_before == 0:
-            await self.accumulate(gradient)  # which copies nothing
-            await self.apply(gradient, lr)
-            return
-        velocity = self._velocity_of(momentum)
-        if num_before == 0:
-            await self._open_period(velocity)  # the sum over one step is the velocity itself
-            total = None
-        else:
-            total = self._taken.vector = self._sum()
-        step = LocalStep(self._local_rate(gradient, lr), momentum, second=num_before == 1)
-        parameters = self.parameters
-        await self._work(
-            lambda: step(
-                gradient.vector.tensor,
-                parameters.tensor,
-                None if total is None else total.tensor,
-                None if velocity is None else velocity.tensor,
-            ),
-            [gradient.vector],
-            [vector for vector in (parameters, total, velocity) if vector is not None],
-        )
-        self._count(gradient)
-
-    def _local_rate(self, gradient: base.Gradient, lr: float | None) -> float:
-        """The minibatch's own rate; or `lr`, scaled as the schedule scales its own."""
-        assert isinstance(gradient, ComputedGradient)
-        return gradient.lr if lr is None else lr * (gradient.lr / nominal_rate(self._lr))
-
-    async def _work(
-        self, arithmetic: Callable[[], object], reads: Sequence[Vector], writes: Sequence[Vector]
-    ) -> None:
-        """Arithmetic over whole vectors that this worker's next verb waits for."""
-        begun_ns = self._runtime.now()
-        await self._runtime.compute(
-            lambda _: arithmetic(),
-            work=Work("copy", elems=len(writes[0])),
-            reads=[vector.all for vector in reads],
-            writes=[vector.all for vector in writes],
-        )
-        self._stopwatch.worked(begun_ns, self._runtime.now())
-
-    async def _open_period(self, vector: Vector | None) -> None:
-        """Begins the next update, with what `vector` will hold, once the last push has let go of its own."""
-        await self.server.settle()
-        self._taken = Update(vector, 0, 0.0, self._basis, num_gradients=0)
-
-    def _sum(self) -> Vector:
-        if self._accumulated is None:
-            self._accumulated = self._allocate("accumulated")
-        return self._accumulated
-
-    def _velocity_of(self, momentum: float) -> Vector | None:
-        if momentum == 0.0:
-            return None
-        if self._velocity is None:
-            self._velocity = self._allocate("velocity")
-            self._velocity.tensor.zero_()
-        return self._velocity
-
-    def _count(self, gradient: base.Gradient) -> None:
-        assert isinstance(gradient, ComputedGradient)
-        self._taken.samples += gradient.samples
-        self._taken.num_gradients += bool(gradient.samples)
-        self._taken.learning_rate = gradient.lr
-        self._refs.extend(gradient.refs)
-
-    def take_accumulated(self) -> Update:
-        """See `strategies.base.Worker`."""
-        update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
-        refs, self._refs = tuple(self._refs), []
-        update.on_done = self._handed_out(refs)
-        return update
-
-    def update(self, gradient: base.Gradient) -> Update:
-        """See `strategies.base.Worker`."""
-        assert isinstance(gradient, ComputedGradient)
-        return Update(
-            gradient.vector if gradient.samples else None,
-            gradient.samples,
-            gradient.lr,
-            self._basis,
-            round=self.version,
-            ready=gradient.ready if gradient.samples else None,
-            on_done=self._handed_out(gradient.refs),
-        )

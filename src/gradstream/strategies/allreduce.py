@@ -1,0 +1,93 @@
+"""Synchronous data-parallel SGD without a server: the workers sum their gradients among themselves.
+
+    g_i = ∇ℓ(w; B_i) on each worker i,   ĝ = Σ_i |B_i| g_i / Σ_i |B_i|   (allreduce),   w ← Opt(w, ĝ)
+
+Every worker holds all parameters and makes the update itself, of the same bits: so all have the same
+parameters after each round, and the run equals one node with the joined batch. It equals `Synchronous`
+bit for bit where the group's algorithm sums in the order of ranks.
+
+    sharded: reduce-scatter instead, each worker updates its own 1/W of w by its own 1/W of the
+    optimizer's state, and all-gather brings the parameters together.
+
+Wait-free backprop: the vector is cut into buckets, in backward order. A bucket leaves as soon as
+backprop has passed its end, and backprop goes on meanwhile. The last one leaves when the whole gradient is
+known to be finite, and the update is made when all buckets are there: so a worker that dies or fails in
+the middle of a round leaves the others with the parameters of the last whole one.
+
+    bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
+
+Bytes a step and worker: 2·4N·(W-1)/W sent, by ring or halving-doubling (float32). A dead worker stops the
+run, naming it; a worker without samples in a round contributes zeros.
+
+References: Patarasuk and Yuan 2009 (the ring); Zhang and others 2017 ("Poseidon", wait-free backprop);
+Rajbhandari and others 2020 ("ZeRO", whose first stage is `sharded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gradstream.errors import ConfigError
+from gradstream.model.base import Reduction
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.strategies.base import Strategy, Worker
+
+__all__ = ["AllReduce"]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce(Strategy):
+    """Synchronous SGD in a group of workers; see the module.
+
+    Args:
+        algorithm: how the group sums: "auto" measures and chooses, else a name ("ring").
+        sharded: each worker updates its slice alone: the optimizer's state takes 1/W of the memory.
+        overlap: exchange buckets while backprop goes on; False does one after the other, with the
+            same bits.
+        bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier.
+    """
+
+    algorithm: str = "auto"
+    sharded: bool = False
+    overlap: bool = True
+    bucket_mib: float = 4.0
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
+    survives_worker_loss: ClassVar[bool] = False
+    through: ClassVar[Literal["servers", "group"]] = "group"
+
+    def __post_init__(self) -> None:
+        if not 1e-4 <= self.bucket_mib <= 1 << 20:
+            raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
+
+    def optimizer(self) -> Optimizer:
+        """SGD with momentum."""
+        return SGD(lr=0.01, momentum=0.9)
+
+    async def train(self, worker: Worker) -> None:
+        """Each step computes on version r, and leaves all workers with version r+1."""
+        group = worker.group
+        reduce = group.reduce_scatter if self.sharded else group.allreduce
+        async for batch in worker.batches():
+            gradient = worker.gradient_soon(batch)
+            if not self.overlap:
+                await gradient.done()
+            samples = await group.samples(gradient)
+            weight = self.weight(worker.rank, samples, worker.reduction)
+            for bucket in group.buckets:
+                await reduce(gradient, bucket, weight)
+            await group.update(gradient)
+            if self.sharded:
+                await group.all_gather()
+
+    def weight(self, rank: int, samples: Sequence[int], reduction: Reduction) -> float:
+        """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
+        total = sum(samples)
+        return (samples[rank] if reduction == "mean" else 1) / total if total else 0.0
+
+    def bucket_elems(self, itemsize_bytes: int) -> int:
+        """`bucket_mib`, in whole blocks of 64 elements."""
+        return max(64, int(self.bucket_mib * (1 << 20)) // itemsize_bytes // 64 * 64)

@@ -1,0 +1,73 @@
+"""A replica that exchanges in a group of workers: it holds all parameters, and updates them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradstream.collectives.buckets import Buckets
+from gradstream.collectives.group import Group
+from gradstream.data.base import BatchRef
+from gradstream.server.client import Transfer
+from gradstream.server.waits import Claims
+from gradstream.worker.peers import Peers
+from gradstream.worker.schedule import Schedule
+from gradstream.worker.updater import Updater
+from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts
+
+__all__ = ["GroupReplica"]
+
+
+class GroupReplica(Replica):
+    """Implements `strategies.base.Worker` where there are no servers.
+
+    Parameters and gradient lie in the group's memory, so that it can work in place.
+
+    Args:
+        parts: what every replica is made of.
+        group: the workers of the run.
+        buckets: how the vector is exchanged.
+        updater: the update rule.
+        on_transfer: see `Peers`.
+    """
+
+    def __init__(
+        self,
+        parts: ReplicaParts,
+        group: Group,
+        buckets: Buckets,
+        updater: Updater,
+        on_transfer: Callable[[Transfer], None] | None = None,
+    ) -> None:
+        super().__init__(parts, group.allocate, Claims())
+        self._peers = Peers(parts.runtime, group, buckets, updater, self, on_transfer)
+
+    @property
+    def group(self) -> Peers:
+        """See `strategies.base.Worker`."""
+        return self._peers
+
+    async def newest(self) -> torch.Tensor:
+        """See `Replica.newest`: this worker's own, which between two rounds are those of all."""
+        return self.parameters.tensor
+
+    async def _flush(self) -> None:
+        """A round is in the model when the strategy has gone on from it."""
+
+    def planned(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
+        """See `peers.Rounds`."""
+        if not isinstance(self._schedule, Schedule):
+            return None
+        said = []
+        for rank in range(self.num_workers):
+            other = BatchRef(ref.epoch, rank, ref.batch)
+            size = self._schedule.plan.size(other)
+            if size is None:
+                return None
+            said.append((size, self._rate(other)))
+        return said
+
+    def in_model(self, gradient: ComputedGradient) -> None:
+        """See `peers.Rounds`."""
+        self._handed_out(gradient.refs)()

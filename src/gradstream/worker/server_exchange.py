@@ -1,0 +1,95 @@
+"""A worker's exchange through the parameter server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from gradstream.events import Event
+from gradstream.model.base import Layout
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client import ServerClient, names_of
+from gradstream.worker.accounts import Accounts
+from gradstream.worker.exchange import Surroundings, Transfers
+from gradstream.worker.server_replica import ServerReplica
+
+__all__ = ["ServerExchange"]
+
+
+class ServerExchange:
+    """Implements `Exchange`.
+
+    Args:
+        around: where it lives.
+        layout: of the model's flat vector.
+        chunk_elems: of the chunk map.
+        replica: makes the replica for a client of all shards.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        layout: Layout,
+        chunk_elems: int,
+        replica: Callable[[ServerClient], ServerReplica],
+    ) -> None:
+        shards = names_of(around.member.notice.nodes, "shard")
+        self._around = around
+        self._accounts = Accounts(around.rank)
+        self._transfers = Transfers(around.rank, around.member.emit)
+        self._client = ServerClient(
+            around.runtime,
+            around.endpoint,
+            shards,
+            ChunkMap(layout.elems, chunk_elems, len(shards)),
+            around.runtime.memory.allocate(layout.elems, layout.dtype, "spare"),
+            silence_s=around.silence_s,
+            retry_s=around.retry_s,
+            on_transfer=self._transfers,
+        )
+        self._layout = layout
+        self._heir: asyncio.Task[None] | None = None
+        self.replica = replica(self._client)
+
+    async def begin(self) -> None:
+        """The worker of the lowest rank hands initial parameters out; of a checkpoint, each fetches them."""
+        around, replica = self._around, self.replica
+        if around.resume is not None:  # a strategy may not begin by fetching
+            await replica.adopt(self._client.fetch_soon())
+        elif around.is_lowest():
+            await around.init(replica.parameters)
+            await self._client.assign(replica.parameters)
+        else:
+            self._heir = around.runtime.spawn(self._take_over(), name=f"{around.runtime.node}-heir")
+
+    async def _take_over(self) -> None:
+        """Hands out initial parameters where the worker of the lowest rank died before it could."""
+        around = self._around
+        await around.member.heard(around.is_lowest)
+        if self.replica.version >= 0:
+            return
+        try:
+            vector = around.runtime.memory.allocate(self._layout.elems, self._layout.dtype, "initial")
+            await around.init(vector)
+            await self._client.assign(vector)
+        except Exception as error:
+            await around.failed(error)
+
+    async def settle(self) -> None:
+        """See `Exchange`."""
+        await self._client.settle()
+
+    async def finish(self) -> None:
+        """See `Exchange`: fetched once more, with what all have pushed."""
+        await self._client.reclaim_spare()
+        await self.replica.adopt(self._client.fetch_soon())
+
+    def report(self) -> Sequence[Event]:
+        """See `Exchange`."""
+        self._transfers.accounted()
+        return self._accounts.since_last(self._client.traffic)
+
+    async def close(self) -> None:
+        """See `Exchange`."""
+        if self._heir is not None:
+            self._heir.cancel()
