@@ -295,7 +295,7 @@ def num_servers(job: Job, strategy: Strategy) -> int:
     if strategy.through == "group":
         if job.servers:
             raise ConfigError(
-                f"servers={job.servers}, but {name} exchanges in a group of workers, without any: leave it out"
+                f"servers={job.servers}, but {name} exchanges in a group of workers, without: leave it out"
             )
         return 0
     if job.servers == 0:

@@ -46,7 +46,7 @@ class ReplicaHolder:
         return nullcontext()
 
     def restore(self, storage: Storage, folder: str) -> None:
-        """All parameters, and the state that this worker keeps, as a checkpoint has them. Raises as `load`."""
+        """All parameters, and the state that this worker keeps, of a checkpoint. Raises as `load`."""
         updater = self._replica.group.updater
         pieces: dict[str, Pieces] = {"": [(0, self._replica.parameters.tensor)]}
         for name, vector in updater.state.items():
