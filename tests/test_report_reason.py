@@ -125,7 +125,8 @@ def test_a_run_cut_short_before_its_first_reports_has_a_reason() -> None:
 def test_a_full_machine_is_named_before_what_runs_on_it() -> None:
     worker = WorkerFigures("worker-0", 10, 100, 4.0, 6.0, {"shard-0": 6.0}, None, None)
     nodes = tuple(
-        NodeFigures(n, n, "127.0.0.1", 0, 10, False, 9.5, (), (), 0) for n in ("worker-0", "shard-0")
+        NodeFigures(n, n, "127.0.0.1", ("tcp",), 0, 10, False, 9.5, (), (), 0)
+        for n in ("worker-0", "shard-0")
     )
     shard = ShardFigures("shard-0", 10, 9.0, 9.5)
     full = Figures({}, "finished", 0.0, 10.0, (worker,), (shard,), (), nodes)

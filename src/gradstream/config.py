@@ -32,6 +32,7 @@ from gradstream.registry import (
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
 from gradstream.strategies.base import Strategy
+from gradstream.transport.offers import CHOICES, Choice
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.gradient import Clip
 
@@ -112,6 +113,10 @@ class Job:
             as "10min"; None only when the run is stopped. None is made at the end: the result is.
         keep_last: how many of the newest checkpoints are kept.
         keep_best: keep the one with the best evaluation besides, where the run is evaluated.
+        carrier: what chunks travel by between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
+            best that both have. Membership is on gRPC in any case.
+        connections: over how many sockets "tcp" carries bulk between two nodes: several fill a long fat line
+            that one does not.
         deadlines: see `Deadlines`.
         spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.
@@ -146,6 +151,8 @@ class Job:
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
     keep_best: bool = True
+    carrier: Choice = "grpc"
+    connections: int = 1
     deadlines: Deadlines = field(default_factory=Deadlines)
     spec: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +190,8 @@ class JobOptions(TypedDict, total=False):
     checkpoint_every: int | str | None
     keep_last: int
     keep_best: bool
+    carrier: Choice
+    connections: int
     deadlines: Deadlines
 
 
@@ -367,7 +376,7 @@ def check(job: Job) -> None:
             "from_dataset, from_loader or from_stream"
         )
     open_ended = is_open_ended(job)
-    for name in ("workers", "accumulate"):
+    for name in ("workers", "accumulate", "connections"):
         _whole(name, getattr(job, name), least=1)
     if job.servers is not None:
         _whole("servers", job.servers, least=0)
@@ -396,6 +405,8 @@ def check(job: Job) -> None:
         if bound is not None and not _is_positive(bound):
             raise ConfigError(f"{name}={bound!r}: expected a finite number > 0, or None for no clipping")
 
+    if job.carrier not in CHOICES:
+        raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
     _check_evaluation(job)
     check_callbacks(job.callbacks)
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 __all__ = [
     "AppliedEvent",
+    "CarriersEvent",
     "CheckpointEvent",
     "CheckpointFailedEvent",
     "CpuEvent",
@@ -72,6 +73,14 @@ class JoinedEvent(Event):
     who: str
     address: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CarriersEvent(Event):
+    """By which carrier a node reaches each other one, once all are there (worker, shard)."""
+
+    name: ClassVar[str] = "carriers"
+    by_peer: Mapping[str, str]  # node -> "shm", "tcp" or "grpc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import secrets
 import shlex
 import signal
 import sys
@@ -75,6 +76,8 @@ class Launcher:
         self._signals = StopSignals()
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked
+        # Others than this launcher start workers of such runs. Those of other machines have one of their own.
+        self._token = None if on_address or listening or is_script(job) else secrets.token_hex(16)
         self._given_cluster = cluster
         self._stop = stop
         self._job = job
@@ -90,6 +93,7 @@ class Launcher:
         self._events_read = events.stat().st_size if events.is_file() else 0
         self._torn = b""
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
+        self._carriers: dict[str, Mapping[str, str]] = {}  # by which each node reaches the others
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
         self._ended: dict[str, int] = {}
         elsewhere = [worker_name(rank) for rank in range(cast.workers)] if on_address else []
@@ -116,6 +120,7 @@ class Launcher:
             raise
         finally:
             self._read_events()
+            self._record_carriers()
 
     def _make_cluster(
         self, environment: Mapping[str, str]
@@ -143,6 +148,13 @@ class Launcher:
         if self._cast.resume is None:
             storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
         storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
+
+    def _record_carriers(self) -> None:
+        """Adds to run.json what nodes have agreed on."""
+        if self._carriers:
+            storage = DiskStorage(self._run_dir)
+            info = json.loads(storage.read("run.json")) | {"carriers": self._carriers}
+            storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
 
     # ---- other machines -----------------------------------------------------------------
 
@@ -180,6 +192,8 @@ class Launcher:
 
     def _start_node(self, name: str, *arguments: str) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
+        if self._token is not None:
+            spec += ["--token", self._token]
         if is_script(self._job) and name.startswith("worker"):
             self._cluster.start(name, [*spec, "--script", self._job.spec or ""], main=SCRIPT)
             return
@@ -293,7 +307,9 @@ class Launcher:
         for line in lines:
             event = json.loads(line)
             self._last[event["event"]] = event
-            if event["event"] == "checkpoint_failed":
+            if event["event"] == "carriers":
+                self._carriers[event["node"]] = event["by_peer"]
+            elif event["event"] == "checkpoint_failed":
                 kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
                 sys.stderr.write(f"no checkpoint ({event['who']}: {event['message']}); {kept}\n")
             if self._on_event is not None:

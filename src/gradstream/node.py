@@ -180,6 +180,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--insecure", action="store_true", help="plain text on other interfaces than loopback"
     )
+    parser.add_argument("--token", default="", help="secret of the run, for connections in plain text")
     parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
     return parser.parse_args(argv)
 
@@ -228,7 +229,7 @@ async def _run(
     when_asked: WhenAsked | None = None,
 ) -> int:
     # gRPC starts threads when it is imported, so not before the fork.
-    from gradstream.transport.grpc import GrpcEndpoint
+    from gradstream.transport.carriers import make_endpoint
     from gradstream.transport.security import Tls
 
     resume = None if spec.resume is None else Resume.of_json(spec.resume)
@@ -236,8 +237,15 @@ async def _run(
     runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir), core=core)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
     security = None if given.security is None else Tls.read(given.security, name)
-    endpoint = GrpcEndpoint(
-        identity, runtime, listen=given.listen, security=security, insecure=given.insecure
+    endpoint = make_endpoint(
+        identity,
+        runtime,
+        "grpc" if name == COORDINATOR else job.carrier,
+        listen=given.listen,
+        security=security,
+        insecure=given.insecure,
+        connections=job.connections,
+        token=given.token.encode(),
     )
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
     try:

@@ -11,7 +11,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["EventDict", "begin_s", "evaluations_of", "history_of", "staleness_of", "summary_of"]
+__all__ = [
+    "EventDict",
+    "begin_s",
+    "carriers_of",
+    "evaluations_of",
+    "history_of",
+    "staleness_of",
+    "summary_of",
+]
 
 EventDict = Mapping[str, Any]
 """One record of `events.jsonl`, parsed."""
@@ -73,6 +81,17 @@ def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
+def carriers_of(events: Iterable[EventDict]) -> dict[str, str]:
+    """By which carrier a node reaches another one, coordinator left out: "worker-0 shard-0" -> "tcp"."""
+    return {
+        f"{event['node']} {peer}": carrier
+        for event in events
+        if event["event"] == "carriers"
+        for peer, carrier in event["by_peer"].items()
+        if peer != "coordinator"
+    }
+
+
 def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
     """Every figure of a run. A figure that its events do not tell is None, or empty.
 
@@ -89,6 +108,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
         pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
         staleness_mean, staleness_max, staleness: over chunks; the last is the histogram.
+        carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
         updates, duplicates, dropped, refused: of all shards, in chunks.
         peak_memory_bytes: by node, file pages included. peak_own_bytes: by node, without them.
         cpu_s: by role. cpu_work_s: by role, then by kind of work.
@@ -102,6 +122,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **_progress(surviving(events)),
         **_totals(events, "exchange", ("pushed_bytes", "fetched_bytes", "pushes", "fetches", "retries")),
         **_staleness(events),
+        "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
         **_machines(events),
         "workers_lost": _workers_lost(events),

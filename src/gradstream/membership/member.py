@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import Speed
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
-from gradstream.events import Event, encode
+from gradstream.events import CarriersEvent, Event, encode
 from gradstream.membership.coordinator import Bell, Leases
 from gradstream.membership.state import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
@@ -311,14 +311,7 @@ class Member:
         if received is None:
             raise PeerLostError(self._coordinator, "ended the presence of this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
-        for node in notice.nodes:
-            if node.name != self.node.name:
-                self._endpoint.know(node.name, node.address)
-        self._endpoint.identity.epoch = notice.epoch
-        if notice.HasField("model"):
-            self._endpoint.identity.fingerprint = notice.model.fingerprint
-        if self._training_ns is None and notice.phase == v1.Notice.TRAINING:
-            self._training_ns = self._runtime.now()
+        self._follow(notice)
         changed, self.notice = notice != self.notice, notice
         if notice.phase == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.reason)
@@ -334,6 +327,19 @@ class Member:
             self._urgent.ring()  # lets go of the beat that waits
             return False
         return True
+
+    def _follow(self, notice: v1.Notice) -> None:
+        """What a notice means for this node's endpoint, and for its clock."""
+        for node in notice.nodes:
+            if node.name != self.node.name:
+                self._endpoint.know(node.name, node.address)
+        self._endpoint.identity.epoch = notice.epoch
+        if notice.HasField("model"):
+            self._endpoint.identity.fingerprint = notice.model.fingerprint
+        if self._training_ns is None and notice.phase == v1.Notice.TRAINING:
+            self._training_ns = self._runtime.now()
+            if self._endpoint.routes:
+                self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))
 
     async def _keep_beating(self, stream: Stream) -> None:
         """A beat when there is something to say, and otherwise as a sign of life."""

@@ -154,7 +154,7 @@ class Gathering:
 
     def arguments(self, name: str) -> list[str]:
         """What a node of this machine is told about its network."""
-        listen = ["--listen", str(self.enrolment.address.at(self._port(name)))]
+        listen = ["--listen", str(self.enrolment.address.at(self._port(name))), "--token", self._token]
         if self._authority is None:
             return [*listen, "--insecure"]
         self._authority.issue(name).save(Path(self._folder.name), name)

@@ -171,7 +171,7 @@ class _Machine:
     def _arguments(self, name: str, run_dir: Path, coordinator: Address, keys: Path | None) -> list[str]:
         return [
             *("--spec", str(run_dir / "nodes.json"), "--name", name, "--coordinator", str(coordinator)),
-            *("--listen", str(Address(self._address))),
+            *("--listen", str(Address(self._address)), "--token", self._joining.token),
             *(["--insecure"] if keys is None else ["--security", str(keys)]),
         ]
 

@@ -47,6 +47,15 @@ class Listening:
                 f"workers={job.workers} means all workers of all machines: {self.machines} machines with "
                 f"{self.workers_per_machine} each have {total}"
             )
+        if job.carrier == "tcp" and not self.insecure:
+            raise ConfigError(
+                "carrier='tcp' is neither encrypted nor authenticated, so between machines it needs a "
+                "network that you trust, and --insecure; carrier='auto' takes gRPC with certificates there"
+            )
+        if job.carrier == "shm" and self.machines > 1:
+            raise ConfigError(
+                "carrier='shm' needs one machine; use carrier='auto', which takes it inside each"
+            )
         if earlier:
             raise ConfigError(
                 "this script has trained before, and the other machines do not have that run: put the job "

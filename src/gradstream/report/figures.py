@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradstream.report.story import Moment, Status, status_of, story_of
-from gradstream.summary import EventDict, begin_s, summary_of
+from gradstream.summary import EventDict, begin_s, carriers_of, summary_of
 
 __all__ = [
     "Figures",
@@ -97,6 +97,7 @@ class NodeFigures:
     Args:
         name, role: who it is.
         host: of its address; "" where the events do not tell.
+        carriers: by which it reaches the others.
         joined_s, left_s: when it came and went; None where it did not, or is not told.
         lost: it went without a goodbye.
         cpu_s: CPU seconds, total.
@@ -108,6 +109,7 @@ class NodeFigures:
     name: str
     role: str
     host: str
+    carriers: tuple[str, ...]
     joined_s: float | None
     left_s: float | None
     lost: bool
@@ -287,6 +289,9 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
         cpu[event["node"]].append(event)
     for event in by_kind["memory"]:
         memory[event["node"]].append(event)
+    carriers: defaultdict[str, set[str]] = defaultdict(set)
+    for pair, carrier in carriers_of(by_kind["carriers"]).items():
+        carriers[pair.partition(" ")[0]].add(carrier)
     found = []
     for name in sorted({*joined, *cpu, *memory}, key=_order):
         address = joined[name]["address"] if name in joined else ""
@@ -295,6 +300,7 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
                 name=name,
                 role=name.rpartition("-")[0] or name,
                 host=_host(address),
+                carriers=tuple(sorted(carriers[name])),
                 joined_s=joined[name]["time_s"] if name in joined else None,
                 left_s=left[name]["time_s"] if name in left else None,
                 lost=name in left and left[name]["lost"],
@@ -311,7 +317,8 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
 
 
 def _host(address: str) -> str:
-    """Host of host:port or [host]:port; the virtual network has no hosts."""
+    """Host of host:port or [host]:port, the first of a node's addresses; the virtual network has no hosts."""
+    address = address.partition(" ")[0]
     return "" if address.startswith("memory:") else address.rpartition(":")[0].strip("[]")
 
 

@@ -269,6 +269,7 @@ def nodes(figures: Figures) -> str:
             [
                 escape(node.name),
                 escape(node.host),
+                escape(", ".join(node.carriers)),
                 _when(node.joined_s),
                 f'<span class="bad">lost, {left}</span>' if node.lost else left,
                 time_text(node.cpu_s),
@@ -278,7 +279,18 @@ def nodes(figures: Figures) -> str:
                 size_text(node.peak_bytes) if node.peak_bytes else "",
             ]
         )
-    head = ["node", "host", ">joined", ">left", ">CPU", "cores in use", ">most", "own memory", ">peak"]
+    head = [
+        "node",
+        "host",
+        "reaches others by",
+        ">joined",
+        ">left",
+        ">CPU",
+        "cores in use",
+        ">most",
+        "own memory",
+        ">peak",
+    ]
     about = "Curves go over the time of the run, from 0 up to the largest value, which stands beside them."
     return section("Nodes", _table(head, rows, about) if rows else "")
 

@@ -18,7 +18,7 @@ What every carrier promises, and `gradstream.testing.check_endpoint` tests:
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -172,6 +172,11 @@ class Endpoint(Protocol):
 
     identity: Identity
     address: str  # what others connect to, once `start` has returned
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """By which carrier each known peer is reached; nothing where there is only one."""
+        ...
 
     async def start(self) -> None:
         """Begins to accept streams. Raises ConfigError when the address cannot be had."""

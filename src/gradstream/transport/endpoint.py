@@ -11,6 +11,7 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -105,6 +106,12 @@ class EndpointCore(ABC):
     async def _shut(self, *, abruptly: bool) -> None:
         """Stops accepting and breaks all connections; unless `abruptly`, what waits is sent first."""
 
+    def share(self, other: EndpointCore) -> None:
+        """Has handlers, parked tensors and their numbers in common with another endpoint of the same node."""
+        self._services = other._services
+        self._mailbox = other._mailbox
+        self._sequences = other._sequences
+
     # ---- the user's side --------------------------------------------------------------
 
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
@@ -116,6 +123,16 @@ class EndpointCore(ABC):
         before = self._addresses.get(peer)
         self._addresses[peer] = address
         if before is not None and before != address:
+            self._hang_up(peer)
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """See `Endpoint.routes`."""
+        return {}
+
+    def forget(self, peer: str) -> None:
+        """Breaks all connections to a peer that is reached in another way from now on."""
+        if self._addresses.pop(peer, None) is not None:
             self._hang_up(peer)
 
     async def open(

@@ -1,0 +1,61 @@
+"""The endpoint of a node: which carriers it has, by what the job asks for and the network allows."""
+
+from __future__ import annotations
+
+from gradstream.errors import ConfigError
+from gradstream.runtime.base import Runtime
+from gradstream.transport.addresses import host_and_port, is_loopback
+from gradstream.transport.base import Identity
+from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.offers import CHOICES, Choice
+from gradstream.transport.routed import RoutedEndpoint
+from gradstream.transport.security import Tls
+from gradstream.transport.tcp import TcpEndpoint
+
+__all__ = ["make_endpoint"]
+
+
+def make_endpoint(
+    identity: Identity,
+    runtime: Runtime,
+    carrier: Choice = "auto",
+    *,
+    listen: str = "127.0.0.1:0",
+    security: Tls | None = None,
+    insecure: bool = False,
+    connections: int = 1,
+    token: bytes = b"",
+) -> RoutedEndpoint:
+    """An endpoint that has not started.
+
+    gRPC is always there: membership goes over it, and it works wherever anything does.
+
+    Args:
+        carrier: "auto" offers all that may be used here; "grpc" that alone; another one besides.
+        listen, security, insecure: see `GrpcEndpoint`.
+        connections, token: see `SocketEndpoint`.
+
+    Raises:
+        ConfigError: `listen` is none, or may not be listened on in plain text; the carrier cannot be had.
+    """
+    if carrier not in CHOICES:
+        raise ConfigError(f"carrier={carrier!r}: expected one of {', '.join(CHOICES)}")
+    carriers: dict[str, EndpointCore] = {
+        "grpc": GrpcEndpoint(identity, runtime, listen=listen, security=security, insecure=insecure)
+    }
+    host, port = host_and_port(listen)
+    if carrier == "shm":
+        raise ConfigError("carrier='shm' is not there yet; use carrier='auto'")
+    if carrier == "tcp" and security is not None:
+        raise ConfigError(
+            "carrier='tcp' is neither encrypted nor authenticated, and this run has certificates: use "
+            "carrier='auto', or start the run with --insecure on a network that you trust"
+        )
+    # Who gives a port of its own has opened that one in a firewall: gRPC alone can do with one.
+    may = security is None and (is_loopback(host) or (insecure and not port))
+    if carrier == "tcp" or (carrier == "auto" and may):
+        carriers["tcp"] = TcpEndpoint(
+            identity, runtime, listen=f"{host}:0", insecure=insecure, connections=connections, token=token
+        )
+    return RoutedEndpoint(carriers)

@@ -1,0 +1,70 @@
+"""What a node offers others to reach it by, and which carrier two nodes take between them.
+
+An offer travels as the node's address: that of gRPC, which every node has, and behind it words such
+as `tcp=127.0.0.1:4000`. Both nodes of a pair know both offers and choose alike, so nothing is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from gradstream.errors import ConfigError
+
+__all__ = ["CARRIERS", "CHOICES", "CarrierName", "Choice", "Offer", "choose"]
+
+CarrierName = Literal["shm", "tcp", "grpc"]
+CARRIERS: tuple[CarrierName, ...] = get_args(CarrierName)
+"""The best first."""
+
+Choice = Literal["auto", "grpc", "tcp", "shm"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+"""What a job may ask for."""
+
+_HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """How one node can be reached.
+
+    Args:
+        addresses: by carrier.
+        host: names what nodes share that can share memory; "" where that is not known.
+    """
+
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    host: str = ""
+
+    def __str__(self) -> str:
+        others = {**self.addresses, _HOST: self.host}
+        first = others.pop("grpc", "")
+        return " ".join([first, *(f"{name}={value}" for name, value in others.items() if value)])
+
+    @classmethod
+    def parse(cls, text: str) -> Offer:
+        """What `str` has made. Carriers that this side does not know are passed over."""
+        first, *words = text.split(" ")
+        named = dict(word.split("=", 1) for word in words if "=" in word)
+        host = named.pop(_HOST, "")
+        known = {name: value for name, value in named.items() if name in CARRIERS}
+        return cls(({"grpc": first} if first else {}) | known, host)
+
+
+def choose(mine: Offer, theirs: Offer) -> CarrierName:
+    """The best carrier that both have: shared memory on one host, then plain TCP, then gRPC.
+
+    Plain TCP is offered only where it may be used, so what both offer is allowed.
+
+    Raises:
+        ConfigError: they have none in common.
+    """
+    for carrier in CARRIERS:
+        near = carrier != "shm" or (mine.host != "" and mine.host == theirs.host)
+        if near and carrier in mine.addresses and carrier in theirs.addresses:
+            return carrier
+    raise ConfigError(
+        f"two nodes have no carrier in common: one offers {', '.join(mine.addresses) or 'none'}, the other "
+        f"{', '.join(theirs.addresses) or 'none'}; shared memory needs one host: use carrier='auto'"
+    )
