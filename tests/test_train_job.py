@@ -201,7 +201,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
 
 def test_a_run_says_nothing_of_its_machine_if_asked_not_to(write: Callable[..., str]) -> None:
     run = gs.train(load_job(write()), record_machine=False, epochs=1, run_dir=Path("kept"))
-    assert run.info.keys() == {"name", "id", "began_unix_s", "nodes"}
+    assert run.info.keys() == {"name", "id", "began_unix_s", "nodes", "carriers"}
 
 
 def test_a_script_that_trains_twice_with_a_strategy_of_its_own(write: Callable[..., str]) -> None:
