@@ -37,7 +37,11 @@ from gradstream.testing.runs import QUICK, least_squares
 from gradstream.testing.storage import CrashingStorage, FullStorage, PowerCutError
 
 TENSORS = [TensorSpec("layer.weight", (3, 40), "F32"), TensorSpec("layer.bias", (), "F32")]
-BUFFERS = [TensorSpec("norm.count", (), "I64")]
+OTHERS = [
+    TensorSpec("tied.weight", (3, 40), "F32", same_as="layer.weight"),
+    TensorSpec("norm.count", (), "I64"),
+    TensorSpec("tied.bias", (), "F32", same_as="layer.bias"),
+]
 ELEMS, CHUNK = 121, 64
 WORLD = World(costs={"gradient": Cost(base_s=0.03, spread=Exponential())})
 
@@ -45,7 +49,7 @@ WORLD = World(costs={"gradient": Cost(base_s=0.03, spread=Exponential())})
 def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
     """What coordinator and shards do to keep a checkpoint, one after the other."""
     vector = np.arange(ELEMS, dtype=np.float32) + step
-    draft = Draft(storage, step=step, token="t", tensors=TENSORS, buffers=BUFFERS, states=["momentum"])
+    draft = Draft(storage, step=step, token="t", tensors=TENSORS, others=OTHERS, states=["momentum"])
     draft.open()
     for place in draft.places:
         for start in range(0, ELEMS, CHUNK):  # two shards
@@ -61,7 +65,7 @@ def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
     )  # fmt: skip
     folder = draft.commit(
         manifest,
-        buffers={"norm.count": np.int64(step).tobytes()},
+        others={"norm.count": np.int64(step).tobytes()},
         own={"worker-0": b"own"},
         sums={"": sums, "momentum": sums},
         itemsize_bytes=4,
@@ -84,6 +88,9 @@ def usable_after(storage: CrashingStorage, expected: set[int]) -> None:
         assert chosen[1].step in expected
         arrays = load(found.read(f"{chosen[0]}/model.safetensors"))
         assert arrays["layer.weight"][0, 0] == chosen[1].step
+        assert np.array_equal(arrays["tied.weight"], arrays["layer.weight"])
+        assert arrays["tied.bias"] == arrays["layer.bias"] == chosen[1].step + 120
+        assert arrays["norm.count"] == chosen[1].step
 
 
 def crashes(commit: Callable[[CrashingStorage], object]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
@@ -40,7 +41,11 @@ session = gradstream.join(checkpoint_every=7, keep_last=1)
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
 loader = session.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
-model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 1))
+model[2].weight = model[0].weight  # tied
+if not session.resumed:
+    model[3].bias.data.fill_(0.5)
+model[3].bias.requires_grad_(False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 model, optimizer = session.wrap(model, optimizer)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
@@ -117,6 +122,10 @@ def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
     assert folder.folder == stopped.checkpoint
     steps = json.loads((tmp_path / "stopped" / folder.folder / "state.json").read_text())["steps"]
     assert Path("over-0").read_text() == str(steps["worker-0"])  # its `finally` has run
+
+    state = load_file(tmp_path / "stopped" / folder.folder / "model.safetensors")
+    assert set(state) == set(whole.parameters)  # frozen and tied ones
+    assert state["3.bias"].tolist() == whole.parameters["3.bias"].tolist() == [0.5]
 
     script.write_text(text_of(40))
     with pytest.raises(gs.ConfigError, match="their number stays"):

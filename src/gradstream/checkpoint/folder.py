@@ -15,8 +15,10 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +41,7 @@ __all__ = [
     "newest",
     "prune",
     "read_own",
+    "read_tensors",
     "sweep",
     "verify",
     "worker_file",
@@ -85,7 +88,7 @@ class Draft:
         step: names the folder.
         token: tells this draft from one that a process killed before has left.
         tensors: of the flat vector, in its order.
-        buffers: tensors that are added to the model's file.
+        others: tensors that are added to the model's file: buffers, frozen ones, second names.
         states: names of the optimizer's state vectors.
     """
 
@@ -96,15 +99,15 @@ class Draft:
         step: int,
         token: str,
         tensors: Sequence[TensorSpec],
-        buffers: Sequence[TensorSpec] = (),
+        others: Sequence[TensorSpec] = (),
         states: Sequence[str] = (),
     ) -> None:
         self._storage = storage
         self._step = step
-        self._buffers = buffers
+        self._tensors, self._others = tensors, others
         self._data_bytes = sum(tensor.size_bytes for tensor in tensors)
         self.folder = f"{FOLDER}/.step-{step:08d}.{token}.tmp"
-        self._headers = {"": header_of([*tensors, *buffers]), **dict.fromkeys(states, header_of(tensors))}
+        self._headers = {"": header_of([*tensors, *others]), **dict.fromkeys(states, header_of(tensors))}
         self.places = tuple(
             Place(vector, f"{self.folder}/{file_of(vector)}", len(header))
             for vector, header in self._headers.items()
@@ -113,7 +116,8 @@ class Draft:
     @property
     def size_bytes(self) -> int:
         """Of the large files together."""
-        return len(self.places) * self._data_bytes + sum(map(len, self._headers.values()))
+        others_bytes = sum(tensor.size_bytes for tensor in self._others)
+        return len(self.places) * self._data_bytes + others_bytes + sum(map(len, self._headers.values()))
 
     def open(self) -> None:
         """Makes the folder that shards write into."""
@@ -123,7 +127,7 @@ class Draft:
         self,
         manifest: Manifest,
         *,
-        buffers: Mapping[str, bytes],
+        others: Mapping[str, bytes],
         own: Mapping[str, bytes],
         sums: Mapping[str, Sequence[Held]],
         itemsize_bytes: int,
@@ -132,7 +136,7 @@ class Draft:
 
         Args:
             manifest: what is kept; `files` is filled in here.
-            buffers: bytes of each tensor in `buffers`.
+            others: bytes of each tensor in `others` that is no second name.
             own: by worker, its own state as safetensors.
             sums: by vector, every piece of it as its holder has held it, in the order of the vector.
             itemsize_bytes: of an element.
@@ -144,14 +148,11 @@ class Draft:
         """
         storage, files = self._storage, {}
         for place in self.places:
-            extra = [buffers[spec.name] for spec in self._buffers] if not place.vector else []
-            pieces = [(0, self._headers[place.vector])]
-            offset = place.offset_bytes + self._data_bytes
-            for piece in extra:
-                pieces.append((offset, piece))
-                offset += len(piece)
+            behind = () if place.vector else self._others
+            pieces = chain([(0, self._headers[place.vector])], self._behind(place, behind, others))
             storage.patch(place.path, pieces)
-            files[file_of(place.vector)] = self._read_back(place, offset, sums[place.vector], itemsize_bytes)
+            end = place.offset_bytes + self._data_bytes + sum(spec.size_bytes for spec in behind)
+            files[file_of(place.vector)] = self._read_back(place, end, sums[place.vector], itemsize_bytes)
         for worker, data in own.items():
             name = worker_file(worker)
             storage.write(f"{self.folder}/{name}", data)
@@ -167,6 +168,22 @@ class Draft:
     def discard(self) -> None:
         """Removes what was written. A shard that writes still finds no folder, and says so."""
         self._storage.remove(self.folder)
+
+    def _behind(
+        self, place: Place, specs: Sequence[TensorSpec], others: Mapping[str, bytes]
+    ) -> Iterator[tuple[int, bytes]]:
+        """What a file has behind the flat vector, by offset. Second names are copied from there."""
+        sizes = [spec.size_bytes for spec in self._tensors]
+        starts = dict(zip((spec.name for spec in self._tensors), accumulate(sizes, initial=0), strict=False))
+        offset = place.offset_bytes + self._data_bytes
+        for spec in specs:
+            if not spec.same_as:
+                yield offset, others[spec.name]
+            else:
+                first = place.offset_bytes + starts[spec.same_as]
+                for start, size in _pieces(0, spec.size_bytes):
+                    yield offset + start, self._storage.read_at(place.path, first + start, size)
+            offset += spec.size_bytes
 
     def _read_back(
         self, place: Place, size_bytes: int, sums: Sequence[Held], itemsize_bytes: int
@@ -192,7 +209,8 @@ class Draft:
             begin = stop
         if begin * itemsize_bytes != self._data_bytes:
             raise DataError(f"{path}: nobody has written the elements from {begin} on")
-        digest.update(storage.read_at(path, end, size_bytes - end))
+        for start, size in _pieces(end, size_bytes):
+            digest.update(storage.read_at(path, start, size))
         return FileEntry(size_bytes, digest.hexdigest())
 
     def _free_name(self) -> str:
@@ -235,8 +253,8 @@ def verify(storage: Storage, folder: str) -> Manifest:
                 f"{path} has {size_bytes} bytes, {STATE} says {entry.size_bytes}: it was cut short"
             )
         digest = hashlib.sha256()
-        for start in range(0, size_bytes, PIECE_BYTES):
-            digest.update(storage.read_at(path, start, min(PIECE_BYTES, size_bytes - start)))
+        for start, size in _pieces(0, size_bytes):
+            digest.update(storage.read_at(path, start, size))
         if digest.hexdigest() != entry.sha256:
             raise DataError(
                 f"{path} was altered: its SHA-256 is {digest.hexdigest()[:16]}…, "
@@ -285,6 +303,12 @@ def sweep(storage: Storage) -> None:
             storage.remove(f"{FOLDER}/{name}")
 
 
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """(offset, size) of the pieces of a range of bytes that is too long to be held at once."""
+    for first in range(start, stop, PIECE_BYTES):
+        yield first, min(PIECE_BYTES, stop - first)
+
+
 def data_offset(storage: Storage, path: str) -> int:
     """Where the data of a safetensors file begins. Raises DataError."""
     size_bytes = storage.size(path)
@@ -307,15 +331,22 @@ def read_own(storage: Storage, folder: str, worker: str) -> OwnState | None:
     if own is None:
         return None
     wanted = OwnState.decode(storage.read(f"{folder}/{own}")).buffers
+    return OwnState(0, read_tensors(storage, path, wanted))
+
+
+def read_tensors(storage: Storage, path: str, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
+    """Some tensors of a safetensors file. Raises DataError where one is not in it."""
     size_bytes = storage.size(path)
     length = int.from_bytes(storage.read_at(path, 0, 8), "little")
     offset_bytes, tensors = parse(storage.read_at(path, 0, min(8 + length, size_bytes)))
     out = {}
-    for name, array in wanted.items():
+    for name in names:
+        if name not in tensors:
+            raise DataError(f"{path} has no tensor {name!r}: is it a checkpoint of this model?")
         spec, start = tensors[name]
         data = storage.read_at(path, offset_bytes + start, spec.size_bytes)
-        out[name] = np.frombuffer(data, array.dtype).reshape(array.shape).copy()
-    return OwnState(0, out)
+        out[name] = np.frombuffer(data, spec.numpy_dtype).reshape(spec.shape).copy()
+    return out
 
 
 def _folders(storage: Storage) -> list[str]:

@@ -41,16 +41,27 @@ MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's name, shape, and element type as safetensors spells it: "F32"."""
+    """A tensor's name, shape, and element type as safetensors spells it: "F32".
+
+    Args:
+        same_as: this is another name of that tensor. A file has its elements twice: safetensors knows no
+            second names.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    same_as: str = ""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements."""
-        return math.prod(self.shape) * np.dtype(_TO_NUMPY[self.dtype]).itemsize
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Element type as numpy has it."""
+        return np.dtype(_TO_NUMPY[self.dtype])
 
 
 def spec_of(name: str, shape: Sequence[int], dtype: torch.dtype | np.dtype[Any]) -> TensorSpec:
@@ -63,14 +74,14 @@ def spec_of(name: str, shape: Sequence[int], dtype: torch.dtype | np.dtype[Any])
 
 def to_spec(spec: TensorSpec) -> v1.TensorSpec:
     """As the wire has it."""
-    return v1.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype)
+    return v1.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, same_as=spec.same_as)
 
 
 def of_spec(spec: v1.TensorSpec) -> TensorSpec:
     """From the wire. Raises DataError for an element type that is not known."""
     if spec.dtype not in _TO_NUMPY:
         raise DataError(f"{spec.name!r} has elements of {spec.dtype}; known: {', '.join(_TO_NUMPY)}")
-    return TensorSpec(spec.name, tuple(spec.shape), spec.dtype)
+    return TensorSpec(spec.name, tuple(spec.shape), spec.dtype, spec.same_as)
 
 
 def header_of(tensors: Sequence[TensorSpec]) -> bytes:

@@ -3,7 +3,7 @@
 A model's buffers (a BatchNorm's running means) are each worker's own. Whoever needs them, for a
 checkpoint or for an evaluation, asks the worker: method "state", answered by Body frames that
 together are one safetensors file, whose metadata tells how many samples and minibatches the worker
-has gone through.
+has gone through. Asked for what is fixed, it gives the frozen parameters of its model.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ __all__ = ["METHOD", "OwnState", "ask", "averaged", "serve"]
 
 METHOD = "state"
 PIECE_BYTES = 1 << 20
+FIXED = b"fixed"
 HEADER_BYTES = 1 << 20
 """More than any header that describes buffers in this bound is refused."""
 
@@ -80,15 +81,21 @@ def averaged(states: Sequence[OwnState]) -> dict[str, np.ndarray[Any, Any]]:
     return average_buffers([(state.samples, state.buffers) for state in states]) if states else {}
 
 
-def serve(endpoint: Endpoint, state: Callable[[int | None], Awaitable[OwnState]]) -> None:
+def serve(
+    endpoint: Endpoint,
+    state: Callable[[int | None], Awaitable[OwnState]],
+    fixed: Callable[[], Awaitable[OwnState]],
+) -> None:
     """Answers whoever asks for this worker's own state, with what `state(step)` gives at that moment.
 
     `step` is None for the state as it is; else the one after so many steps is meant, if it is known.
+    `fixed()` gives the frozen parameters in the place of buffers.
     """
 
     async def answer(stream: Stream) -> None:
         asked = v1.Body.FromString(stream.opened.body).data
-        data = (await state(int(asked) if asked.isdigit() else None)).encode()
+        found = await (fixed() if asked == FIXED else state(int(asked) if asked.isdigit() else None))
+        data = found.encode()
         for start in range(0, len(data), PIECE_BYTES):
             await stream.send(v1.Frame(body=v1.Body(data=data[start : start + PIECE_BYTES])))
 
@@ -101,20 +108,22 @@ async def ask(
     expected: Sequence[TensorSpec],
     *,
     step: int | None = None,
+    fixed: bool = False,
     silence_s: float = 30.0,
 ) -> OwnState:
-    """A worker's own state.
+    """A worker's own state, or its model's frozen parameters.
 
     Args:
-        expected: its buffers, as it has registered them: they bound what is taken.
+        expected: its buffers, or frozen parameters, as it has registered them: they bound what is taken.
         step: as it was after so many steps, where that is known; None as it is.
+        fixed: frozen parameters are asked for.
 
     Raises:
         PeerLostError, DeadlineError: it is gone, or says nothing.
         RefusedError: it said what does not fit.
     """
     limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected)
-    request = v1.Body(data=b"" if step is None else str(step).encode())
+    request = v1.Body(data=FIXED if fixed else b"" if step is None else str(step).encode())
     stream = await endpoint.open(worker, METHOD, request, priority=Priority.CONTROL)
     parts: list[bytes] = []
     try:

@@ -16,6 +16,7 @@ from gradstream.checkpoint.own_state import OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
 from gradstream.membership.cut import Cut
 from gradstream.membership.state import Membership
+from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -53,6 +54,7 @@ class _Open:
 
     draft: Draft
     own: Mapping[str, OwnState]
+    frozen: Buffers
     rounds: int
 
 
@@ -86,25 +88,27 @@ class Keeper:
             OSError: no folder can be made.
             GradstreamError: a worker did not say what it has.
         """
-        buffers, model = _specs(self._membership.buffers), self._membership.model
+        membership, model = self._membership, self._membership.model
         assert model is not None
+        buffers, fixed = _specs(membership.buffers), _specs(membership.fixed)
         own: dict[str, OwnState] = {}
         if buffers or self._keeping.open_ended:
             answers = await self._runtime.gather(
                 *(ask(self._endpoint, who, buffers, silence_s=self._keeping.silence_s) for who in cut.workers)
             )
             own = dict(zip(cut.workers, answers, strict=True))
+        frozen = await self._frozen([spec for spec in fixed if not spec.same_as], cut.workers)
         draft = Draft(
             self._runtime.storage,
             step=cut.step,
             token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
-            tensors=_specs(self._membership.tensors),
-            buffers=buffers,
+            tensors=_specs(membership.tensors),
+            others=[*buffers, *fixed],
             states=self._keeping.states(model),
         )
         before = self._keeping.resume.rounds if self._keeping.resume else 0
-        rounds = before + self._membership.ledger.num_rounds
-        self._open[cut.number] = _Open(draft, own, rounds)
+        rounds = before + membership.ledger.num_rounds
+        self._open[cut.number] = _Open(draft, own, frozen, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
@@ -148,14 +152,14 @@ class Keeper:
             evaluated=self._membership.cuts.evaluated,
             shares=self._membership.balance.sizes if self._membership.balance is not None else (),
         )
-        buffers = averaged(list(opened.own.values()))
+        others = {**averaged(list(opened.own.values())), **opened.frozen}
         own = {who: state.encode() for who, state in opened.own.items()}
 
         def write() -> str:
             try:
                 folder = opened.draft.commit(
                     manifest,
-                    buffers={name: array.tobytes() for name, array in buffers.items()},
+                    others={name: array.tobytes() for name, array in others.items()},
                     own=own,
                     sums=sums,
                     itemsize_bytes=itemsize_bytes(spec.dtype),
@@ -177,6 +181,13 @@ class Keeper:
         opened = self._open.pop(cut.number, None)
         if opened is not None:
             await self._runtime.beside(opened.draft.discard, work=Work("write"))
+
+    async def _frozen(self, specs: Sequence[TensorSpec], workers: Sequence[str]) -> Buffers:
+        """Frozen parameters are the same in all workers: one is asked."""
+        if not specs:
+            return {}
+        silence_s = self._keeping.silence_s
+        return (await ask(self._endpoint, workers[0], specs, fixed=True, silence_s=silence_s)).buffers
 
     def _base(self, worker: str) -> int:
         return self._keeping.resume.step_of(worker) if self._keeping.resume else 0

@@ -93,12 +93,13 @@ class Member:
         model: v1.ModelSpec | None = None,
         tensors: Iterable[v1.TensorSpec] = (),
         buffers: Iterable[v1.TensorSpec] = (),
+        fixed: Iterable[v1.TensorSpec] = (),
     ) -> v1.Notice:
         """Joins, and returns the coordinator's first notice.
 
         Args:
             model: what this worker has built; shards join without.
-            tensors, buffers: the model's, for checkpoints.
+            tensors, buffers, fixed: the model's, for checkpoints.
 
         Raises:
             RefusedError: the coordinator does not want this node, and says why.
@@ -107,6 +108,7 @@ class Member:
         request = v1.Join(node=self.node, model=model, software=self._software)
         request.tensors.extend(tensors)
         request.buffers.extend(buffers)
+        request.fixed.extend(fixed)
         self._stream = await self._endpoint.open(
             self._coordinator, "join", request, priority=Priority.CONTROL
         )

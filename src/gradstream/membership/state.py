@@ -95,6 +95,7 @@ class Membership:
         self._registrar = ""
         self.tensors: Sequence[v1.TensorSpec] = ()
         self.buffers: Sequence[v1.TensorSpec] = ()
+        self.fixed: Sequence[v1.TensorSpec] = ()
         if resume is not None:
             self._model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
         self._resume = resume
@@ -162,7 +163,7 @@ class Membership:
         if node.role == "worker" and self._model is None:
             self._model, self._registrar = request.model, node.name
         if node.role == "worker" and not self.tensors:
-            self.tensors, self.buffers = request.tensors, request.buffers
+            self.tensors, self.buffers, self.fixed = request.tensors, request.buffers, request.fixed
         self._nodes[node.name] = node
         out: list[Instruction] = []
         if not self.missing:

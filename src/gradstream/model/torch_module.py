@@ -17,6 +17,7 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
+from gradstream.model.fixed import Fixed
 from gradstream.runtime.base import Report
 
 __all__ = ["TorchModel", "from_torch"]
@@ -155,6 +156,13 @@ class TorchModel:
             name: as_numpy(views[trained] if trained is not None else built.frozen[name])
             for name, trained in built.names.items()
         }
+
+    def fixed(self) -> Fixed:
+        """Frozen parameters, and second names of tied ones."""
+        built = self._module()
+        frozen = {name: as_numpy(tensor) for name, tensor in built.frozen.items()}
+        second = {name: first for name, first in built.names.items() if first not in (None, name)}
+        return Fixed(frozen, second)
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of the persistent buffers, under the module's own names."""

@@ -17,6 +17,8 @@ from torch import nn
 from gradstream.errors import ConfigError, GradientError, InternalError
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.buffers import Buffers
+from gradstream.model.built_module import as_numpy
+from gradstream.model.fixed import Fixed
 from gradstream.model.tree import Tree, leaves
 
 __all__ = ["Held", "HeldArrays", "HeldModule"]
@@ -47,6 +49,13 @@ class Held(ABC):
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
         """Copies of what the user holds besides, of each worker its own: running means."""
         return {}
+
+    def fixed(self) -> Fixed:
+        """What the user's module has that this optimizer does not train, and second names of tied weights."""
+        return Fixed()
+
+    def load_fixed(self, frozen: Buffers) -> None:  # noqa: B027  arrays have none
+        """Sets what is not trained, from a checkpoint. The user's thread must be waiting."""
 
     def load_buffers(self, buffers: Buffers) -> None:  # noqa: B027  arrays have none
         """Sets them, all workers' means by now. The user's thread must be waiting."""
@@ -119,9 +128,38 @@ class HeldModule(Held):
             if name in buffers:
                 buffer.detach().copy_(torch.from_numpy(buffers[name]))
 
+    def fixed(self) -> Fixed:
+        """See `Held.fixed`."""
+        trained = self._names()
+        second = {name: first for name, first in trained.items() if name != first}
+        frozen = {name: as_numpy(p.detach()).copy() for name, p in self._state(True) if name not in trained}
+        return Fixed(frozen, second)
+
+    def load_fixed(self, frozen: Buffers) -> None:
+        """See `Held.load_fixed`."""
+        for name, parameter in self._state(True):
+            if name in frozen:
+                parameter.detach().copy_(torch.from_numpy(frozen[name]))
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """Parameters under all of their names, those that are not trained among them."""
+        views, fixed = dict(self.layout.views(parameters)), self.fixed()
+        second = {name: views[first].numpy() for name, first in fixed.second.items()}
+        return {**super().tree(parameters), **second, **fixed.frozen}
+
+    def _names(self) -> dict[str, str]:
+        """Every name of the parameters that are trained, with the one in the layout."""
+        first = {id(p): slot.name for p, slot in zip(self._parameters, self.layout.slots, strict=True)}
+        return {name: first[id(p)] for name, p in self._state(True) if id(p) in first}
+
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        persistent = self._module.state_dict(keep_vars=True)
-        return [(name, buffer) for name, buffer in self._module.named_buffers() if name in persistent]
+        return self._state(False)
+
+    def _state(self, parameters: bool) -> list[tuple[str, torch.Tensor]]:
+        """The module's parameters, or its persistent buffers, by name as a state dict has them."""
+        state = self._module.state_dict(keep_vars=True)
+        tensors = [(name, tensor) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)]
+        return [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) is parameters]
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """See `Held.init`."""

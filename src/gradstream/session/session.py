@@ -103,7 +103,8 @@ class Session:
 
         The module is the same object, with the parameters of worker 0 from here on. Trained are those
         that the optimizer has and that require a gradient; all else (buffers, frozen parameters) stays each
-        worker's own. Waits until all workers are there.
+        worker's own; a saved model has the mean of the buffers, and worker 0's of the rest. Waits until all
+        workers are there.
 
         Args:
             model: in main memory, of float32 or float64 parameters.

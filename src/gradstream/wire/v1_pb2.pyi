@@ -356,28 +356,32 @@ class ModelSpec(_message.Message):
     def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("node", "model", "software", "tensors", "buffers")
+    __slots__ = ("node", "model", "software", "tensors", "buffers", "fixed")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    FIXED_FIELD_NUMBER: _ClassVar[int]
     node: Node
     model: ModelSpec
     software: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     buffers: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    fixed: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fixed: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "shape", "dtype")
+    __slots__ = ("name", "shape", "dtype", "same_as")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SAME_AS_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
+    same_as: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut")

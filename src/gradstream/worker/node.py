@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 import numpy as np
 import safetensors.numpy
 
-from gradstream.checkpoint.folder import read_own
+from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
 from gradstream.checkpoint.format import spec_of, to_spec
 from gradstream.checkpoint.manifest import Resume
 from gradstream.collectives.buckets import Buckets
@@ -26,6 +26,7 @@ from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import buffers_of, load_buffers, with_buffers
+from gradstream.model.fixed import fixed_of, load_fixed
 from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
@@ -168,13 +169,16 @@ class WorkerNode:
             optimizer=self._config.optimizer,
         )
 
-    def _tensors(self) -> tuple[list[v1.TensorSpec], list[v1.TensorSpec]]:
-        """What a checkpoint's files need to know: the flat vector's tensors, and the model's buffers."""
-        layout = self._config.model.layout
-        own = buffers_of(self._config.model)
+    def _tensors(self) -> tuple[list[v1.TensorSpec], ...]:
+        """What a checkpoint's files need to know: the flat vector's tensors, buffers, and what is fixed."""
+        model = self._config.model
+        layout, own, fixed = model.layout, buffers_of(model), fixed_of(model)
         tensors = [spec_of(slot.name, slot.shape, layout.dtype) for slot in layout.slots]
         buffers = [spec_of(name, array.shape, array.dtype) for name, array in own.items()]
-        return list(map(to_spec, tensors)), list(map(to_spec, buffers))
+        frozen = [spec_of(name, array.shape, array.dtype) for name, array in fixed.frozen.items()]
+        by_name = {tensor.name: tensor for tensor in tensors}
+        second = [replace(by_name[first], name=name, same_as=first) for name, first in fixed.second.items()]
+        return tuple(list(map(to_spec, specs)) for specs in (tensors, buffers, frozen + second))
 
     async def _over(self) -> None:
         await self._member.over()
@@ -213,6 +217,10 @@ class WorkerNode:
                 replica.samples = kept.samples
         if self._config.loop is not None:
             replica.samples = resume.samples.get(self._runtime.node, 0)
+            frozen = list(fixed_of(model).frozen)  # the script may have made others than those of before
+            if frozen:
+                read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
+                load_fixed(model, await self._runtime.beside(read, work=Work("restore")))
 
     async def _conclude(self, exchange: Exchange) -> None:
         """Says that this worker has finished; that of the lowest rank keeps the parameters first.

@@ -10,6 +10,7 @@ from gradstream.checkpoint.own_state import OwnState, averaged
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers, buffers_of
+from gradstream.model.fixed import fixed_of
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 
@@ -51,7 +52,7 @@ class Siblings:
     def serve(self, progress: Callable[[], tuple[int, int]]) -> None:
         """From now on others can ask. `progress()`: samples and minibatches that are behind this worker."""
         self._progress = progress
-        own_state.serve(self._endpoint, self._answer)
+        own_state.serve(self._endpoint, self._answer, self._fixed)
 
     async def keep(self, step: int) -> None:
         """Remembers the buffers as they are now, after `step` steps, for who evaluates there."""
@@ -92,6 +93,11 @@ class Siblings:
         if self._kept is not None and self._kept[0] == step:
             return self._kept[1]
         return await self._own()
+
+    async def _fixed(self) -> OwnState:
+        return await self._runtime.compute(
+            lambda _: OwnState(0, fixed_of(self._model).frozen), work=Work("copy"), phantom=OwnState(0, {})
+        )
 
     async def _own(self) -> OwnState:
         """Between two gradients: buffers change while one is computed."""
