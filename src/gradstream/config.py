@@ -375,23 +375,13 @@ def check(job: Job) -> None:
             f"data is {type(job.data).__name__}; expected a Dataset: wrap yours with gradstream.from_arrays, "
             "from_dataset, from_loader or from_stream"
         )
-    open_ended = is_open_ended(job)
     for name in ("workers", "accumulate", "connections"):
         _whole(name, getattr(job, name), least=1)
     if job.servers is not None:
         _whole("servers", job.servers, least=0)
     _whole("seed", job.seed, least=0)
-    if not open_ended and (job.epochs is None) == (job.steps is None):
-        got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
-        raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
-    limit = "steps" if job.epochs is None else "epochs"
-    if not open_ended:
-        _whole(limit, getattr(job, limit), least=1)
-    if not open_ended and job.data.num_samples is not None and job.workers > job.data.num_samples:
-        raise ConfigError(
-            f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
-            "each worker needs at least one"
-        )
+    if not is_open_ended(job):
+        _check_length(job)
     if isinstance(job.shares, str) and job.shares != MEASURED:
         raise ConfigError(f"shares={job.shares!r}: expected a number for each worker, or {MEASURED!r}")
     _whole("chunk_elems", job.chunk_elems, least=1)
@@ -409,6 +399,19 @@ def check(job: Job) -> None:
         raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
     _check_evaluation(job)
     check_callbacks(job.callbacks)
+
+
+def _check_length(job: Job) -> None:
+    if (job.epochs is None) == (job.steps is None):
+        got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
+        raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
+    limit = "steps" if job.epochs is None else "epochs"
+    _whole(limit, getattr(job, limit), least=1)
+    if job.data.num_samples is not None and job.workers > job.data.num_samples:
+        raise ConfigError(
+            f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
+            "each worker needs at least one"
+        )
 
 
 def _check_evaluation(job: Job) -> None:
