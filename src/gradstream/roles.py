@@ -330,10 +330,16 @@ class Cast:
             optimizer=own.optimizer if own else "",
             resume=self.resume,
             balanced=self.balanced,
-            form_group=partial(form_group, how=self.strategy.algorithm, silence_s=self.silence_s),
+            form_group=partial(form_group, how=self._how_grouped, silence_s=self.silence_s),
             update_rule=self._update_rule(model, own) if self.strategy.through == "group" else None,
         )
         return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
+
+    @property
+    def _how_grouped(self) -> str:
+        """The kind of group that the strategy asks for."""
+        strategy = self.strategy
+        return strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
 
     def _update_rule(self, model: Model, own: OwnData | None) -> UpdateRule:
         """What a worker updates its parameters by, where there are no servers."""

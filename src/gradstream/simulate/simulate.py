@@ -88,6 +88,11 @@ def simulate(
         resume=None if found is None else Resume.at(*found),
         keeps=storage is not None and not world.phantom,
     )
+    if cast.strategy.exchange != "auto":
+        raise ConfigError(
+            f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
+            "simulated; leave it out, the updates are the same"
+        )
     cast.grouped(built)  # says what is wrong before anything is started
     cluster = SimulatedCluster(cast, built, job.data, world, take, storage)
     outcome = cluster.run(script)

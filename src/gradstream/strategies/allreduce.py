@@ -29,13 +29,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.base import Strategy, Worker
 
-__all__ = ["AllReduce"]
+__all__ = ["EXCHANGES", "AllReduce"]
+
+EXCHANGES = ("auto", "torch", "gloo", "nccl", "mpi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class AllReduce(Strategy):
 
     Args:
         algorithm: how the group sums: "auto" measures and chooses, else a name ("ring").
+        exchange: who moves the bytes: "auto" is gradstream itself; "torch" is torch.distributed, with the
+            backend that suits, or "gloo", "nccl" or "mpi" of it. Then torch has the algorithm.
         sharded: each worker updates its slice alone: the optimizer's state takes 1/W of the memory.
         overlap: exchange buckets while backprop goes on; False does one after the other, with the
             same bits.
@@ -51,6 +55,7 @@ class AllReduce(Strategy):
     """
 
     algorithm: str = "auto"
+    exchange: str = "auto"
     sharded: bool = False
     overlap: bool = True
     bucket_mib: float = 4.0
@@ -60,6 +65,13 @@ class AllReduce(Strategy):
     through: ClassVar[Literal["servers", "group"]] = "group"
 
     def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGES:
+            raise UnknownNameError("exchange", self.exchange, EXCHANGES)
+        if self.exchange != "auto" and self.algorithm != "auto":
+            raise ConfigError(
+                f"AllReduce(exchange={self.exchange!r}, algorithm={self.algorithm!r}): torch.distributed "
+                "chooses its algorithm itself; leave one of the two out"
+            )
         if not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
 

@@ -190,6 +190,9 @@ class Strategy(ABC):
     algorithm: str = "auto"
     """In a group: how it sums; see `gradstream.collectives`."""
 
+    exchange: str = "auto"
+    """In a group: who moves the bytes: "auto" is gradstream itself, "torch" is torch.distributed."""
+
     sharded: bool = False
     """In a group: each worker updates its own slices alone, and has the optimizer's state of these alone."""
 

@@ -172,6 +172,7 @@ class Endpoint(Protocol):
 
     identity: Identity
     address: str  # what others connect to, once `start` has returned
+    protected: bool  # its connections are encrypted, and both sides of each are known
 
     @property
     def routes(self) -> Mapping[str, str]:

@@ -71,6 +71,7 @@ class EndpointCore(ABC):
     """
 
     address: str = ""
+    protected: bool = False
 
     def __init__(self, identity: Identity, runtime: Runtime, *, window: int = WINDOW) -> None:
         if window < 1:

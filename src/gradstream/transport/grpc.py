@@ -290,6 +290,7 @@ class GrpcEndpoint(EndpointCore):
         self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
         self._security = security
+        self.protected = security is not None
         self.gate = _Gate(runtime)
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None

@@ -42,6 +42,7 @@ class RoutedEndpoint:
         self.address = ""
         self._routes: dict[str, str] = {}
         self.identity = self._main.identity
+        self.protected = self._main.protected
         self.runtime = self._main.runtime
 
     @property

@@ -1,0 +1,317 @@
+"""Process groups of `torch.distributed`, each made by hand: its own store, its own connections.
+
+`init_process_group` keeps one group for the whole process, which can be neither made anew beside what a
+user has made, nor let go while an operation hangs in it. The classes beneath it can.
+
+torch's own connections are neither encrypted nor authenticated: they are for loopback and for networks
+in which everybody is trusted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from gradstream.collectives.group import slice_of
+from gradstream.errors import ConfigError
+
+__all__ = ["WAIT_S", "Done", "Engine", "Hold", "Store", "Verb", "choose_backend", "make_engine"]
+
+Backend = Literal["gloo", "nccl", "mpi"]
+Verb = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
+
+Done = Callable[[BaseException | None, "Hold"], None]
+"""Told, on any thread, that the engine has let go of a tensor: well, or by which error."""
+
+WAIT_S = 1800.0
+"""torch gives up on a peer after so long, as it does by default. Who is silent is noticed long before, by
+the mesh; who is only slow may be waited for."""
+
+
+def choose_backend(device: torch.device | None, wanted: str = "auto") -> Backend:
+    """The backend for vectors on a device.
+
+    Args:
+        device: None is main memory.
+        wanted: "auto" takes NCCL for CUDA where torch has it, and gloo otherwise.
+
+    Raises:
+        ConfigError: torch was built without it, or it does not move memory of that device.
+    """
+    found: dict[str, bool] = {}
+    if torch.distributed.is_available():
+        found = {
+            "gloo": torch.distributed.is_gloo_available(),
+            "nccl": torch.distributed.is_nccl_available() and torch.cuda.is_available(),
+            "mpi": torch.distributed.is_mpi_available(),
+        }
+    has = ", ".join(name for name, there in found.items() if there) or "none"
+    if wanted == "auto":
+        wanted = "nccl" if device is not None and device.type == "cuda" and found.get("nccl") else "gloo"
+    if wanted not in ("gloo", "nccl", "mpi"):
+        raise ConfigError(f"backend {wanted!r} of torch.distributed: expected auto, gloo, nccl or mpi")
+    if not found.get(wanted):
+        raise ConfigError(
+            f"torch {torch.__version__} has no backend {wanted!r} here; it has {has}. Install a "
+            "build of torch that has it, or exchange without torch.distributed"
+        )
+    return wanted  # type: ignore[return-value]  # one of the three, see above
+
+
+class Store:
+    """torch's key-value store, by which ranks find each other; rank 0 holds it, at a free port.
+
+    Args:
+        address: where it is; None makes it here.
+        host: for one made here: the interface that it listens on.
+        timeout_s: for a rank to say what another one asks for.
+    """
+
+    def __init__(self, address: str | None, host: str, timeout_s: float) -> None:
+        make: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]  # torch's __all__ is shorter
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+        if address is None:
+            # A socket of our own: left to itself, it listens on all interfaces.
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, 0), family=family)
+            port = listener.getsockname()[1]
+            self.torch = make(
+                host, port, None, True, master_listen_fd=listener.detach(), use_libuv=True, **options
+            )
+            self.address = f"{host}:{port}"
+        else:
+            at, _, text = address.rpartition(":")
+            self.torch = make(at, int(text), None, False, use_libuv=True, **options)
+            self.address = address
+
+
+class Hold:
+    """Keeps an engine while torch works for it. Let it go on any thread but torch's.
+
+    A process group whose last reference goes waits for its threads, also when it goes in one of them. And
+    one that goes in the middle of an operation waits for that; so nothing but torch itself refers to this
+    then, and a process may end.
+    """
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+
+    def let_go(self) -> None:
+        """Drops it; idempotent."""
+        self._engine = None
+
+    def let_be(self) -> None:
+        """Keeps it for as long as the process lives: there is no thread to let go on."""
+        _unclaimed.append(self)
+
+
+_unclaimed: list[Hold] = []
+atexit.register(_unclaimed.clear)  # while Python is whole
+
+
+class Engine(ABC):
+    """One process group of torch's.
+
+    Args:
+        group: torch's object.
+        rank, size: of this process in it, and of how many.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+
+    @abstractmethod
+    def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
+        """Starts an operation, in place, and returns; `done` is told when it is over.
+
+        Args:
+            tensor: (elems,), which belongs to the engine until then.
+            root: of a broadcast.
+        """
+
+    def allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory of zeros that suits it best, where that is another than any."""
+        del elems, dtype
+        return None
+
+    def abort(self) -> None:  # noqa: B027  not every engine can
+        """Ends what is going on, where torch can: see `start`."""
+
+    def _works(self, verb: Verb, tensor: torch.Tensor, root: int) -> Sequence[Any]:
+        """Torch's handles of what makes up an operation."""
+        group, limit = self._group, timedelta(seconds=WAIT_S)
+        c10d: Any = torch.distributed.distributed_c10d
+        bounds = [slice_of(len(tensor), rank, self._size) for rank in range(self._size)]
+        even = len({stop - start for start, stop in bounds}) == 1
+        mine = tensor[slice(*bounds[self._rank])]
+        if verb == "allreduce" or (verb == "reduce_scatter" and not (even and self._scatters)):
+            sum_options = c10d.AllreduceOptions()
+            sum_options.timeout = limit
+            return [group.allreduce([tensor], sum_options)]
+        if verb == "reduce_scatter":
+            scatter_options = c10d.ReduceScatterOptions()
+            scatter_options.timeout = limit
+            return [group._reduce_scatter_base(mine, tensor, scatter_options)]
+        if verb == "all_gather" and even:
+            gather_options = c10d.AllgatherOptions()
+            gather_options.timeout = limit
+            return [group._allgather_base(tensor, mine, gather_options)]
+        if verb == "all_gather":  # slices of several lengths: the same bytes in all, without a copy
+            parts = [(rank, tensor[slice(*bounds[rank])]) for rank in range(self._size)]
+        else:
+            parts = [(root, tensor)]
+        works = []
+        for rank, part in parts:
+            if len(part):
+                options = c10d.BroadcastOptions()
+                options.rootRank, options.timeout = rank, limit
+                works.append(group.broadcast([part], options))
+        return works
+
+    _scatters = False
+    """Whether its reduce-scatter is one: gloo's is an allreduce of which a part is copied out."""
+
+
+class HostEngine(Engine):
+    """gloo or MPI: threads of torch's own do everything, on main memory.
+
+    An operation cannot be ended early. One that hangs on a silent peer keeps its tensor and the process
+    group until torch gives up; a process may end meanwhile.
+    """
+
+    def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
+        """See `Engine.start`."""
+        works = self._works(verb, tensor, root)
+        hold = Hold(self)
+        if not works:
+            done(None, hold)
+            return
+        left = itertools.count(
+            len(works) - 1, -1
+        )  # torch's threads count down, in one step of the interpreter
+        errors: list[BaseException] = []
+
+        def one_is_over(future: Any) -> None:  # on a thread of torch's: nothing but `hold` refers to self
+            try:
+                future.value()
+            except Exception as error:
+                errors.append(error)
+            if next(left) == 0:
+                done(errors[0] if errors else None, hold)
+
+        for work in works:
+            work.get_future().add_done_callback(one_is_over)
+
+
+class CudaEngine(Engine):
+    """NCCL: vectors on the device are summed there; those in main memory go there and back.
+
+    Args:
+        device: this rank's own: two ranks cannot share one.
+    """
+
+    _scatters = True
+
+    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(group, rank, size)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._staged = torch.empty(0, device=device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nccl")
+
+    def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
+        """See `Engine.start`: waits in a thread, since what NCCL tells is that it has begun."""
+        hold = Hold(self)
+
+        def run() -> None:
+            try:
+                self._run(verb, tensor, root)
+            except Exception as error:
+                done(error, hold)
+            else:
+                done(None, hold)
+
+        self._thread.submit(run)
+
+    def _run(self, verb: Verb, tensor: torch.Tensor, root: int) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))  # who filled the tensor
+            there = tensor if tensor.is_cuda else self._stage(tensor)
+            for work in self._works(verb, there, root):
+                work.wait()  # of the stream
+            if there is not tensor:
+                tensor.copy_(there, non_blocking=True)
+            self._stream.synchronize()
+
+    def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._staged.dtype != tensor.dtype or len(self._staged) < len(tensor):
+            self._staged = torch.empty(len(tensor), dtype=tensor.dtype, device=self._device)
+        return self._staged[: len(tensor)].copy_(tensor, non_blocking=True)
+
+    def allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Pinned: the device reads and writes it without a copy in between."""
+        return torch.zeros(elems, dtype=dtype, pin_memory=True)
+
+    def abort(self) -> None:
+        """See `Engine.abort`."""
+        self._group.abort()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def make_engine(
+    backend: Backend,
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    host: str,
+    device: torch.device | None,
+    timeout_s: float,
+) -> Engine:
+    """Makes the process group: returns when all ranks have connected. Blocks.
+
+    Args:
+        store: one of this group alone.
+        host: address of the interface that gloo uses.
+        device: that NCCL uses; None takes the GPUs in turn, rank by rank.
+        timeout_s: for the others to come.
+
+    Raises:
+        RuntimeError: as torch raises it; names no rank.
+        ConfigError: this process has another rank under MPI.
+    """
+    dist: Any = torch.distributed
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "mpi":
+        group = dist.ProcessGroupMPI.create(list(range(size)))
+        if group is None or (group.rank(), group.size()) != (rank, size):
+            raise ConfigError(
+                f"rank {rank} of {size}: MPI has other ranks; start all workers by one mpirun, rank by rank"
+            )
+        return HostEngine(group, rank, size)
+    if backend == "nccl":
+        # Its watchdog would end the process when a peer is lost; we are told by others, and abort.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=WAIT_S)
+        device = device or torch.device("cuda", rank % torch.cuda.device_count())
+        with torch.cuda.device(device):
+            group = dist.ProcessGroupNCCL(store.torch, rank, size, options)
+        return CudaEngine(group, rank, size, device)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return HostEngine(dist.ProcessGroupGloo(store.torch, rank, size, options), rank, size)
