@@ -84,6 +84,7 @@ def test_a_fault_of_the_users_is_named_and_their_traceback_comes_last_but_one() 
     assert result.exit_code == 3
     lines = result.stdout.splitlines()
     assert [line.split()[1] for line in lines] == ["ok"] * 5 + ["FAILED"]
+    assert all(re.search(r"  \d+\.\d s  ", line) for line in lines)
     assert "a fault of mine" in lines[-1]
     assert 'raise LookupError("a fault of mine")' in result.stderr
     assert result.stderr.endswith("error: the dry run failed at: processes\n")
@@ -100,12 +101,12 @@ def test_a_job_that_is_over_at_once() -> None:
 def test_a_wrong_configuration() -> None:
     result = dry_run("mine.py:endless")
     assert result.exit_code == 3
-    assert "FAILED  expected exactly one of epochs and steps" in result.stdout
+    assert re.search(r"FAILED +\d+\.\d s  expected exactly one of epochs and steps", result.stdout)
     assert dry_run("nowhere.py").exit_code == 2
 
 
 @pytest.mark.parametrize(("what", "free"), [("free_memory_bytes", 600_000_000), ("free_disk_bytes", 11)])
-def test_too_little_memory_or_disk_starts_no_process(
+def test_too_little_memory_or_disk_starts_no_node(
     what: str, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, what, lambda *_: free)

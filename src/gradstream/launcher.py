@@ -133,7 +133,8 @@ class Launcher:
         return LocalCluster(logs, environment)
 
     def _write_records(self, environment: Mapping[str, str]) -> None:
-        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier)
+        trial = self._stop is not None
+        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier, trial=trial)
         entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
         storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
         storage.write("config.toml", to_toml(self._job, entries).encode())

@@ -64,6 +64,7 @@ class NodeSpec:
         plain: the job's fields that are plain values.
         strategy, optimizer: as the registry describes them.
         resume: where the run goes on, as `Resume.as_json` has it; None where it begins.
+        trial: nothing of the run is kept, so no power cut need be feared.
         script: the user's, where its own loop is what the workers are; the other nodes do not run it.
     """
 
@@ -76,9 +77,12 @@ class NodeSpec:
     optimizer: dict[str, Any]
     resume: dict[str, Any] | None = None
     script: str = ""
+    trial: bool = False
 
     @classmethod
-    def of(cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...]) -> NodeSpec:
+    def of(
+        cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...], trial: bool = False
+    ) -> NodeSpec:
         """The spec of a job. One without a place of its own can be run, but not be read again."""
         return cls(
             id=cast.job,
@@ -90,6 +94,7 @@ class NodeSpec:
             optimizer=describe(cast.optimizer),
             resume=None if cast.resume is None else cast.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
+            trial=trial,
         )
 
     def load(self) -> Job:
@@ -234,7 +239,8 @@ async def _run(
 
     resume = None if spec.resume is None else Resume.of_json(spec.resume)
     cast, name = cast_of(job, spec.id, resume=resume), given.name
-    runtime = RealRuntime(name, seed=job.seed, root=Path(spec.run_dir), core=core)
+    root, durable = Path(spec.run_dir), not spec.trial
+    runtime = RealRuntime(name, seed=job.seed, root=root, durable=durable, core=core)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
     security = None if given.security is None else Tls.read(given.security, name)
     endpoint = make_endpoint(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
+from gradstream.cluster import LocalCluster, node_environment
 from gradstream.config import Job, build_model, cast_of, is_script, metrics_of
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import ConfigError, Interrupted, PreflightError, UserCodeError
@@ -36,8 +39,9 @@ from gradstream.train import launch
 
 __all__ = ["Finding", "dry_run", "estimate", "samples_per_s"]
 
-STEPS = 3
-"""Minibatches of each worker before the run is stopped. The first one warms up and is not measured."""
+STEPS = 1
+"""Minibatches of each worker before the run is asked to stop. This one warms up, and is not measured; by the
+time that the run stops, each has at least begun the next."""
 
 TEST_SAMPLES = 64
 """How many held-out samples are looked at."""
@@ -54,12 +58,14 @@ class Finding:
         name: of the check.
         ok: whether it is fine.
         detail: figures, or what is wrong.
+        seconds: how long it took.
         trace: the user's own traceback, where their code failed.
     """
 
     name: str
     ok: bool
     detail: str
+    seconds: float = 0.0
     trace: str = ""
 
 
@@ -77,26 +83,37 @@ def dry_run(job: Job) -> list[Finding]:
             "a script with a training loop of its own cannot be run a little: let its loop make fewer steps"
         )
     findings = []
-    with tempfile.TemporaryDirectory(prefix="gradstream-") as folder:
-        trial = _Trial(job, Path(folder) / "run")
+    with tempfile.TemporaryDirectory(prefix="gradstream-") as folder, ExitStack() as stack:
+        trial = _Trial(job, Path(folder) / "run", stack)
         for name, check in trial.checks.items():
+            begun_s = time.perf_counter()
             try:
-                findings.append(Finding(name, True, check()))
+                detail = check()
+                findings.append(Finding(name, True, detail, time.perf_counter() - begun_s))
             except Exception as error:
+                seconds = time.perf_counter() - begun_s
                 known = isinstance(error, UserCodeError) or not hasattr(error, "exit_status")
                 trace = getattr(error, "traceback_text", "") or (traceback.format_exc() if known else "")
                 text = str(error) if hasattr(error, "exit_status") else f"{type(error).__name__}: {error}"
-                findings.append(Finding(name, False, text, trace))
+                findings.append(Finding(name, False, text, seconds, trace))
                 break
     return findings
 
 
 class _Trial:
-    """The checks of one job. Each returns its figures, or raises what is wrong."""
+    """The checks of one job. Each returns its figures, or raises what is wrong.
 
-    def __init__(self, job: Job, run_dir: Path) -> None:
+    Args:
+        job: to look at.
+        run_dir: to be made, and thrown away.
+        stack: closes the processes.
+    """
+
+    def __init__(self, job: Job, run_dir: Path, stack: ExitStack) -> None:
         self._job = job
         self._run_dir = run_dir
+        self._stack = stack
+        self._cluster: LocalCluster | None = None
         self.checks = {
             "configuration": self._configuration,
             "model": self._look_at_model,
@@ -134,7 +151,7 @@ class _Trial:
             return everyone and seen["pushes"] > 0 and seen["fetches"] > 0
 
         job = dataclasses.replace(_quiet(self._job, self._model), run_dir=self._run_dir, name="dry-run")
-        self._run_dir.mkdir()
+        self._run_dir.mkdir(exist_ok=True)
         try:
             return launch(
                 job,
@@ -142,6 +159,7 @@ class _Trial:
                 self._run_dir,
                 on_event=on_event,
                 as_threads=job.spec is None,
+                cluster=self._cluster,
                 stop=enough,
             )
         except Interrupted:
@@ -150,8 +168,16 @@ class _Trial:
             raise KeyboardInterrupt  # it was not the trial that stopped it
         return Run.load(self._run_dir)
 
+    @cached_property
+    def _kept(self) -> Path:
+        """The parameters that it has left, verified."""
+        return kept_parameters(self._run_dir)
+
     def _configuration(self) -> str:
         cast = self._cast
+        if self._job.spec is not None:  # it loads torch while the next checks are made
+            environment = node_environment(self._job.workers)
+            self._cluster = self._stack.enter_context(LocalCluster(self._run_dir / "logs", environment))
         names = f"{type(cast.strategy).__name__.lower()}, {type(cast.optimizer).__name__}"
         return f"{names}, {_count(cast.workers, 'worker')}, {_count(cast.servers, 'server')}"
 
@@ -207,7 +233,7 @@ class _Trial:
         failed = [event for event in self._run.events if event["event"] == "checkpoint_failed"]
         if failed:
             raise PreflightError(f"none could be made: {failed[-1]['who']}: {failed[-1]['message']}")
-        file = kept_parameters(self._run_dir)
+        file = self._kept
         size = sum(one.stat().st_size for one in file.parent.iterdir())
         if file.parent.name == "final":
             return f"the run was over before it could be stopped; {_size(size)} of final parameters"
@@ -217,18 +243,19 @@ class _Trial:
         data = self._job.data
         if not data.num_test_samples:
             return "no samples are held out"
-        parameters = load_file(kept_parameters(self._run_dir))
+        parameters = load_file(self._kept)
         run = Run(parameters=parameters, model=self._model, data=data, metrics=metrics_of(self._job))
         found = run.evaluate(_Few(data, TEST_SAMPLES))
         what = f"accuracy {found.accuracy:.1%}" if found.accuracy is not None else f"error {found.loss:.4g}"
         return f"{what} of {found.num_samples:,} held-out samples"
 
     def _time(self) -> str:
-        rate = samples_per_s([e for e in self._run.events if e["event"] == "step" and e["step"] < STEPS])
+        steps = [event for event in self._run.events if event["event"] == "step"]
+        rate = samples_per_s(steps)
         if rate is None:
             return "too little data to say"
-        count = self._job.data.num_samples
-        pace = f"{rate:,.0f} samples/s over the {STEPS - 1} minibatches of each worker after the first"
+        count, after = self._job.data.num_samples, sum(event["step"] > 0 for event in steps)
+        pace = f"{rate:,.0f} samples/s over the {_count(after, 'minibatch', 'es')} after each worker's first"
         return pace if count is None else f"{_duration(count / rate)}: {pace}"
 
     @property
@@ -298,8 +325,8 @@ def _formula(vectors: Mapping[str, int]) -> str:
     return f"{_size(sum(vectors.values()))} = {parts}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _count(number: int, what: str, many: str = "s") -> str:
+    return f"{number} {what}" + ("" if number == 1 else many)
 
 
 def _size(size: float) -> str:

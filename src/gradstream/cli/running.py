@@ -48,7 +48,11 @@ def show_dry_run(job: Job, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
     else:
-        print_rows([(one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.detail}") for one in findings])
+        verdicts = [f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s" for one in findings]
+        print_rows(
+            [(f.name, f"{verdict}  {f.detail}") for f, verdict in zip(findings, verdicts, strict=True)]
+        )
+        click.echo(f"{sum(one.seconds for one in findings):.1f} s in all", err=True)
     last = findings[-1]
     if not last.ok:
         if last.trace:

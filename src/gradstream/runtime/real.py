@@ -59,18 +59,25 @@ class RealRuntime(Tasks):
         node: name of the node.
         seed: of the run; `random` depends on (seed, node, purpose).
         root: run directory; None keeps files in memory.
+        durable: see `DiskStorage`.
         core: the one thread of several nodes that share this process, for their arithmetic; None
             makes one. CPU seconds are then those of the node's arithmetic alone.
     """
 
     def __init__(
-        self, node: str, *, seed: int = 0, root: Path | None = None, core: Executor | None = None
+        self,
+        node: str,
+        *,
+        seed: int = 0,
+        root: Path | None = None,
+        durable: bool = True,
+        core: Executor | None = None,
     ) -> None:
         super().__init__()
         self.node = node
         self.seed = seed
         self.memory = Memory()
-        self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root)
+        self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root, durable=durable)
         self.lateness = Lateness()
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._peak_own_bytes = 0

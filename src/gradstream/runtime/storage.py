@@ -17,10 +17,12 @@ class DiskStorage:
 
     Args:
         root: the run directory; parents of a file are made when it is written.
+        durable: what is written survives a power cut. That of a trial, which is removed again, need not.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, durable: bool = True) -> None:
         self.root = root
+        self._durable = durable
 
     def write(self, path: str, data: bytes) -> None:
         """Atomic and durable: after a crash the file has its old or its new content."""
@@ -31,12 +33,12 @@ class DiskStorage:
             with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                self._sync(file.fileno())
             os.replace(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(target.parent)
+        self._sync_folder(target.parent)
 
     def append(self, path: str, data: bytes) -> None:
         """One write at the end of the file: lines of several writers do not mix."""
@@ -58,7 +60,7 @@ class DiskStorage:
                 while left:
                     written = os.pwrite(file, left, offset)
                     left, offset = left[written:], offset + written
-            os.fsync(file)
+            self._sync(file)
         finally:
             os.close(file)
 
@@ -88,7 +90,7 @@ class DiskStorage:
 
     def sync(self, folder: str) -> None:
         """Makes the names in a folder durable."""
-        _sync_folder(self.root / folder)
+        self._sync_folder(self.root / folder)
 
     def rename(self, old: str, new: str) -> None:
         """See `Storage.rename`."""
@@ -102,13 +104,16 @@ class DiskStorage:
         else:
             target.unlink(missing_ok=True)
 
+    def _sync_folder(self, path: Path) -> None:
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            self._sync(folder)
+        finally:
+            os.close(folder)
 
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    def _sync(self, file: int) -> None:
+        if self._durable:
+            os.fsync(file)
 
 
 class MemoryStorage:
