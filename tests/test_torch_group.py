@@ -264,7 +264,7 @@ def test_an_operation_that_is_given_up_breaks_the_group_for_all() -> None:
                 *tasks, return_exceptions=True
             )  # torch may do the first, for both
             assert isinstance(error, PeerLostError)
-            assert "worker-0: has given up an operation" in str(error)
+            assert error.peer == "worker-0"  # it is told, or sees that the other has left: which comes first
 
     run(main())
 
