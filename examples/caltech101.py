@@ -80,7 +80,6 @@ def large() -> gs.Job:
         strategy="synchronous",
         optimizer=gs.SGD(lr=0.01, momentum=0.9, weight_decay=1e-4),
         workers=2,
-        servers=1,
         batch_size=128,  # of each of 2 workers: 256 a round, as in the original
         epochs=10,
     )
@@ -94,7 +93,6 @@ def small() -> gs.Job:
         strategy=gs.Downpour(push_every=10, fetch_every=10, overlap=False),
         optimizer=gs.SGD(lr=0.1, weight_decay=1e-4),
         workers=2,
-        servers=1,
         batch_size=256,
         epochs=10,
     )
@@ -108,7 +106,6 @@ def cnn() -> gs.Job:
         strategy="synchronous",
         optimizer=gs.SGD(lr=0.02, momentum=0.9, weight_decay=1e-4),
         workers=2,
-        servers=1,
         batch_size=32,
         epochs=10,
     )

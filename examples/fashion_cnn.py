@@ -42,7 +42,6 @@ def job() -> gs.Job:
         data=gs.fashion_mnist(),
         strategy="downpour",
         workers=2,
-        servers=1,
         batch_size=32,
         epochs=8,
     )

@@ -56,7 +56,6 @@ def job() -> gs.Job:
         strategy="synchronous",
         optimizer=gs.SGD(lr=0.1),
         workers=4,
-        servers=1,
         batch_size=25,
         epochs=20,
     )

@@ -19,7 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 FILE = "gradstream.toml"
 """Settings of all jobs in its folder."""
 
-KEYS = {"lr": "optimizer.lr"}
+KEYS = {"algorithm": "strategy.algorithm", "lr": "optimizer.lr"}
 """Options whose key has another name."""
 
 
@@ -37,6 +37,7 @@ def _job_options() -> list[Callable[[Any], Any]]:
     return [
         click.argument("job", metavar="JOB"),
         click.option("--strategy", metavar="NAME", help="Name, or file.py:Class."),
+        click.option("--algorithm", metavar="NAME", help="How workers sum without a server: ring."),
         click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam."),
         click.option("--lr", type=float, help="Learning rate of the optimizer."),
         click.option("--workers", type=int, help="How many replicas of the model."),

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gradstream.collectives.forming import KINDS
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -72,6 +73,8 @@ class AllReduce(Strategy):
                 f"AllReduce(exchange={self.exchange!r}, algorithm={self.algorithm!r}): torch.distributed "
                 "chooses its algorithm itself; leave one of the two out"
             )
+        if self.algorithm not in KINDS:
+            raise UnknownNameError("algorithm of AllReduce", self.algorithm, KINDS)
         if not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
 

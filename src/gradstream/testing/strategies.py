@@ -70,6 +70,7 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
     It takes seconds and no processes. The laws, and how each is looked at, are in
     `gradstream.testing.strategy_laws`. They are of strategies whose pushes are sums of gradients
     (what `accumulate` and `update` make of them, without momentum): those are counted sample by sample.
+    One that goes through a group weighs each gradient by a method `weight`, as `AllReduce` does.
 
     Args:
         strategy: a class, an object, a name, or "file.py:Class".

@@ -6,6 +6,7 @@ A trial cannot hang: after `LIMIT_S` of virtual time the coordinator is killed, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,9 +35,16 @@ WORLD = World(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e
 
 
 def bad_world(workers: int, servers: int) -> World:
-    """Between workers and shards frames are lost, and streams come late, overtaken or twice."""
+    """Between workers and shards frames are lost, and streams come late, overtaken or twice.
+
+    Where there are no servers, it is between workers: late and overtaken there. A group that has lost a
+    message, or got one twice, is broken, and says so.
+    """
     ends = [(f"worker-{one}", f"shard-{other}") for one in range(workers) for other in range(servers)]
+    ends = ends or list(itertools.combinations((f"worker-{rank}" for rank in range(workers)), 2))
     bad = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)
+    if not servers:
+        bad = Link(latency_s=1e-3, jitter_s=4e-3)
     links = {pair: bad for one, other in ends for pair in ((one, other), (other, one))}
     return World(costs=COSTS, network=Network(links=links))
 
@@ -118,13 +126,24 @@ class RecordedRule:
 
 
 def observed(strategy: Strategy, record: Record) -> Strategy:
-    """The same strategy, of a class of its own whose rule is noted in `record`."""
+    """The same strategy, of a class of its own whose rule is noted in `record`.
+
+    Without servers there is no rule. What counts there is the weight that it gives each gradient.
+    """
     cls = type(strategy)
 
     def rule(self: Strategy, num_workers: int, reduction: Reduction) -> Rule:
         return RecordedRule(cls.rule(self, num_workers, reduction), record)
 
-    made: Any = object.__new__(type(cls.__name__, (cls,), {"rule": rule, "__module__": cls.__module__}))
+    def weight(self: Any, rank: int, samples: Sequence[int], reduction: Reduction) -> float:
+        answer = cls.weight(self, rank, samples, reduction)  # type: ignore[attr-defined]  # only of a group
+        if not math.isfinite(answer) or answer != cls.weight(self, rank, samples, reduction):  # type: ignore[attr-defined]
+            record.fault(f"weight answers {answer} for worker {rank} of {samples}")
+        record.arrivals.append((f"worker-{rank}", len(record.arrivals)))
+        return 1.0 if record.unweighted else float(answer)
+
+    own: dict[str, Any] = {"weight": weight} if hasattr(cls, "weight") else {"rule": rule}
+    made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))
     fields = [entry.name for entry in dataclasses.fields(cast(Any, strategy))]
     for name in fields:
         object.__setattr__(made, name, getattr(strategy, name))
@@ -191,6 +210,8 @@ def trial(
     """
     record, events = Record(unweighted), list[Any]()
     options = {"world": WORLD, "chunk_elems": 64, "deadlines": QUICK, **options}
+    if strategy.through == "group":
+        options["servers"] = None
     try:
         run = simulate(
             model,
