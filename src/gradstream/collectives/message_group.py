@@ -40,6 +40,8 @@ class MessageGroup:
         UnknownNameError: there is no such algorithm.
     """
 
+    shares_memory = False
+
     def __init__(self, mesh: Mesh, *, algorithm: str = "ring", piece_bytes: int = PIECE_BYTES) -> None:
         if algorithm not in ALGORITHMS:
             raise UnknownNameError("algorithm", algorithm, ALGORITHMS)
@@ -55,6 +57,10 @@ class MessageGroup:
     def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.allocate`: any memory does."""
         return self._runtime.memory.allocate(elems, dtype, name)
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `Group.common`: each rank has its own."""
+        return self.allocate(elems, dtype, name)
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`: the sum lies in `span`."""

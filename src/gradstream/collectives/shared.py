@@ -36,6 +36,8 @@ class SharedGroup:
     way, breaks the group.
     """
 
+    shares_memory = True
+
     def __init__(self, runtime: Runtime, core: SharedCore, beat_s: float) -> None:
         self.rank = core.rank
         self.size = core.size
@@ -75,7 +77,7 @@ class SharedGroup:
         return self._core.allocate(elems, dtype, name)
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """See `SharedCore.common`: one vector of zeros that all ranks have."""
+        """See `Group.common`, and `SharedCore.common`: one vector of zeros that all ranks have."""
         return await self._run(lambda: self._core.common(elems, dtype, name))
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:

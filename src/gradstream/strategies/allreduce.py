@@ -12,7 +12,8 @@ bit for bit where the group's algorithm sums in the order of ranks.
 Wait-free backprop: the vector is cut into buckets, in backward order. A bucket leaves as soon as
 backprop has passed its end, and backprop goes on meanwhile. The last one leaves when the whole gradient is
 known to be finite, and the update is made when all buckets are there: so a worker that dies or fails in
-the middle of a round leaves the others with the parameters of the last whole one.
+the middle of a round leaves the others with the parameters of the last whole one. (Where they are updated
+in shards, one that dies during the update itself leaves them undefined: what counts is the checkpoint.)
 
     bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
 
@@ -49,7 +50,8 @@ class AllReduce(Strategy):
         algorithm: how the group sums: "auto" measures and chooses, else a name ("ring").
         exchange: who moves the bytes: "auto" is gradstream itself; "torch" is torch.distributed, with the
             backend that suits, or "gloo", "nccl" or "mpi" of it. Then torch has the algorithm.
-        sharded: each worker updates its slice alone: the optimizer's state takes 1/W of the memory.
+        sharded: each worker updates its slice alone: the optimizer's state takes 1/W of the memory. None
+            does so where the workers share memory, and parameters are one vector for all of them.
         overlap: exchange buckets while backprop goes on; False does one after the other, with the
             same bits.
         bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier.
@@ -57,7 +59,7 @@ class AllReduce(Strategy):
 
     algorithm: str = "auto"
     exchange: str = "auto"
-    sharded: bool = False
+    sharded: bool | None = None
     overlap: bool = True
     bucket_mib: float = 4.0
 
@@ -85,7 +87,7 @@ class AllReduce(Strategy):
     async def train(self, worker: Worker) -> None:
         """Each step computes on version r, and leaves all workers with version r+1."""
         group = worker.group
-        reduce = group.reduce_scatter if self.sharded else group.allreduce
+        reduce = group.reduce_scatter if group.sharded else group.allreduce
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
             if not self.overlap:
@@ -95,7 +97,7 @@ class AllReduce(Strategy):
             for bucket in group.buckets:
                 await reduce(gradient, bucket, weight)
             await group.update(gradient)
-            if self.sharded:
+            if group.sharded:
                 await group.all_gather()
 
     def weight(self, rank: int, samples: Sequence[int], reduction: Reduction) -> float:

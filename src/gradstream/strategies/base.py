@@ -76,6 +76,11 @@ class Peers(Protocol):
     """
 
     @property
+    def sharded(self) -> bool:
+        """Whether each worker updates its own slices alone: as the strategy says, or else the group."""
+        ...
+
+    @property
     def buckets(self) -> Sequence[Bucket]:
         """The parts of the flat vector that are exchanged one after the other, in backward order."""
         ...
@@ -193,8 +198,11 @@ class Strategy(ABC):
     exchange: str = "auto"
     """In a group: who moves the bytes: "auto" is gradstream itself, "torch" is torch.distributed."""
 
-    sharded: bool = False
-    """In a group: each worker updates its own slices alone, and has the optimizer's state of these alone."""
+    sharded: bool | None = False
+    """In a group: each worker updates its own slices alone, and has the optimizer's state of these alone.
+
+    None leaves it to the group: where its workers share memory, slices need not be moved.
+    """
 
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""

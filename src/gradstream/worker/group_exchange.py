@@ -54,6 +54,8 @@ class GroupExchange:
             folder, storage = around.resume.folder, around.runtime.storage
             work = Work("restore", elems=len(self.replica.parameters))
             await around.runtime.beside(lambda: self._holder.restore(storage, folder), work=work)
+            if self.replica.group.sharded:
+                await self.replica.group.all_gather()
         else:
             if around.rank == 0:
                 await around.init(self.replica.parameters)

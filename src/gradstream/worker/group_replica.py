@@ -9,6 +9,7 @@ import torch
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
+from gradstream.memory import Vector
 from gradstream.server.client import Transfer
 from gradstream.server.waits import Claims
 from gradstream.worker.peers import Peers
@@ -29,6 +30,8 @@ class GroupReplica(Replica):
         group: the workers of the run.
         buckets: how the vector is exchanged.
         updater: the update rule.
+        sharded: each worker updates its slices alone.
+        parameters: of this worker, or of all.
         on_transfer: see `Peers`.
     """
 
@@ -38,10 +41,12 @@ class GroupReplica(Replica):
         group: Group,
         buckets: Buckets,
         updater: Updater,
+        sharded: bool,
+        parameters: Vector,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
-        super().__init__(parts, group.allocate, Claims())
-        self._peers = Peers(parts.runtime, group, buckets, updater, self, on_transfer)
+        super().__init__(parts, group.allocate, Claims(), parameters)
+        self._peers = Peers(parts.runtime, group, buckets, updater, sharded, self, on_transfer)
 
     @property
     def group(self) -> Peers:

@@ -37,7 +37,7 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.balance import Balance
 from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
-from gradstream.worker.exchange import Exchange, Surroundings
+from gradstream.worker.exchange import Exchange, Surroundings, Transfers
 from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.group_exchange import GroupExchange, UpdateRule
 from gradstream.worker.group_replica import GroupReplica
@@ -270,25 +270,38 @@ class WorkerNode:
             is_lowest=self._is_lowest,
             failed=self._failed,
         )
-        parts, loop = self._parts(), config.loop
+        loop = config.loop
         server_replica: Callable[..., ServerReplica] = ServerReplica
         group_replica: Callable[..., GroupReplica] = GroupReplica
         if loop is not None:
             server_replica = partial(LoopServerReplica, loop=loop)
             group_replica = partial(LoopGroupReplica, loop=loop)
         if config.strategy.through == "servers":
-            return ServerExchange(around, layout, config.chunk_elems, partial(server_replica, parts))
+            return ServerExchange(around, layout, config.chunk_elems, partial(server_replica, self._parts()))
         notice = self._member.notice
-        assert config.form_group is not None and config.update_rule is not None
+        assert config.form_group is not None
         workers = names_of(notice.nodes, "worker")
         group = await config.form_group(self._runtime, self._endpoint, workers, config.rank, notice.epoch)
-        buckets = Buckets(
-            layout.elems, config.strategy.bucket_elems(layout.dtype.itemsize), config.num_workers
-        )
-        owned = buckets.owned(config.rank) if config.strategy.sharded else [(0, layout.elems)]
-        updater = Updater(self._runtime.memory, *config.update_rule, owned, layout.dtype)
+        replica = await self._group_replica(group, group_replica)
         chunks = ChunkMap(layout.elems, config.chunk_elems, config.num_workers)
-        return GroupExchange(around, group, partial(group_replica, parts, group, buckets, updater), chunks)
+        return GroupExchange(around, group, replica, chunks)
+
+    async def _group_replica(
+        self, group: Group, make: Callable[..., GroupReplica]
+    ) -> Callable[[Transfers], GroupReplica]:
+        config, layout = self._config, self._config.model.layout
+        strategy, sharded = config.strategy, config.strategy.sharded
+        if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
+            sharded = group.shares_memory and config.loop is None
+        buckets = Buckets(layout.elems, strategy.bucket_elems(layout.dtype.itemsize), config.num_workers)
+        owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
+        assert config.update_rule is not None
+        updater = Updater(self._runtime.memory, *config.update_rule, owned, layout.dtype)
+        if sharded:
+            parameters = await group.common(layout.elems, layout.dtype, "parameters")
+        else:
+            parameters = group.allocate(layout.elems, layout.dtype, "parameters")
+        return partial(make, self._parts(), group, buckets, updater, sharded, parameters)
 
     def _parts(self) -> ReplicaParts:
         config = self._config

@@ -47,6 +47,7 @@ class Peers:
         group: the workers.
         buckets: how the vector is cut.
         updater: the update rule, with the state that this worker keeps.
+        sharded: of its own slices alone.
         replica: whose gradients these are.
         on_transfer: told of each exchange of a whole gradient.
     """
@@ -57,10 +58,12 @@ class Peers:
         group: Group,
         buckets: Buckets,
         updater: Updater,
+        sharded: bool,
         replica: Rounds,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
         self.updater = updater
+        self.sharded = sharded
         self.num_rounds = 0
         self.exchanged_bytes = 0
         self._runtime = runtime
@@ -185,7 +188,7 @@ class Peers:
 
     async def all_gather(self) -> None:
         """See `strategies.base.Peers`."""
-        for start, stop in self._bounds if self._total else ():
+        for start, stop in self._bounds:
             await self._group.all_gather(self._replica.parameters[start:stop])
 
     async def broadcast(self, vector: Vector) -> None:

@@ -46,9 +46,9 @@ class ReplicaHolder:
         return nullcontext()
 
     def restore(self, storage: Storage, folder: str) -> None:
-        """All parameters, and the state that this worker keeps, of a checkpoint. Raises as `load`."""
-        updater = self._replica.group.updater
-        pieces: dict[str, Pieces] = {"": [(0, self._replica.parameters.tensor)]}
+        """What this worker updates, and its state, of a checkpoint. Raises as `load`."""
+        updater, parameters = self._replica.group.updater, self._replica.parameters.tensor
+        pieces: dict[str, Pieces] = {"": [(start, parameters[start:stop]) for start, stop in updater.ranges]}
         for name, vector in updater.state.items():
             pieces[name] = [
                 (start, updater.state_of(vector, start, stop).tensor) for start, stop in updater.ranges

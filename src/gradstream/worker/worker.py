@@ -132,11 +132,16 @@ class Replica(ABC):
     Args:
         parts: see there.
         allocate: where vectors come from: (elems, dtype, name).
+        parameters: its parameters; None allocates them.
         claims: where the exchange notes for whom this worker had to wait.
     """
 
     def __init__(
-        self, parts: ReplicaParts, allocate: Callable[[int, torch.dtype, str], Vector], claims: Claims
+        self,
+        parts: ReplicaParts,
+        allocate: Callable[[int, torch.dtype, str], Vector],
+        claims: Claims,
+        parameters: Vector | None = None,
     ) -> None:
         self.rank = parts.rank
         self.num_workers = parts.num_workers
@@ -155,7 +160,7 @@ class Replica(ABC):
         self._on_step = parts.on_step
         self._on_boundary = parts.on_boundary
         self._allocate_elems = allocate
-        self.parameters = self._allocate("parameters")
+        self.parameters = self._allocate("parameters") if parameters is None else parameters
         self._gradient = self._allocate("gradient")
         self._sums = self._allocate("sums") if parts.joins else None
         self._owed: dict[BatchRef, None] = {}  # begun, and in no update yet
