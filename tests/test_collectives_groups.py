@@ -1,8 +1,7 @@
-"""Groups on virtual time: every algorithm, every number of ranks, and what is true when a rank is lost."""
+"""Groups on virtual time: every algorithm, every number of ranks, the same bits whatever comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -10,56 +9,14 @@ import pytest
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.collectives.forming import form_group
 from gradstream.collectives.group import Group, slice_of
+from gradstream.errors import ConfigError, PeerLostError
 from gradstream.memory import Vector
-from gradstream.runtime import Link, Network, VirtualCluster, World
-from gradstream.transport.base import Identity
-from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.runtime import Cost, Exponential, Link, Network, World
+from gradstream.testing.group_runs import VirtualRanks
 
 RACK = World(network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=50e-6, jitter_s=20e-6)))
 SIZES = [*range(1, 10), 12, 16]
-
-
-class Fleet:
-    """Ranks of a group on a virtual network, each running the same coroutine."""
-
-    def __init__(self, size: int, *, seed: int = 0, world: World = RACK) -> None:
-        self.cluster = VirtualCluster(seed, world)
-        self.network = MemoryNetwork(self.cluster)
-        self.names = [f"worker-{rank}" for rank in range(size)]
-        self.endpoints = [
-            MemoryEndpoint(Identity("job", name, 1), self.cluster.runtime(name), self.network)
-            for name in self.names
-        ]
-        self.outcomes: list[Any] = [None] * size
-
-    def run(
-        self, work: Callable[[Group], Awaitable[Any]], *, how: str = "ring", silence_s: float = 30.0
-    ) -> list[Any]:
-        """What `work` returned, or raised, at each rank."""
-
-        async def live(rank: int) -> None:
-            runtime, endpoint = self.cluster.runtime(self.names[rank]), self.endpoints[rank]
-            group = await form_group(runtime, endpoint, self.names, rank, 1, how, silence_s=silence_s)
-            try:
-                self.outcomes[rank] = await work(group)
-            except Exception as error:
-                self.outcomes[rank] = error
-            finally:
-                await group.close()
-
-        async def main() -> None:
-            director = self.cluster.runtime("director")
-            for endpoint in self.endpoints:
-                await endpoint.start()
-            for endpoint in self.endpoints:
-                for other in self.endpoints:
-                    endpoint.know(other.identity.name, other.address)
-            await director.gather(*(live(rank) for rank in range(len(self.names))))
-
-        self.cluster.run(main())
-        return self.outcomes
 
 
 def whole(size: int, elems: int) -> list[np.ndarray[Any, Any]]:
@@ -81,7 +38,7 @@ def test_every_rank_has_the_sum(how: str) -> None:
                 sums.append((await group.allreduce(vector.all)).tensor.clone().numpy())
             return sums
 
-        for outcome in Fleet(size).run(work, how=how):
+        for outcome in VirtualRanks(size, world=RACK).run(work, how=how):
             for parts, got in zip(inputs.values(), outcome, strict=True):
                 np.testing.assert_array_equal(got, np.sum(parts, axis=0))
 
@@ -90,7 +47,7 @@ def test_scatter_gather_broadcast_and_weights() -> None:
     for size in (1, 2, 3, 5, 8):
         for elems in (0, 1, 64, 65, 1000):
             inputs = whole(size, elems)
-            total = sum((rank + 1) * part for rank, part in enumerate(inputs))
+            total = np.zeros(elems) + sum((rank + 1) * part for rank, part in enumerate(inputs))
 
             async def work(group: Group, inputs: Any = inputs, elems: int = elems) -> Any:
                 vector = Vector("v", torch.from_numpy(inputs[group.rank].copy()))
@@ -101,6 +58,76 @@ def test_scatter_gather_broadcast_and_weights() -> None:
                 await group.broadcast(told.all, root=group.size - 1)
                 return vector.tensor.numpy(), told.tensor.numpy()
 
-            for summed, told in Fleet(size).run(work):
-                np.testing.assert_array_equal(summed, np.broadcast_to(total, (elems,)))
+            for summed, told in VirtualRanks(size, world=RACK).run(work):
+                np.testing.assert_array_equal(summed, total)
                 np.testing.assert_array_equal(told, np.full(elems, float(size - 1)))
+
+
+@pytest.mark.parametrize("how", ALGORITHMS)
+def test_the_order_of_arrivals_changes_no_bit(how: str) -> None:
+    """Numbers whose sum depends on the order, cut into pieces; another seed is another interleaving."""
+    size, elems = 5, 300
+    network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=1e-5, jitter_s=1e-3))
+    world = World(costs={"reduce": Cost(base_s=1e-4, spread=Exponential())}, network=network)
+    parts = np.random.default_rng(7).standard_normal((size, elems)).astype(np.float32)
+
+    async def work(group: Group) -> bytes:
+        vector = Vector("v", torch.from_numpy(parts[group.rank].copy()))
+        await group.allreduce(vector.all)
+        return vector.tensor.numpy().tobytes()
+
+    found, times = set(), set()
+    for seed in range(200 // len(ALGORITHMS) + 1):
+        ranks = VirtualRanks(size, seed=seed, world=world)
+        found |= set(ranks.run(work, how=how, piece_bytes=256))
+        times.add(ranks.now_s)
+    assert len(found) == 1
+    assert len(times) > 20  # the seeds did make a difference
+
+
+def test_operations_may_be_asked_for_before_the_last_has_returned() -> None:
+    async def work(group: Group) -> Any:
+        vectors = [Vector(f"v{k}", torch.full((100,), float(k + group.rank))) for k in range(4)]
+        runtime = ranks.cluster.runtime(group.names[group.rank])
+        await runtime.gather(*(group.allreduce(vector.all) for vector in vectors))
+        return [vector.tensor[0].item() for vector in vectors]
+
+    ranks = VirtualRanks(3, world=RACK)
+    for outcome in ranks.run(work, how="butterfly"):
+        assert outcome == [3.0, 6.0, 9.0, 12.0]
+
+
+def test_ranks_that_do_different_things_are_told() -> None:
+    async def work(group: Group) -> None:
+        await group.allreduce(Vector("v", torch.zeros(100 + group.rank // 2)).all)
+
+    outcomes = VirtualRanks(3, world=RACK).run(work)
+    assert all(isinstance(outcome, ConfigError | PeerLostError) for outcome in outcomes)
+    assert any("all ranks must call the same operations" in str(outcome) for outcome in outcomes)
+
+
+def test_an_operation_that_is_given_up_fails_for_all() -> None:
+    async def work(group: Group) -> None:
+        if group.rank == 1:
+            raise ValueError("not today")
+        await group.allreduce(Vector("v", torch.zeros(100)).all)
+
+    outcomes = VirtualRanks(4, world=RACK).run(work, how="butterfly")
+    for rank in (0, 2, 3):
+        assert isinstance(outcomes[rank], PeerLostError)
+        assert outcomes[rank].peer == "worker-1"
+
+
+def test_a_phantom_moves_sizes_only() -> None:
+    world = World(phantom=True, network=Network(bandwidth_bytes_s=1e9, link=Link(latency_s=1e-3)))
+
+    async def work(group: Group) -> float:
+        runtime = ranks.cluster.runtime(group.names[group.rank])
+        vector = group.allocate(25_000_000, torch.float32, "gradient")
+        begun_ns = runtime.now()
+        await group.allreduce(vector.all)
+        return (runtime.now() - begun_ns) / 1e9
+
+    ranks = VirtualRanks(4, world=world)
+    outcomes = ranks.run(work)
+    assert max(outcomes) == pytest.approx(0.15, rel=0.1)  # 1.5 times 100 MB through cards of 1 GB/s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.group import Group
 from gradstream.collectives.mesh import Mesh
-from gradstream.collectives.message_group import MessageGroup
+from gradstream.collectives.message_group import PIECE_BYTES, MessageGroup
 from gradstream.collectives.torch_group import TorchGroup
 from gradstream.errors import UnknownNameError
 from gradstream.runtime.base import Runtime
@@ -31,6 +31,8 @@ async def form_group(
     how: str = "auto",
     *,
     silence_s: float = 30.0,
+    host: str = "",
+    piece_bytes: int = PIECE_BYTES,
 ) -> Group:
     """All ranks come together; each calls this at about the same time.
 
@@ -42,6 +44,8 @@ async def form_group(
         epoch: membership epoch of the group: ranks of different ones do not meet.
         how: one of `KINDS`; the same at all ranks.
         silence_s: how long a rank may be silent, now and later, before it counts as lost.
+        piece_bytes: messages go in pieces of this size.
+        host: names what ranks have in common that are close to each other; "" finds out.
 
     Raises:
         UnknownNameError: there is no such kind.
@@ -57,4 +61,4 @@ async def form_group(
         )
     mesh = Mesh(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
     await mesh.meet()
-    return MessageGroup(mesh, algorithm="ring" if how == "auto" else how)
+    return MessageGroup(mesh, algorithm="ring" if how == "auto" else how, piece_bytes=piece_bytes)

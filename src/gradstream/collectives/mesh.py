@@ -5,8 +5,8 @@ operation sends nothing but its chunks, and the death of a rank is seen by all o
 signs of life also while they compute, so that one which is stopped, or behind a broken cable, is
 noticed by its silence.
 
-Who sees that a rank is lost breaks the group and tells all others, before its own caller hears of
-it: otherwise its leaving could be taken for the cause.
+Who sees that a rank is lost, or hears of it, breaks the group and tells all others, before its own
+caller gets to know and leaves: otherwise its leaving could be taken for the cause.
 """
 
 from __future__ import annotations
@@ -254,6 +254,7 @@ class Mesh:
                 self.lose(Loss(self._me, False, "has given up an operation of the group"))
             own = asyncio.current_task()
             if own is not None and own.cancelling():
+                self._cut()
                 raise
         except (PeerLostError, DeadlineError) as error:
             self.lose(Loss.of(error.peer, error))
@@ -271,14 +272,13 @@ class Mesh:
             return self.loss.error()
         return ClosedError(f"{self._me} has left its group")
 
-    def lose(self, loss: Loss, *, tell: bool = True) -> None:
+    def lose(self, loss: Loss) -> None:
         """Breaks the group, for the first reason given; later ones change nothing."""
         if self.loss is not None or self._closed:
             return
         self.loss = loss
-        if tell:
-            name = f"{self._me}/group: {loss.culprit} is lost"
-            self._telling = self.runtime.spawn(self._tell(loss), name=name)
+        name = f"{self._me}/group: {loss.culprit} is lost"
+        self._telling = self.runtime.spawn(self._tell(loss), name=name)
         for task in list(self._working):
             task.cancel()
 
@@ -323,12 +323,18 @@ class Mesh:
     async def _told(self) -> None:
         if self._telling is not None:
             await self._telling
+        self._cut()
+
+    def _cut(self) -> None:
+        """From here on nothing writes the memory that streams were to receive into."""
+        for stream in self._streams.values():
+            stream.cancel(f"{self._me} has left the group")
 
     async def _hear(self, stream: Stream) -> None:
         """Somebody has lost a rank."""
         broken = v1.Broken.FromString(stream.opened.body)
         if broken.epoch == self._epoch:
-            self.lose(Loss(broken.culprit, broken.silent, broken.message), tell=False)
+            self.lose(Loss(broken.culprit, broken.silent, broken.message))
         await stream.send(v1.Frame(body=v1.Body(data=v1.Broken().SerializeToString())))
 
     # ---- leaving ------------------------------------------------------------------------
@@ -347,8 +353,9 @@ class Mesh:
                 await self.runtime.within(min(LINGER_S, self.silence_s), self._all_released())
             except TimeoutError:
                 pass  # somebody stays longer
-        for stream in self._streams.values():
-            stream.cancel(f"{self._me} has left the group")
+        elif self._telling is not None:
+            await self._telling
+        self._cut()
 
     async def _end(self, rank: int, stream: Stream) -> None:
         if rank in self._served:

@@ -43,13 +43,11 @@ class MessageGroup:
     shares_memory = False
 
     def __init__(self, mesh: Mesh, *, algorithm: str = "ring", piece_bytes: int = PIECE_BYTES) -> None:
-        if algorithm not in ALGORITHMS:
-            raise UnknownNameError("algorithm", algorithm, ALGORITHMS)
         self.rank, self.size = mesh.rank, mesh.size
         self.names: Sequence[str] = mesh.names
         self._mesh = mesh
         self._runtime = mesh.runtime
-        self._algorithm = algorithm
+        self._algorithm = _known(algorithm)
         self._piece_bytes = piece_bytes
         self._turn = asyncio.Lock()  # serves in the order of coming
         self._count = 0
@@ -62,9 +60,15 @@ class MessageGroup:
         """See `Group.common`: each rank has its own."""
         return self.allocate(elems, dtype, name)
 
-    async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
-        """See `Group.allreduce`: the sum lies in `span`."""
-        name = self._algorithm
+    async def allreduce(self, span: Span, *, weight: float = 1.0, algorithm: str = "") -> Span:
+        """See `Group.allreduce`: the sum lies in `span`.
+
+        Args:
+            span: as there.
+            weight: as there.
+            algorithm: another one for this time, the same at all ranks.
+        """
+        name = _known(algorithm or self._algorithm)
         await self._carry_out(f"allreduce by {name}", _allreduce, name, span, weight=weight)
         return span
 
@@ -107,6 +111,12 @@ class MessageGroup:
         piece_elems = max(1, self._piece_bytes // tensor.element_size())
         player = Player(self._runtime, operation, plan, tensor, piece_elems, self._mesh.stream)
         await player.play()
+
+
+def _known(algorithm: str) -> str:
+    if algorithm not in ALGORITHMS:
+        raise UnknownNameError("algorithm", algorithm, ALGORITHMS)
+    return algorithm
 
 
 def _scale(tensor: torch.Tensor, weight: float) -> None:

@@ -7,15 +7,17 @@ arrives, in both directions at once, and what is added in which order depends on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from gradstream.collectives.plan import Plan
 from gradstream.collectives.schedule import Recv
-from gradstream.errors import ConfigError, PeerLostError
+from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
 from gradstream.runtime.base import Progress, Runtime, Work
 from gradstream.transport.base import Received, Stream
 from gradstream.wire import v1
@@ -76,12 +78,19 @@ class Player:
         """Returns when this rank has sent and received all that it is to.
 
         Raises:
-            PeerLostError, ClosedError: a stream failed.
+            PeerLostError: a rank is gone, or has left before it was done.
             ConfigError: another rank does something else.
         """
-        sends = (self._send_all(peer, numbers) for peer, numbers in self._plan.sends.items())
-        recvs = (self._recv_all(peer, numbers) for peer, numbers in self._plan.recvs.items())
+        sends = (self._with(peer, self._send_all(peer, own)) for peer, own in self._plan.sends.items())
+        recvs = (self._with(peer, self._recv_all(peer, own)) for peer, own in self._plan.recvs.items())
         await self._runtime.gather(*sends, *recvs)
+
+    async def _with(self, peer: int, lane: Coroutine[Any, Any, None]) -> None:
+        try:
+            await lane
+        except (ClosedError, RefusedError) as error:
+            message = f"left the group before {self._operation.text} was done"
+            raise PeerLostError(self._stream(peer).peer, message) from error
 
     async def _turn(self, number: int, stop: int) -> None:
         """Waits until earlier steps have passed this one's elements below `stop`."""
@@ -89,41 +98,68 @@ class Player:
             await self._passed[earlier].reached(min(stop, self._plan.steps[earlier].stop))
 
     async def _send_all(self, peer: int, numbers: Sequence[int]) -> None:
-        stream, operation, index = self._stream(peer), self._operation, 0
+        stream, operation = self._stream(peer), self._operation
+        for index, (number, start, stop) in enumerate(self._pieces(numbers)):
+            await self._turn(number, stop)
+            chunk = v1.Chunk(
+                index=index,
+                sequence=operation.number,
+                elems=stop - start,
+                dtype=self._dtype,
+                version=operation.digest,
+            )
+            await stream.send(v1.Frame(chunk=chunk), self._tensor[start:stop])
+            self._passed[number].advance(stop)
+
+    async def _recv_all(self, peer: int, numbers: Sequence[int]) -> None:
+        stream, pieces = self._stream(peer), list(self._pieces(numbers))
+        stream.land(partial(self._place, pieces))
+        for index, (number, start, stop) in enumerate(pieces):
+            received = await stream.recv()
+            payload = self._checked(stream.peer, received, index, stop - start)
+            if received is not None and not received.landed:
+                await self._turn(number, stop)
+                await self._take(number, self._tensor[start:stop], payload)
+            self._passed[number].advance(stop)
+        stream.land(None)
+
+    def _pieces(self, numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(step, start, stop) of what goes in one chunk each; both sides cut alike."""
         for number in numbers:
             step = self._plan.steps[number]
             for start in range(step.start, step.stop, self._piece_elems):
-                stop = min(start + self._piece_elems, step.stop)
-                await self._turn(number, stop)
-                chunk = v1.Chunk(
-                    index=index,
-                    sequence=operation.number,
-                    elems=stop - start,
-                    dtype=self._dtype,
-                    version=operation.digest,
-                )
-                await stream.send(v1.Frame(chunk=chunk), self._tensor[start:stop])
-                self._passed[number].advance(stop)
-                index += 1
+                yield number, start, min(start + self._piece_elems, step.stop)
 
-    async def _recv_all(self, peer: int, numbers: Sequence[int]) -> None:
-        stream, index = self._stream(peer), 0
-        for number in numbers:
-            step = self._plan.steps[number]
-            assert isinstance(step, Recv)
-            start = step.start
-            while start < step.stop:
-                received = await stream.recv()
-                payload = self._checked(stream.peer, received, index, step.stop - start)
-                stop = start + payload.numel()
-                await self._turn(number, stop)
-                target = self._tensor[start:stop]
-                if step.add:
-                    await self._add(target, payload)
-                else:
-                    _copy(target, payload)
-                self._passed[number].advance(stop)
-                start, index = stop, index + 1
+    def _place(self, pieces: Sequence[tuple[int, int, int]], chunk: v1.Chunk) -> torch.Tensor | None:
+        """Where the payload of a chunk that is about to arrive can be received into at once.
+
+        Not where it is added, nor where an earlier step still needs what is there.
+        """
+        operation = self._operation
+        if (chunk.sequence, chunk.version) != (operation.number, operation.digest) or chunk.index >= len(
+            pieces
+        ):
+            return None
+        number, start, stop = pieces[chunk.index]
+        step = self._plan.steps[number]
+        if (
+            not isinstance(step, Recv)
+            or step.add
+            or (chunk.elems, chunk.dtype) != (stop - start, self._dtype)
+        ):
+            return None
+        return self._tensor[start:stop] if self._is_turn(number, stop) else None
+
+    def _is_turn(self, number: int, stop: int) -> bool:
+        steps, passed = self._plan.steps, self._passed
+        return all(passed[other].value >= min(stop, steps[other].stop) for other in self._plan.after[number])
+
+    async def _take(self, number: int, target: torch.Tensor, payload: torch.Tensor) -> None:
+        step = self._plan.steps[number]
+        if isinstance(step, Recv) and step.add:
+            await self._add(target, payload)
+        else:
+            _copy(target, payload)
 
     async def _add(self, target: torch.Tensor, payload: torch.Tensor) -> None:
         # The group has borrowed all of it, so nothing is lent here.
@@ -131,7 +167,7 @@ class Player:
         work = Work("reduce", elems=elems, brief=elems <= BRIEF_ELEMS)
         await self._runtime.compute(lambda _: _add(target, payload), work=work, lane="exchange")
 
-    def _checked(self, peer: str, received: Received | None, index: int, room_elems: int) -> torch.Tensor:
+    def _checked(self, peer: str, received: Received | None, index: int, elems: int) -> torch.Tensor:
         """The payload of a chunk that is the one expected."""
         operation = self._operation
         if received is None:
@@ -143,10 +179,10 @@ class Player:
                 f"another (its number {chunk.sequence}): all ranks must call the same operations in the same "
                 "order, with as many elements"
             )
-        if payload is None or chunk.index != index or not 0 < payload.numel() <= room_elems:
+        if payload is None or (chunk.index, chunk.elems, chunk.dtype) != (index, elems, self._dtype):
             raise ConfigError(
                 f"{operation.text}: chunk {chunk.index} of {chunk.elems} elements came from {peer}, expected "
-                f"chunk {index} of at most {room_elems}; all ranks must have the same version"
+                f"chunk {index} of {elems}; all ranks must have the same version"
             )
         return payload
 

@@ -47,6 +47,8 @@ class TorchGroup:
     which is at once where a peer has died, and may be much later where it is only silent.
     """
 
+    shares_memory = False
+
     def __init__(self, mesh: Mesh, engine: Engine) -> None:
         self.rank, self.size = mesh.rank, mesh.size
         self.names: Sequence[str] = mesh.names
@@ -118,6 +120,10 @@ class TorchGroup:
         if tensor is None:
             return self._runtime.memory.allocate(elems, dtype, name)
         return Vector(name, tensor)
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `Group.common`: each rank has its own."""
+        return self.allocate(elems, dtype, name)
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`: in place."""

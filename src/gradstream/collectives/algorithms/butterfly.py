@@ -31,7 +31,11 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def cost(size: int) -> Cost:
-    """Lg p·(α + nβ + nγ); (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ at most where p is no power of two."""
+    """(α + nβ + nγ)·lg p; (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ where p is no power of two.
+
+    (It may be nβ more then: who has nothing to wait for sends its vector while its partner's card still
+    takes in another.)
+    """
     levels = size.bit_length() - 1
     if size == 1 << levels:
         return Cost(levels, levels, levels)

@@ -74,8 +74,9 @@ def all_gather(place: int, cuts: Sequence[int], rank_of: Callable[[int], int] = 
 def cost(size: int) -> Cost:
     """2·lg p·α + 2(p-1)/p·nβ + (p-1)/p·nγ.
 
-    (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ at most where p is no power of two: then two more
-    vectors pass one after the other.
+    (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ where p is no power of two: then two more vectors
+    pass one after the other. (It may be nβ/2 more: who has nothing to wait for sends its first half while
+    its partner's card still takes in a whole vector.)
     """
     levels = size.bit_length() - 1
     share = (size - 1) / size
