@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from gradstream.errors import LentMemoryError
 
 __all__ = [
     "ALIGNMENT_BYTES",
+    "Home",
     "Loan",
     "Loans",
     "Memory",
@@ -50,20 +52,33 @@ class Loan:
     queue: object = None
 
 
+class Home(Protocol):
+    """Memory that other processes can map, too (`segments.Segment`)."""
+
+    fd: int
+    size_bytes: int
+
+
 class Vector:
     """One contiguous flat vector, and the book of who holds which range of it.
 
     Args:
         name: what it is, for messages: "parameters".
         tensor: its elements, one-dimensional and contiguous.
+        home: the shared memory in which it lies; None where it is this process's own.
+        offset_bytes: where it begins there.
     """
 
-    __slots__ = ("_loans", "name", "tensor")
+    __slots__ = ("_loans", "home", "name", "offset_bytes", "tensor")
 
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, name: str, tensor: torch.Tensor, home: Home | None = None, offset_bytes: int = 0
+    ) -> None:
         assert tensor.dim() == 1 and tensor.is_contiguous()
         self.name = name
         self.tensor = tensor
+        self.home = home
+        self.offset_bytes = offset_bytes
         self._loans: list[Loan] = []
 
     def __len__(self) -> int:
@@ -186,14 +201,22 @@ class Memory:
     phantom: bool = False
     allocated_bytes: dict[str, int] = field(default_factory=dict)
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool = False) -> Vector:
         """A vector of zeros, aligned to 64 bytes (phantom: of no storage).
 
         Pages are taken from the system when they are first written, not here.
+
+        Args:
+            exchanged: peers are sent what lies in it, so it is put where they can read it in place, if
+                this memory has such a place (`segments.SharedMemory`).
         """
-        itemsize_bytes = dtype.itemsize
         used_bytes = self.allocated_bytes.get(name, 0)
-        self.allocated_bytes[name] = used_bytes + elems * itemsize_bytes
+        self.allocated_bytes[name] = used_bytes + elems * dtype.itemsize
+        return self._allocate(elems, dtype, name, exchanged=exchanged)
+
+    def _allocate(self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool) -> Vector:
+        del exchanged  # nobody else sees this memory
+        itemsize_bytes = dtype.itemsize
         if self.phantom:
             return Vector(name, torch.empty(elems, dtype=dtype, device="meta"))
         raw = np.zeros(elems * itemsize_bytes + ALIGNMENT_BYTES, dtype=np.uint8)

@@ -22,6 +22,7 @@ from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
+from gradstream.segments import SharedMemory
 
 __all__ = ["Lateness", "RealRuntime", "own_bytes"]
 
@@ -62,6 +63,7 @@ class RealRuntime(Tasks):
         durable: see `DiskStorage`.
         core: the one thread of several nodes that share this process, for their arithmetic; None
             makes one. CPU seconds are then those of the node's arithmetic alone.
+        memory: where its vectors come from; None is memory of its own, which nobody else can map.
     """
 
     def __init__(
@@ -72,11 +74,12 @@ class RealRuntime(Tasks):
         root: Path | None = None,
         durable: bool = True,
         core: Executor | None = None,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__()
         self.node = node
         self.seed = seed
-        self.memory = Memory()
+        self.memory = Memory() if memory is None else memory
         self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root, durable=durable)
         self.lateness = Lateness()
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
@@ -108,7 +111,7 @@ class RealRuntime(Tasks):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()
         vectors = dict(self.memory.allocated_bytes)
-        now_bytes = own_bytes()
+        now_bytes = own_bytes(shared=isinstance(self.memory, SharedMemory))
         self._peak_own_bytes = max(self._peak_own_bytes, now_bytes)
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         user_s, system_s = usage.ru_utime, usage.ru_stime
@@ -185,10 +188,16 @@ class RealRuntime(Tasks):
         return await finish_despite_cancel(asyncio.get_running_loop().run_in_executor(self._disk, run))
 
 
-def own_bytes() -> int:
-    """Resident memory of this process that is not a file's; 0 where the system does not tell."""
+def own_bytes(*, shared: bool = False) -> int:
+    """Resident memory of this process that is not a file's; 0 where the system does not tell.
+
+    Args:
+        shared: it has memory in common with others: a page that n processes have mapped counts as 1/n
+            (proportional set size), so that the sum over all of them is what they take together.
+    """
+    names = ("Pss_Anon:", "Pss_Shmem:") if shared else ("RssAnon:", "RssShmem:")
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/smaps_rollup" if shared else "/proc/self/status").read_text().splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+        return own_bytes() if shared else 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))

@@ -24,7 +24,7 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Progress, Runtime, awaited_later
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.waits import Claims, Kind
-from gradstream.transport.base import Endpoint, Stream
+from gradstream.transport.base import Endpoint, Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.frames import ABSENT
@@ -297,6 +297,7 @@ class ServerClient:
         self, rank: int, name: str, update: Update, sequence: int, before: Arrival | None
     ) -> None:
         left = dict.fromkeys(self.chunks.chunks_of(rank))
+        lent: list[Lent] = []
 
         async def attempt(progressed: Callable[[], None]) -> None:
             if not left:
@@ -316,13 +317,15 @@ class ServerClient:
             sent = Progress()
             try:
                 await self._runtime.gather(
-                    self._send_chunks(stream, update, sequence, list(left), before, sent),
+                    self._send_chunks(stream, update, sequence, list(left), before, sent, lent),
                     self._take_results(stream, left, sent, progressed, opened_ns),
                 )
             finally:
                 stream.cancel("done")
 
         await self._retrying(name, attempt)
+        for one in lent:  # what was answered is read no more; all but the word of it is here
+            await one.back(self._silence_s)
 
     async def _ready(self, update: Update, chunk: int) -> None:
         if update.ready is not None:
@@ -336,6 +339,7 @@ class ServerClient:
         chunks: Sequence[int],
         before: Arrival | None,
         sent: Progress,
+        lent: list[Lent],
     ) -> None:
         link = self.traffic.links[stream.peer]
         for count, chunk in enumerate(chunks, start=1):
@@ -353,7 +357,10 @@ class ServerClient:
                 span = update.vector[start:stop]
                 header.dtype = to_wire(update.vector.tensor.dtype)
                 link.pushed_bytes += (stop - start) * update.vector.tensor.element_size()
-            await stream.send(v1.Frame(chunk=header), span, self._silence_s)  # its Open may be lost
+            if span is None:
+                await stream.send(v1.Frame(chunk=header), None, self._silence_s)  # its Open may be lost
+            else:
+                lent.append(await stream.lend(v1.Frame(chunk=header), span, self._silence_s))
             sent.advance(count)
         await stream.end()
 

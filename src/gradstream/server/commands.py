@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -29,12 +29,20 @@ class Commands:
         runtime: of the shard's node.
         store: its vectors.
         versions: gives the versions of its chunks.
+        unread: waits until no peer reads any of them where they lie.
     """
 
-    def __init__(self, runtime: Runtime, store: Store, versions: Callable[[], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: Store,
+        versions: Callable[[], Sequence[int]],
+        unread: Callable[[], Awaitable[None]],
+    ) -> None:
         self._runtime = runtime
         self._store = store
         self._versions = versions
+        self._unread = unread
         self._results: dict[tuple[str, int], OrderedDict[int, asyncio.Task[float]]] = {}
 
     async def carry_out(
@@ -63,6 +71,7 @@ class Commands:
         if command.kind == kind.DROP:
             store.drop(command.out)
             return 0.0
+        await self._unread()
         if command.kind == kind.CREATE:
             store.create(command.out)
             return 0.0

@@ -22,6 +22,7 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
 from gradstream.server.latecomers import Latecomers
+from gradstream.server.readers import Readers
 from gradstream.server.rule import Contribution, FetchTerms, Rule
 from gradstream.server.shard import (
     Acknowledge,
@@ -118,6 +119,7 @@ class ShardService:
         self._outboxes: dict[int, _Outbox] = {}
         self._elements: dict[tuple[int, int], torch.Tensor] = {}  # of parked pushes, by (token, chunk)
         self._turns: dict[int, asyncio.Lock] = {}  # by chunk
+        self._readers = Readers()
         self._tokens = itertools.count(1)
         self.latecomers = Latecomers()
         self.counters: Counter[str] = Counter()
@@ -144,7 +146,7 @@ class ShardService:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
         self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
         self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
-        self._commands = Commands(self._runtime, self.store, self.versions)
+        self._commands = Commands(self._runtime, self.store, self.versions, self._readers.all_gone)
         self._endpoint.identity.fingerprint = model.fingerprint
         if opens:
             self.open()
@@ -282,7 +284,7 @@ class ShardService:
                     continue
                 chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._config.silence_s)
-                async with self.turn(chunk):  # one version, until the elements are the carrier's
+                async with self.turn(chunk):  # one version, until the elements are lent or the carrier's
                     span = self.store.span(vector, chunk)
                     version = self.state.version(chunk)
                     header = v1.Chunk(
@@ -292,7 +294,7 @@ class ShardService:
                         version=version,
                         waited=waited,
                     )
-                    await stream.send(v1.Frame(chunk=header), span)
+                    self._readers.add(chunk, await stream.lend(v1.Frame(chunk=header), span))
         finally:
             del self._outboxes[token]
             self.state.forget(token)
@@ -360,6 +362,7 @@ class ShardService:
 
     async def _apply(self, due: Apply) -> None:
         async with self.turn(due.chunk):
+            await self._readers.gone(due.chunk)
             try:
                 await self._compute(due)
             except Exception as error:

@@ -42,7 +42,7 @@ class Store:
         self._grouped = grouped
         self._elems = chunks.shard_elems(shard)
         self.dtype = dtype
-        self.parameters = memory.allocate(self._elems, dtype, "parameters")
+        self.parameters = memory.allocate(self._elems, dtype, "parameters", exchanged=True)
         self.state = {name: memory.allocate(self._elems, dtype, name) for name in optimizer.state_names}
         for vector in self.state.values():
             if optimizer.state_init:
@@ -64,7 +64,7 @@ class Store:
         if name in self._named:
             self._named[name].tensor.zero_()
         else:
-            self._named[name] = self._memory.allocate(self._elems, self.dtype, name)
+            self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
         return self._named[name]
 
     def drop(self, name: str) -> None:

@@ -29,7 +29,7 @@ from gradstream.errors import GradstreamError
 from gradstream.memory import Span
 from gradstream.wire import v1
 
-__all__ = ["Endpoint", "Handler", "Identity", "Landing", "Priority", "Received", "Stream"]
+__all__ = ["Endpoint", "Handler", "Identity", "Landing", "Lent", "Priority", "Received", "Stream"]
 
 M = TypeVar("M", bound=Message)
 
@@ -81,6 +81,23 @@ Landing = Callable[[v1.Chunk], torch.Tensor | None]
 dtype that the header says; None leaves it to the carrier. Sizes come from what the receiver knows."""
 
 
+class Lent(Protocol):
+    """A span that a peer may still be reading where it lies."""
+
+    @property
+    def returned(self) -> bool:
+        """Whether it is the owner's again."""
+        ...
+
+    async def back(self, patience_s: float) -> None:
+        """Returns once it is the owner's again.
+
+        A peer that has not let go of it after `patience_s` is hung up on, and must not believe what it
+        has not finished reading; its streams with this node may break.
+        """
+        ...
+
+
 class Stream(Protocol):
     """One conversation with a peer.
 
@@ -113,6 +130,15 @@ class Stream(Protocol):
         A Span is borrowed for reading until the carrier has taken it over (copied it, or written
         it out), which has happened when the call returns; that says nothing about arrival. It takes
         little time, however slow the peer is, once there was `credit`.
+        """
+        ...
+
+    async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
+        """As `send`, but the peer may read the span where it lies, if the carrier can do that.
+
+        The span is borrowed for reading until it has come back: after the call returns, and after the
+        stream is over. It comes back when the peer has let go of the payload, or is gone. Carriers
+        that copy have returned it when the call returns.
         """
         ...
 

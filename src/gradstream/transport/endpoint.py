@@ -30,8 +30,9 @@ from gradstream.errors import (
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Handler, Identity, Priority, Stream
+from gradstream.transport.lending import Lending
 from gradstream.transport.mailbox import Arrival, Mailbox
-from gradstream.transport.stream import Carrier, OutgoingCarrier, StreamCore, code_of
+from gradstream.transport.stream import Carrier, Depot, OutgoingCarrier, StreamCore, code_of
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.frames import PROTOCOL
@@ -87,6 +88,7 @@ class EndpointCore(ABC):
         self._streams: dict[StreamCore, None] = {}
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
+        self._lending: Lending | None = None
         self.serve("tensor", self._serve_tensor)
 
     # ---- what a carrier adds ----------------------------------------------------------
@@ -124,6 +126,8 @@ class EndpointCore(ABC):
         before = self._addresses.get(peer)
         self._addresses[peer] = address
         if before is not None and before != address:
+            if self._lending is not None:
+                self._lending.hang_up(peer)
             self._hang_up(peer)
 
     @property
@@ -166,7 +170,10 @@ class EndpointCore(ABC):
         """Opens a stream with an Open made by hand: what another program might send, for tests."""
         carrier = self._dial(peer, self._addresses.get(peer), priority)
         name, window = self.identity.name, opened.window
-        stream = StreamCore(self.runtime, name, peer, opened, carrier, called=False, window=window)
+        depot = partial(self._depot, peer)
+        stream = StreamCore(
+            self.runtime, name, peer, opened, carrier, called=False, window=window, depot=depot
+        )
         self._keep(stream)
         carrier.connect(stream, opened)
         return stream
@@ -280,16 +287,23 @@ class EndpointCore(ABC):
             await self._stop_handlers()
         finally:
             await self._shut(abruptly=False)
+            self._stop_lending()
 
     async def abort(self) -> None:
         """Ends as a killed process would: nobody is told, connections just break. For fault tests."""
         if self._closed:
             return
         self._closed = True
+        self._stop_lending()
         await self._shut(abruptly=True)
         for stream in list(self._streams):
             stream.broken(f"{self.identity.name} was aborted")
         await self._stop_handlers()
+
+    def _stop_lending(self) -> None:
+        if self._lending is not None:
+            self._lending.close()
+            self._lending = None
 
     async def _stop_handlers(self) -> None:
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
@@ -320,6 +334,7 @@ class EndpointCore(ABC):
             carrier,
             called=True,
             window=self._window if window is None else window,
+            depot=partial(self._depot_of, opened.sender, opened.incarnation),
         )
         refuse = objection or self._check(opened)
         if refuse is not None:
@@ -375,6 +390,23 @@ class EndpointCore(ABC):
             stream.refuse(*code_of(error))
         else:
             stream.finish()
+
+    def share_memory(self) -> None:
+        """From here on, payloads for peers on this host go by reference; once it has started.
+
+        Raises:
+            ConfigError: this system cannot do that.
+        """
+        lending = Lending(self.runtime, self.identity)
+        lending.start(self.address)
+        self._lending = lending
+
+    def _depot(self, peer: str) -> Depot | None:
+        address = self._addresses.get(peer)
+        return None if self._lending is None or address is None else self._lending.towards(peer, address)
+
+    def _depot_of(self, sender: str, incarnation: int) -> Depot | None:
+        return None if self._lending is None else self._lending.with_sender(sender, incarnation)
 
     def _keep(self, stream: StreamCore) -> None:
         self._streams[stream] = None

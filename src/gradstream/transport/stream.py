@@ -27,11 +27,19 @@ import torch
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Timer
-from gradstream.transport.base import Landing, Received
+from gradstream.transport.base import Landing, Lent, Received
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError
+from gradstream.wire.frames import FrameError, payload_tensor
 
-__all__ = ["Bell", "Carrier", "OutgoingCarrier", "StreamCore", "code_of"]
+__all__ = [
+    "Bell",
+    "Carrier",
+    "Depot",
+    "OutgoingCarrier",
+    "ReferenceLostError",
+    "StreamCore",
+    "code_of",
+]
 
 _NS = 1_000_000_000
 _CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
@@ -78,6 +86,48 @@ class OutgoingCarrier(Carrier, Protocol):
         ...
 
 
+class ReferenceLostError(Exception):
+    """A payload was lent by a peer, and cannot be read any more."""
+
+
+class Depot(Protocol):
+    """Memory that both ends of a stream share (`lending.Channel`)."""
+
+    def lend(
+        self, stream: StreamCore, span: Span, end: Callable[[], None]
+    ) -> tuple[v1.Reference, Lent] | None:
+        """A reference to a span where it lies, until `end` is called; None where that cannot be done."""
+        ...
+
+    def stow(self, stream: StreamCore, payload: torch.Tensor) -> v1.Reference | None:
+        """A reference to a copy of a payload; None where that cannot be done."""
+        ...
+
+    def find(self, reference: v1.Reference) -> memoryview:
+        """The bytes meant; the loan is over when nothing refers to them. Raises what `lending` says."""
+        ...
+
+    def intact(self) -> bool:
+        """Whether what has been read by reference so far was what was lent: it was not taken back."""
+        ...
+
+
+class _Kept:
+    """A span that was not lent: its payload was copied."""
+
+    returned = True
+
+    async def back(self, patience_s: float) -> None:
+        """At once."""
+
+
+_KEPT = _Kept()
+
+
+def _nothing_shared() -> None:
+    """There is no depot."""
+
+
 class Bell:
     """Wakes everybody who waits at the moment it rings."""
 
@@ -111,6 +161,7 @@ class StreamCore:
         carrier: moves the frames.
         called: whether this is the called side.
         window: how many chunks this side holds for its user at most.
+        depot: finds the memory that it shares with the peer; None while there is none.
     """
 
     def __init__(
@@ -123,6 +174,7 @@ class StreamCore:
         *,
         called: bool,
         window: int,
+        depot: Callable[[], Depot | None] = _nothing_shared,
     ) -> None:
         self.peer = peer
         self.opened = opened
@@ -130,6 +182,7 @@ class StreamCore:
         self._me = me
         self._carrier = carrier
         self._called = called
+        self._depot = depot
         self._credit = opened.window if called else 0  # chunks that we may send
         self._window = self._allowed = window  # chunks that the peer may send
         self._batch = max(1, window // 2)  # credits are returned so many at a time
@@ -184,9 +237,34 @@ class StreamCore:
             return
         await self.credit(silence_s)
         self._credit -= 1
+        depot = None if payload is None else self._depot()
+        reference = None if payload is None or depot is None else depot.stow(self, payload)
+        if reference is not None:
+            frame, payload = _referring(frame, reference), None
         self._carrier.transmit(frame, payload)
         # Room in the carrier's own queue is waited for before the next chunk: the payload is free earlier.
         await self._carrier.taken()
+
+    async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
+        """See `Stream.lend`."""
+        to = f"{self._me}: {self.opened.method} lent to {self.peer}"
+        vector = span.vector
+        loan = vector.borrow(span.start, span.stop, write=False, to=to)
+        end = partial(vector.give_back, loan)
+        try:
+            await self.credit(silence_s)
+            depot = self._depot()
+            lent = None if depot is None else depot.lend(self, span, end)
+        except BaseException:
+            end()
+            raise
+        if lent is None:
+            end()
+            await self.send(frame, span, silence_s)
+            return _KEPT
+        self._credit -= 1
+        self._carrier.transmit(_referring(frame, lent[0]), None)
+        return lent[1]
 
     async def credit(self, silence_s: float | None = None) -> None:
         """See `Stream.credit`."""
@@ -277,6 +355,16 @@ class StreamCore:
         """
         self._heard_ns = self._runtime.now()
         kind = frame.WhichOneof("kind")
+        if frame.HasField("chunk") and frame.chunk.HasField("reference"):
+            try:
+                payload, landed = self._found(frame.chunk)
+            except ReferenceLostError:
+                text = f"the memory that it shared is gone (stream {self.opened.method})"
+                self._cancel(partial(PeerLostError, self.peer, text), text)
+                return
+            except FrameError as error:
+                self.reject(error)
+                return
         if kind == "chunk" or kind == "body":
             self._enqueue(Received(frame, payload, landed), kind == "chunk")
         elif kind == "credit" or kind == "accept":
@@ -313,6 +401,22 @@ class StreamCore:
         self._close(partial(PeerLostError, self.peer, text), drop=False)
 
     # ---- inside -----------------------------------------------------------------------
+
+    def _found(self, chunk: v1.Chunk) -> tuple[torch.Tensor | None, bool]:
+        """The payload that a chunk refers to, and whether it has landed. The chunk may be sent on."""
+        depot = self._depot()
+        if depot is None:
+            raise ReferenceLostError
+        view = depot.find(chunk.reference)
+        chunk.ClearField("reference")
+        payload = payload_tensor(chunk, view)
+        place = None if payload is None else self.landing(chunk)
+        if place is None or payload is None or (len(place), place.dtype) != (len(payload), payload.dtype):
+            return payload, False
+        place.numpy()[...] = payload.numpy()  # on this thread alone
+        if not depot.intact():
+            raise ReferenceLostError
+        return place, True
 
     def _enqueue(self, received: Received, is_chunk: bool) -> None:
         if self._recv_over is not None:
@@ -424,6 +528,14 @@ class StreamCore:
     def _text(self, what: str, reason: str) -> str:
         why = f": {reason}" if reason else ""
         return f"stream {self.opened.method} between {self._me} and {self.peer}: {what}{why}"
+
+
+def _referring(frame: v1.Frame, reference: v1.Reference) -> v1.Frame:
+    """The same chunk, with its payload elsewhere."""
+    referring = v1.Frame()
+    referring.CopyFrom(frame)
+    referring.chunk.reference.CopyFrom(reference)
+    return referring
 
 
 def code_of(error: BaseException) -> tuple[v1.Code, str]:

@@ -167,9 +167,13 @@ def check_chunk(chunk: v1.Chunk, payload_bytes: int) -> None:
 def payload_tensor(chunk: v1.Chunk, payload: memoryview | None) -> torch.Tensor | None:
     """A checked chunk's elements as a read-only tensor on the payload's memory; None if absent.
 
+    None, too, where the chunk says that its payload lies elsewhere: that is checked where it is found.
+
     Raises:
         FrameError: as `check_chunk`.
     """
+    if chunk.HasField("reference") and payload is None:
+        return None
     check_chunk(chunk, payload.nbytes if payload is not None else 0)
     if chunk.flags & ABSENT:
         return None

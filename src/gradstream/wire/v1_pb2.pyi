@@ -109,7 +109,7 @@ class Accept(_message.Message):
     def __init__(self, window: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited")
+    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited", "reference")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class Chunk(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
     index: int
     sequence: int
     elems: int
@@ -124,7 +125,22 @@ class Chunk(_message.Message):
     version: int
     flags: int
     waited: Waited
-    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ...) -> None: ...
+    reference: Reference
+    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ..., reference: _Optional[_Union[Reference, _Mapping]] = ...) -> None: ...
+
+class Reference(_message.Message):
+    __slots__ = ("channel", "segment", "offset_bytes", "size_bytes", "loan")
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOAN_FIELD_NUMBER: _ClassVar[int]
+    channel: int
+    segment: int
+    offset_bytes: int
+    size_bytes: int
+    loan: int
+    def __init__(self, channel: _Optional[int] = ..., segment: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., loan: _Optional[int] = ...) -> None: ...
 
 class Waited(_message.Message):
     __slots__ = ("on", "until_us")
@@ -171,6 +187,38 @@ class Refuse(_message.Message):
     message: str
     epoch: int
     def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Lending(_message.Message):
+    __slots__ = ("hello", "segment", "attached", "dropped", "returned", "forgotten")
+    class Hello(_message.Message):
+        __slots__ = ("job", "sender", "incarnation", "channel")
+        JOB_FIELD_NUMBER: _ClassVar[int]
+        SENDER_FIELD_NUMBER: _ClassVar[int]
+        INCARNATION_FIELD_NUMBER: _ClassVar[int]
+        CHANNEL_FIELD_NUMBER: _ClassVar[int]
+        job: str
+        sender: str
+        incarnation: int
+        channel: int
+        def __init__(self, job: _Optional[str] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., channel: _Optional[int] = ...) -> None: ...
+    class Loans(_message.Message):
+        __slots__ = ("ids",)
+        IDS_FIELD_NUMBER: _ClassVar[int]
+        ids: _containers.RepeatedScalarFieldContainer[int]
+        def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    hello: Lending.Hello
+    segment: int
+    attached: int
+    dropped: int
+    returned: Lending.Loans
+    forgotten: Lending.Loans
+    def __init__(self, hello: _Optional[_Union[Lending.Hello, _Mapping]] = ..., segment: _Optional[int] = ..., attached: _Optional[int] = ..., dropped: _Optional[int] = ..., returned: _Optional[_Union[Lending.Loans, _Mapping]] = ..., forgotten: _Optional[_Union[Lending.Loans, _Mapping]] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("tag", "elems", "dtype", "sequence")

@@ -42,7 +42,7 @@ class ServerExchange:
             around.endpoint,
             shards,
             ChunkMap(layout.elems, chunk_elems, len(shards)),
-            around.runtime.memory.allocate(layout.elems, layout.dtype, "spare"),
+            around.runtime.memory.allocate(layout.elems, layout.dtype, "spare", exchanged=True),
             silence_s=around.silence_s,
             retry_s=around.retry_s,
             on_transfer=self._transfers,
@@ -69,7 +69,8 @@ class ServerExchange:
         if self.replica.version >= 0:
             return
         try:
-            vector = around.runtime.memory.allocate(self._layout.elems, self._layout.dtype, "initial")
+            memory, layout = around.runtime.memory, self._layout
+            vector = memory.allocate(layout.elems, layout.dtype, "initial", exchanged=True)
             await around.init(vector)
             await self._client.assign(vector)
         except Exception as error:

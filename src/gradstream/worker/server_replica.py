@@ -74,7 +74,7 @@ class ServerReplica(Replica):
     """
 
     def __init__(self, parts: ReplicaParts, server: ServerClient) -> None:
-        super().__init__(parts, parts.runtime.memory.allocate, server.claims)
+        super().__init__(parts, partial(parts.runtime.memory.allocate, exchanged=True), server.claims)
         self._server = server
         self._basis: Sequence[int] = [0] * server.chunks.num_chunks
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates

@@ -1,0 +1,33 @@
+"""Who is reading a shard's chunks where they lie: an update waits until they have let go."""
+
+from __future__ import annotations
+
+from gradstream.transport.base import Lent
+
+__all__ = ["Readers"]
+
+PATIENCE_S = 2.0
+"""A reader copies what it gets at once. One that has stopped shall not hold up all the others' updates."""
+
+
+class Readers:
+    """By chunk, what was lent of it and has not come back."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, list[Lent]] = {}
+
+    def add(self, chunk: int, lent: Lent) -> None:
+        """A chunk was lent once more."""
+        if not lent.returned:
+            left = [one for one in self._lent.get(chunk, ()) if not one.returned]
+            self._lent[chunk] = [*left, lent]
+
+    async def gone(self, chunk: int) -> None:
+        """Returns once nobody reads a chunk. A reader that keeps it for `PATIENCE_S` is hung up on."""
+        for lent in self._lent.pop(chunk, ()):
+            await lent.back(PATIENCE_S)
+
+    async def all_gone(self) -> None:
+        """Returns once nobody reads anything."""
+        while self._lent:
+            await self.gone(next(iter(self._lent)))
