@@ -14,7 +14,7 @@ from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
 from gradstream.testing import endpoints
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
-from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, tcp_pairs
+from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.transport import network
 from gradstream.transport.base import Stream
 from gradstream.transport.endpoint import EndpointCore
@@ -28,8 +28,8 @@ from gradstream.wire.frames import FrameError
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
     "carrier",
-    [memory_pairs, grpc_pairs, tcp_pairs, partial(tcp_pairs, 3)],
-    ids=["memory", "grpc", "tcp", "tcp, 3 connections"],
+    [memory_pairs, grpc_pairs, tcp_pairs, partial(tcp_pairs, 3), shm_pairs],
+    ids=["memory", "grpc", "tcp", "tcp, 3 connections", "shm"],
 )
 def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> None:
     run, make_pair = carrier()

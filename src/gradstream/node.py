@@ -234,13 +234,14 @@ async def _run(
     when_asked: WhenAsked | None = None,
 ) -> int:
     # gRPC starts threads when it is imported, so not before the fork.
-    from gradstream.transport.carriers import make_endpoint
+    from gradstream.transport.carriers import make_endpoint, make_memory
     from gradstream.transport.security import Tls
 
     resume = None if spec.resume is None else Resume.of_json(spec.resume)
     cast, name = cast_of(job, spec.id, resume=resume), given.name
     root, durable = Path(spec.run_dir), not spec.trial
-    runtime = RealRuntime(name, seed=job.seed, root=root, durable=durable, core=core)
+    memory = make_memory(job.carrier, given.listen)
+    runtime = RealRuntime(name, seed=job.seed, root=root, durable=durable, core=core, memory=memory)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
     security = None if given.security is None else Tls.read(given.security, name)
     endpoint = make_endpoint(

@@ -15,9 +15,10 @@ from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.security import Tls
+from gradstream.transport.shm import ShmEndpoint
 from gradstream.transport.tcp import TcpEndpoint
 
-__all__ = ["QUIET", "Run", "grpc_pairs", "memory_pairs", "real_pairs", "tcp_pairs"]
+__all__ = ["QUIET", "Run", "grpc_pairs", "memory_pairs", "real_pairs", "shm_pairs", "tcp_pairs"]
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 """Runs a coroutine to its end, on the kind of time that the carrier needs."""
@@ -68,6 +69,11 @@ def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakeP
 def tcp_pairs(connections: int = 1) -> tuple[Run, MakePair]:
     """The same over TCP; see `SocketEndpoint` for `connections`."""
     return real_pairs(lambda identity, runtime: TcpEndpoint(identity, runtime, connections=connections))
+
+
+def shm_pairs() -> tuple[Run, MakePair]:
+    """The same over shared memory."""
+    return real_pairs(ShmEndpoint)
 
 
 def real_pairs(make: Callable[[Identity, RealRuntime], EndpointCore]) -> tuple[Run, MakePair]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from gradstream.errors import ConfigError
+from gradstream.memory import Memory
 from gradstream.runtime.base import Runtime
+from gradstream.segments import SharedMemory, supported
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
@@ -11,9 +13,21 @@ from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.offers import CHOICES, Choice
 from gradstream.transport.routed import RoutedEndpoint
 from gradstream.transport.security import Tls
+from gradstream.transport.shm import ShmEndpoint
 from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.unix import host_id
 
-__all__ = ["make_endpoint"]
+__all__ = ["make_endpoint", "make_memory"]
+
+
+def make_memory(carrier: Choice, listen: str) -> Memory:
+    """Where the vectors of a node come from: memory that others can map, where that is of use.
+
+    A node that others reach over the network has its memory for itself: huge pages are for such alone on
+    most systems. What it sends to its own host is copied through shared memory then.
+    """
+    shares = carrier == "shm" or (carrier == "auto" and supported() and is_loopback(host_and_port(listen)[0]))
+    return SharedMemory() if shares else Memory()
 
 
 def make_endpoint(
@@ -45,8 +59,10 @@ def make_endpoint(
         "grpc": GrpcEndpoint(identity, runtime, listen=listen, security=security, insecure=insecure)
     }
     host, port = host_and_port(listen)
-    if carrier == "shm":
-        raise ConfigError("carrier='shm' is not there yet; use carrier='auto'")
+    shares = carrier in ("auto", "shm") and (supported() or carrier == "shm")
+    host_name = host_id() if shares else ""
+    if shares:
+        carriers["shm"] = ShmEndpoint(identity, runtime)
     if carrier == "tcp" and security is not None:
         raise ConfigError(
             "carrier='tcp' is neither encrypted nor authenticated, and this run has certificates: use "
@@ -58,4 +74,4 @@ def make_endpoint(
         carriers["tcp"] = TcpEndpoint(
             identity, runtime, listen=f"{host}:0", insecure=insecure, connections=connections, token=token
         )
-    return RoutedEndpoint(carriers)
+    return RoutedEndpoint(carriers, host=host_name)

@@ -45,7 +45,7 @@ from gradstream.segments import Segment
 from gradstream.transport.base import Identity
 from gradstream.transport.mailbox import Seen
 from gradstream.transport.shelf import Shelf
-from gradstream.transport.stream import Bell, ReferenceLostError, StreamCore
+from gradstream.transport.stream import ReferenceLostError, StreamCore
 from gradstream.transport.unix import check_peer, listen, recv_descriptors, send_descriptors
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
@@ -72,27 +72,30 @@ _channels = itertools.count(1)
 class Loaned:
     """A loan that was given; implements `transport.base.Lent`."""
 
-    __slots__ = ("_bell", "_channel", "_end", "returned")
+    __slots__ = ("_channel", "_end", "_over")
 
     def __init__(self, channel: Channel, end: End) -> None:
-        self.returned = False
         self._channel = channel
         self._end = end
-        self._bell = Bell()
+        self._over = asyncio.Event()
+
+    @property
+    def returned(self) -> bool:
+        """See `Lent.returned`."""
+        return self._over.is_set()
 
     def close(self) -> None:
         """The borrower has let go of it, or is gone."""
         if not self.returned:
-            self.returned = True
+            self._over.set()
             self._end()
-            self._bell.ring()
 
     async def back(self, patience_s: float) -> None:
         """See `Lent.back`."""
         if self.returned:
             return
         try:
-            await self._channel.runtime.within(patience_s, self._bell.wait())
+            await self._channel.runtime.within(patience_s, self._over.wait())
         except TimeoutError:
             self._channel.close(f"it kept memory for {patience_s:g} s that is needed here")
 
@@ -250,7 +253,7 @@ class Channel:
         return memoryview(view)  # type: ignore[arg-type]
 
     def intact(self) -> bool:
-        """Whether the peer has not hung up, which it does before it writes memory whose loan was not returned."""
+        """Whether the peer has not hung up, as it does before it writes what was not returned in time."""
         return not self.closed and not any(self._hung_up.poll(0))
 
     def _let_go(self, loan: int, _: object = None) -> None:
