@@ -14,13 +14,10 @@ copied onto the board, and after one barrier every rank adds up all of it.
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
-from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -38,29 +35,14 @@ from gradstream.collectives.shared_board import (
 )
 from gradstream.collectives.shared_meeting import Party, meet
 from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
+from gradstream.collectives.shared_vectors import Vectors, number_of
 from gradstream.errors import ClosedError, ConfigError, GradstreamError
-from gradstream.memory import ALIGNMENT_BYTES, Span, Vector
+from gradstream.memory import Span, Vector
 from gradstream.segments import Segment
 
 __all__ = ["SharedCore"]
 
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _MAX_VIEWS = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """A vector in shared memory, as this process sees it.
-
-    Args:
-        vector: its elements.
-        sums: what is summed up over all ranks, range by range; beside rank 0's vectors only.
-        common: whether all ranks have it as their own.
-    """
-
-    vector: Vector
-    sums: Vector | None
-    common: bool
 
 
 class SharedCore:
@@ -91,16 +73,11 @@ class SharedCore:
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._lock = Lock()
         self._guard = _Guard(self)
-        self._making = Lock()  # vectors: by this thread, and as staging by that of an operation
         self._peers: dict[int, Peer] = {}
         self._boards: list[Board] = []
         self._barrier: Barrier
+        self._vectors: Vectors
         self._turn = 0
-        self._tables: list[list[_Held | None]] = [[] for _ in party.names]  # vectors by owner
-        self._places: dict[Vector, tuple[int, int]] = {}  # owner and index
-        self._common: set[Vector] = set()
-        self._num_common = 0  # of rank 0's that this rank has as well
-        self._staging: dict[torch.dtype, Vector] = {}
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self._failure: GradstreamError | None = ClosedError(f"{party.me}: its group has not been joined")
@@ -127,6 +104,7 @@ class SharedCore:
             ]
             peers = list(self._peers.values())
             self._barrier = Barrier(self.rank, self.names, self._board, peers, self._deadline_s, self._stop)
+            self._vectors = Vectors(self.rank, self.names, self._peers, self._barrier, self._deadline_s)
             self._failure = None
 
     def close(self) -> None:
@@ -169,13 +147,10 @@ class SharedCore:
             peer.close()
         self._segment.close()
         os.close(self._stop)
-        for table in self._tables:
-            table.clear()
+        if self._boards:
+            self._vectors.clear()
         self._peers.clear()
         self._boards.clear()
-        self._places.clear()
-        self._common.clear()
-        self._staging.clear()
         self._views.clear()
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -189,7 +164,7 @@ class SharedCore:
             ConfigError: a dtype that is not summed here.
         """
         self._check()
-        return self._share(elems, dtype, name, common=False).vector
+        return self._vectors.make(elems, dtype, name)
 
     def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """One vector of zeros that all ranks have. Each rank asks for the same, in the same order.
@@ -201,99 +176,8 @@ class SharedCore:
             PeerLostError, DeadlineError: rank 0, which makes it, is gone or silent.
             ConfigError: rank 0 has made another one.
         """
-        if self.rank == 0:
-            self._check()
-            return self._share(elems, dtype, name, common=True).vector
-        doing = f"for the common vector {name!r}"
         with self._guard:
-            while True:
-                commons = [held for held in self._tables[0] if held is not None and held.common]
-                if len(commons) > self._num_common:
-                    break
-                self._take_letter(0, doing)
-            vector = commons[self._num_common].vector
-            self._num_common += 1
-            got, expected = (len(vector), vector.tensor.dtype, vector.name), (elems, dtype, name)
-            if got != expected:
-                raise ConfigError(
-                    f"{self._party.me} asks for the common vector {expected}, {self.names[0]} has made "
-                    f"{got}: all ranks ask for the same ones, in the same order"
-                )
-            return vector
-
-    def _share(self, elems: int, dtype: torch.dtype, name: str, *, common: bool) -> _Held:
-        """Makes a vector of this rank's, and tells the others."""
-        _number_of(dtype)
-        letter = {"elems": elems, "dtype": _NUMBERS[dtype], "name": name, "common": common}
-        size_bytes = _size_bytes(elems, dtype, sums=self.rank == 0 and not common)
-        with self._making, Segment.create(size_bytes, f"gradstream {self._party.me} {name}") as segment:
-            self._tell(letter, [segment.fd])
-            return self._hold(self.rank, segment, elems, dtype, name, common=common)
-
-    def _hold(
-        self, owner: int, segment: Segment, elems: int, dtype: torch.dtype, name: str, *, common: bool
-    ) -> _Held:
-        vector = segment.vector(0, elems, dtype, name)
-        sums = None
-        if owner == 0 and not common:
-            sums = segment.vector(_padded_bytes(elems, dtype), elems, dtype, f"{name}, summed up")
-        held = _Held(vector, sums, common)
-        if owner == self.rank or common:
-            self._places[vector] = owner, len(self._tables[owner])
-        if common:
-            self._common.add(vector)
-        self._tables[owner].append(held)
-        return held
-
-    def _take_letter(self, owner: int, doing: object) -> None:
-        """Takes over the next vector that a rank has made."""
-        data, descriptors = self._barrier.receive(self._peers[owner], doing)
-        letter = json.loads(data)
-        if "drop" in letter:
-            self._tables[owner][letter["drop"]] = None
-            return
-        dtype = DTYPES[letter["dtype"]]
-        elems, common = int(letter["elems"]), bool(letter["common"])
-        size_bytes = _size_bytes(elems, dtype, sums=owner == 0 and not common)
-        with Segment.attach(descriptors[0], size_bytes) as segment:
-            self._hold(owner, segment, elems, dtype, letter["name"], common=common)
-
-    def _held(self, call: Call) -> _Held:
-        """The vector in which a rank's part lies."""
-        table = self._tables[call.owner]
-        while len(table) <= call.item:
-            self._take_letter(call.owner, call)
-        held = table[call.item]
-        assert held is not None
-        return held
-
-    def _elements(self, call: Call) -> torch.Tensor:
-        """A rank's part, where it lies."""
-        return self._held(call).vector.tensor.narrow(0, call.start, call.elems)
-
-    def _placed(self, span: Span, start: int, stop: int) -> tuple[int, int, int]:
-        """Owner, index and start of a span; of a copy of its [start, stop) where others cannot read it."""
-        place = self._places.get(span.vector)
-        if place is not None:
-            return *place, span.start
-        dtype, elems = span.vector.tensor.dtype, len(span)
-        staging = self._staging.get(dtype)
-        if staging is None or len(staging) < elems:
-            if staging is not None:
-                self._drop(staging)
-            staging = self._staging[dtype] = self._share(elems, dtype, "staging", common=False).vector
-        staging.tensor[start:stop].copy_(span.tensor[start:stop])
-        return *self._places[staging], 0
-
-    def _drop(self, vector: Vector) -> None:
-        with self._making:
-            _, index = self._places.pop(vector)
-            self._tables[self.rank][index] = None
-            self._tell({"drop": index}, [])
-
-    def _tell(self, letter: dict[str, Any], descriptors: list[int]) -> None:
-        for peer in self._peers.values():
-            peer.write(json.dumps(letter).encode(), descriptors, self._deadline_s)
+            return self._vectors.common(elems, dtype, name)
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -346,28 +230,26 @@ class SharedCore:
         self._board.words[BEATS] += 1
 
     def _allreduce(self, span: Span, weight: float) -> Span:
-        elems, number = len(span), _number_of(span.vector.tensor.dtype)
+        elems, number = len(span), number_of(span.vector.tensor.dtype)
         if self._is_small(span):
             slots, mine = self._slots(elems, number), _tensor(span)
             slots[self.rank].copy_(mine)
             calls = self._come(Call(Operation.ALLREDUCE, number, elems, weight=weight))
             weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
             return span
-        place = self._placed(span, 0, elems)
+        place = self._vectors.place(span, 0, elems)
         calls = self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
         first = calls[0]
-        sums = self._held(first).sums
-        assert sums is not None
-        result = sums[first.start : first.start + elems]
+        result = self._vectors.sums(first)
         start, stop = slice_of(elems, self.rank, self.size)
-        parts = [self._elements(call)[start:stop] for call in calls]
+        parts = [self._vectors.elements(call)[start:stop] for call in calls]
         weights = [call.weight for call in calls]
         weighted_sum(parts, weights, result.tensor[start:stop], self._room(result.tensor.dtype))
         self._barrier.wait(first)
         return result
 
     def _reduce_scatter(self, span: Span, weight: float) -> Span:
-        elems, number = len(span), _number_of(span.vector.tensor.dtype)
+        elems, number = len(span), number_of(span.vector.tensor.dtype)
         start, stop = slice_of(elems, self.rank, self.size)
         own = span.vector[span.start + start : span.start + stop]
         small = self._is_small(span)
@@ -376,9 +258,9 @@ class SharedCore:
             slots[self.rank].copy_(_tensor(span))
             calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
         else:
-            place = self._placed(span, 0, elems)
+            place = self._vectors.place(span, 0, elems)
             calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
-            slots = [self._elements(call) for call in calls]
+            slots = [self._vectors.elements(call) for call in calls]
         parts = [slot[start:stop] for slot in slots]
         weighted_sum(parts, [call.weight for call in calls], own.tensor, self._room(own.tensor.dtype))
         if not small:
@@ -386,8 +268,8 @@ class SharedCore:
         return own
 
     def _all_gather(self, span: Span) -> None:
-        elems, number = len(span), _number_of(span.vector.tensor.dtype)
-        if span.vector in self._common:
+        elems, number = len(span), number_of(span.vector.tensor.dtype)
+        if self._vectors.is_common(span.vector):
             self._come(Call(Operation.ALL_GATHER_COMMON, number, elems, span.start))
             return
         mine = _tensor(span)
@@ -398,9 +280,9 @@ class SharedCore:
             slots[self.rank][start:stop].copy_(mine[start:stop])
             self._come(Call(Operation.ALL_GATHER, number, elems))
         else:
-            place = self._placed(span, start, stop)
+            place = self._vectors.place(span, start, stop)
             calls = self._come(Call(Operation.ALL_GATHER, number, elems, 0, *place))
-            slots = [self._elements(call) for call in calls]
+            slots = [self._vectors.elements(call) for call in calls]
         for rank in self._peers:
             start, stop = slice_of(elems, rank, self.size)
             mine[start:stop].copy_(slots[rank][start:stop])
@@ -408,8 +290,8 @@ class SharedCore:
             self._barrier.wait(calls[0])
 
     def _broadcast(self, span: Span, root: int) -> None:
-        elems, number = len(span), _number_of(span.vector.tensor.dtype)
-        if span.vector in self._common:
+        elems, number = len(span), number_of(span.vector.tensor.dtype)
+        if self._vectors.is_common(span.vector):
             self._come(Call(Operation.BROADCAST_COMMON, number, elems, root, start=span.start))
             return
         mine = _tensor(span)
@@ -421,9 +303,9 @@ class SharedCore:
             self._come(Call(Operation.BROADCAST, number, elems, root))
             source = slots[root]
         else:
-            place = self._placed(span, 0, elems) if self.rank == root else (-1, -1, 0)
+            place = self._vectors.place(span, 0, elems) if self.rank == root else (-1, -1, 0)
             calls = self._come(Call(Operation.BROADCAST, number, elems, root, *place))
-            source = self._elements(calls[root])
+            source = self._vectors.elements(calls[root])
         if self.rank != root:
             mine.copy_(source)
         if not small:
@@ -468,7 +350,7 @@ class SharedCore:
             raise self._failure.with_traceback(None)
 
     def _check_sum(self, span: Span, weight: float) -> None:
-        if span.vector in self._common:
+        if self._vectors.is_common(span.vector):
             raise ConfigError(f"{span.vector.name} is common to all ranks: there is nothing to sum up")
         if weight != 1.0 and not span.vector.tensor.is_floating_point():
             raise ConfigError(
@@ -514,20 +396,6 @@ class _Guard:
 def _tensor(span: Span) -> torch.Tensor:
     vector = span.vector.tensor
     return vector if len(span) == len(vector) else span.tensor
-
-
-def _number_of(dtype: torch.dtype) -> int:
-    if dtype not in _NUMBERS:
-        raise ConfigError(f"vectors of {dtype} are not exchanged; known: {', '.join(map(str, DTYPES))}")
-    return _NUMBERS[dtype]
-
-
-def _padded_bytes(elems: int, dtype: torch.dtype) -> int:
-    return max(1, -(-elems * dtype.itemsize // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
-
-
-def _size_bytes(elems: int, dtype: torch.dtype, *, sums: bool) -> int:
-    return _padded_bytes(elems, dtype) * (2 if sums else 1)
 
 
 _live: weakref.WeakSet[SharedCore] = weakref.WeakSet()
