@@ -16,8 +16,10 @@ import time
 from collections.abc import Sequence
 from threading import Lock
 
+from gradstream.collectives.shared_assembly import COUNT, DONE
 from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, TROUBLE, Board, fence
 from gradstream.collectives.shared_meeting import MESSAGE_BYTES
+from gradstream.collectives.shared_native import State, native
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError
 from gradstream.transport.unix import recv_descriptors
 
@@ -25,6 +27,8 @@ __all__ = ["Barrier", "Peer", "Trouble"]
 
 SPINS = 40
 """Looks at a word, each with a yield of the core, before a rank goes to sleep: some 20 microseconds."""
+NATIVE_SPINS = 800
+"""The same of machine code, which mostly waits a moment instead, or always yields where cores are fewer."""
 
 _NAP_S = 0.5  # between two looks at the beats of those who are awaited
 _RING = b"\0"
@@ -133,9 +137,17 @@ class Barrier:
         self._names = names
         self._words = board.words
         self._peers = peers
+        boards = {peer.rank: peer.board.address for peer in peers} | {rank: board.address}
+        crowded = len(names) > len(os.sched_getaffinity(0))
+        self.state = State(
+            rank,
+            [boards[rank] for rank in range(len(names))],
+            SPINS if crowded else NATIVE_SPINS,
+            0 if crowded else 63,
+        )
+        self._native = native()
         self._deadline_s = deadline_s
         self._stop = stop
-        self._count = 0
         self._lock = Lock()
         self._poll = select.poll()
         self._poll.register(stop, select.POLLIN)
@@ -153,25 +165,35 @@ class Barrier:
             PeerLostError, DeadlineError: naming the rank that is dead or silent; the same at all ranks.
             ClosedError: this rank was closed meanwhile.
         """
-        self._count = count = self._count + 1
-        self._words[ARRIVED] = count
+        if self._native is not None:
+            if self._native.come(self.state.address) != DONE:
+                self.go_on(doing)
+            return
+        count = self.state.words[COUNT] + 1
+        self.state.words[COUNT] = self._words[ARRIVED] = count
         fence(self._lock)
-        for peer in self._peers:
-            if peer.words[ASLEEP]:
-                peer.ring()
+        self._ring()
         for peer in self._peers:
             if peer.words[ARRIVED] < count and not self._spin(peer.words, count):
                 self._sleep(doing)
                 return
+
+    def go_on(self, doing: object) -> None:
+        """What is left of `wait` once this rank has come: wakes the others and sleeps. Raises as `wait`."""
+        self._ring()
+        self._sleep(doing)
+
+    def _ring(self) -> None:
+        for peer in self._peers:
+            if peer.words[ASLEEP]:
+                peer.ring()
 
     def give_up(self, trouble: Trouble, culprit: int) -> None:
         """Says on the board why the group is broken, and wakes all; the first reason stands."""
         if not self._words[TROUBLE]:
             self._words[TROUBLE] = trouble + 8 * culprit
         fence(self._lock)
-        for peer in self._peers:
-            if peer.words[ASLEEP]:
-                peer.ring()
+        self._ring()
 
     def receive(self, peer: Peer, doing: object) -> tuple[bytes, list[int]]:
         """The next letter of a rank; waits for it as for its coming. Raises as `wait`."""
@@ -191,7 +213,7 @@ class Barrier:
         return False
 
     def _sleep(self, doing: object) -> None:
-        count = self._count
+        count = self.state.words[COUNT]
         heard_at = dict.fromkeys((peer.rank for peer in self._peers), time.monotonic())
         self._words[ASLEEP] = 1
         try:

@@ -22,7 +22,10 @@ __all__ = [
     "ASLEEP",
     "BEATS",
     "BOARD_BYTES",
+    "CALLS_AT",
+    "CALL_BYTES",
     "DTYPES",
+    "SLOTS_AT",
     "SLOT_BYTES",
     "TROUBLE",
     "Board",
@@ -47,11 +50,12 @@ SLOT_BYTES = 1 << 16
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 """Of vectors in shared memory, by number."""
 
-_CALLS_AT = 256
-_SLOTS_AT = 4096
-BOARD_BYTES = _SLOTS_AT + 2 * SLOT_BYTES
+CALLS_AT = 256
+SLOTS_AT = 4096
+BOARD_BYTES = SLOTS_AT + 2 * SLOT_BYTES
 
 _CALL = struct.Struct("7qd")
+CALL_BYTES = _CALL.size
 
 
 def available() -> bool:
@@ -106,19 +110,20 @@ class Board:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._bytes = segment.bytes
-        self.words: memoryview[int] = self._bytes[:_CALLS_AT].cast("Q")
+        self.address = segment.tensor(0, 1, torch.uint8).data_ptr()
+        self.words: memoryview[int] = self._bytes[:CALLS_AT].cast("Q")
 
     def write(self, turn: int, call: Call) -> None:
         """Posts a call; `turn` is 0 or 1."""
-        _CALL.pack_into(self._bytes, _CALLS_AT + _CALL.size * turn, *call)
+        _CALL.pack_into(self._bytes, CALLS_AT + _CALL.size * turn, *call)
 
     def read(self, turn: int) -> Call:
         """The call posted last for this turn."""
-        return Call._make(_CALL.unpack_from(self._bytes, _CALLS_AT + _CALL.size * turn))
+        return Call._make(_CALL.unpack_from(self._bytes, CALLS_AT + _CALL.size * turn))
 
     def slot(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for a small vector."""
-        return self._segment.tensor(_SLOTS_AT + SLOT_BYTES * turn, SLOT_BYTES // dtype.itemsize, dtype)
+        return self._segment.tensor(SLOTS_AT + SLOT_BYTES * turn, SLOT_BYTES // dtype.itemsize, dtype)
 
 
 def fence(lock: Lock) -> None:

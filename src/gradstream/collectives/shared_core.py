@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from threading import Lock
 from types import TracebackType
 
 import torch
 
 from gradstream.collectives.group import slice_of
+from gradstream.collectives.shared_assembly import DONE, TURN, UNEQUAL
 from gradstream.collectives.shared_barrier import Barrier, Peer, Trouble
 from gradstream.collectives.shared_board import (
     BEATS,
     BOARD_BYTES,
-    DTYPES,
     SLOT_BYTES,
     Board,
     Call,
@@ -34,6 +35,7 @@ from gradstream.collectives.shared_board import (
     available,
 )
 from gradstream.collectives.shared_meeting import Party, meet
+from gradstream.collectives.shared_native import State, native
 from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
 from gradstream.collectives.shared_vectors import Vectors, number_of
 from gradstream.errors import ClosedError, ConfigError, GradstreamError
@@ -76,10 +78,11 @@ class SharedCore:
         self._peers: dict[int, Peer] = {}
         self._boards: list[Board] = []
         self._barrier: Barrier
+        self._state: State
+        self._small: dict[torch.dtype, Callable[[int, int, int, float], int]] = {}
         self._vectors: Vectors
-        self._turn = 0
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
-        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         self._failure: GradstreamError | None = ClosedError(f"{party.me}: its group has not been joined")
         self._closed = False
         _live.add(self)
@@ -104,6 +107,9 @@ class SharedCore:
             ]
             peers = list(self._peers.values())
             self._barrier = Barrier(self.rank, self.names, self._board, peers, self._deadline_s, self._stop)
+            self._state = self._barrier.state
+            code = native()
+            self._small = {} if code is None else code.small
             self._vectors = Vectors(self.rank, self.names, self._peers, self._barrier, self._deadline_s)
             self._failure = None
 
@@ -230,13 +236,10 @@ class SharedCore:
         self._board.words[BEATS] += 1
 
     def _allreduce(self, span: Span, weight: float) -> Span:
-        elems, number = len(span), number_of(span.vector.tensor.dtype)
         if self._is_small(span):
-            slots, mine = self._slots(elems, number), _tensor(span)
-            slots[self.rank].copy_(mine)
-            calls = self._come(Call(Operation.ALLREDUCE, number, elems, weight=weight))
-            weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
+            self._allreduce_small(span, weight)
             return span
+        elems, number = len(span), number_of(span.vector.tensor.dtype)
         place = self._vectors.place(span, 0, elems)
         calls = self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
         first = calls[0]
@@ -248,13 +251,30 @@ class SharedCore:
         self._barrier.wait(first)
         return result
 
+    def _allreduce_small(self, span: Span, weight: float) -> None:
+        mine, elems = _tensor(span), len(span)
+        turn = self._state.words[TURN]
+        if (code := self._small.get(mine.dtype)) is not None:
+            status = code(self._state.address, mine.data_ptr(), elems, weight)
+            if status == DONE:
+                return
+            if status != UNEQUAL:
+                self._barrier.go_on(self._board.read(turn))
+            calls = self._calls(turn)
+            slots = self._slots(turn, elems, mine.dtype)
+        else:
+            slots = self._slots(turn, elems, mine.dtype)
+            slots[self.rank].copy_(mine)
+            calls = self._come(Call(Operation.ALLREDUCE, number_of(mine.dtype), elems, weight=weight))
+        weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
+
     def _reduce_scatter(self, span: Span, weight: float) -> Span:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         start, stop = slice_of(elems, self.rank, self.size)
         own = span.vector[span.start + start : span.start + stop]
         small = self._is_small(span)
         if small:
-            slots = self._slots(elems, number)
+            slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             slots[self.rank].copy_(_tensor(span))
             calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
         else:
@@ -276,7 +296,7 @@ class SharedCore:
         start, stop = slice_of(elems, self.rank, self.size)
         small = self._is_small(span)
         if small:
-            slots = self._slots(elems, number)
+            slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             slots[self.rank][start:stop].copy_(mine[start:stop])
             self._come(Call(Operation.ALL_GATHER, number, elems))
         else:
@@ -297,7 +317,7 @@ class SharedCore:
         mine = _tensor(span)
         small = self._is_small(span)
         if small:
-            slots = self._slots(elems, number)
+            slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             if self.rank == root:
                 slots[root].copy_(mine)
             self._come(Call(Operation.BROADCAST, number, elems, root))
@@ -315,26 +335,29 @@ class SharedCore:
 
     def _come(self, call: Call) -> list[Call]:
         """Posts a call and waits for all; what each rank has asked for."""
-        turn = self._turn
-        self._turn = 1 - turn
+        turn = self._state.words[TURN]
+        self._state.words[TURN] = 1 - turn
         self._board.write(turn, call)
         self._barrier.wait(call)
+        return self._calls(turn)
+
+    def _calls(self, turn: int) -> list[Call]:
+        """What each rank has asked for. Raises ConfigError unless it is the same."""
         calls = [board.read(turn) for board in self._boards]
-        matter = call[:4]
+        matter = calls[0][:4]
         for other in calls:
             if other[:4] != matter:
                 asked = ", ".join(f"{name} is {call}" for name, call in zip(self.names, calls, strict=True))
                 raise ConfigError(f"ranks of one group do different things: {asked}; all must do the same")
         return calls
 
-    def _slots(self, elems: int, number: int) -> list[torch.Tensor]:
-        """Room on each rank's board for this turn's small vector."""
-        key = self._turn, elems, number
+    def _slots(self, turn: int, elems: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room on each rank's board for a small vector."""
+        key = turn, elems, dtype
         if (views := self._views.get(key)) is None:
             if len(self._views) == _MAX_VIEWS:
                 self._views.clear()
-            views = [board.slot(self._turn, DTYPES[number])[:elems] for board in self._boards]
-            self._views[key] = views
+            views = self._views[key] = [board.slot(turn, dtype)[:elems] for board in self._boards]
         return views
 
     def _room(self, dtype: torch.dtype) -> torch.Tensor:

