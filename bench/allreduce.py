@@ -39,7 +39,8 @@ GOALS = {2: (1, 1, 8, 6), 4: (1, 1, 6, 5)}  # times the faster of the two peers,
 OURS, COPIED, GLOO, OPENMPI = "shared", "shared + copy out", "gloo", "openmpi"
 BATCH_ELEMS = 1_000_000  # about so many in a round, in 100 calls at most
 
-Allreduce = Callable[[], torch.Tensor]
+Allreduce = Callable[[], None]
+Result = Callable[[], torch.Tensor]
 
 
 # ---- one rank -------------------------------------------------------------------------------------
@@ -54,36 +55,36 @@ class Contenders:
         self.mpi = mpi
         self.gloo = gloo
         self.vector = core.allocate(elems, torch.float32, f"gradient of {elems}")
+        self.span = self.vector.all
+        self.result = self.span
         self.own = torch.empty(elems)
         self.array = self.own.numpy()
         self.received = torch.empty(elems)
 
-    def each(self) -> Iterator[tuple[str, torch.Tensor, Allreduce]]:
-        """Name, input and call of each."""
-        yield OURS, self.vector.tensor, self.shared
-        yield COPIED, self.vector.tensor, self.copied
+    def each(self) -> Iterator[tuple[str, torch.Tensor, Allreduce, Result]]:
+        """Name, input, call and result of each."""
+        yield OURS, self.vector.tensor, self.shared, lambda: self.result.tensor
+        yield COPIED, self.vector.tensor, self.copied, lambda: self.received
         if self.gloo:
-            yield GLOO, self.own, self.over_gloo
+            yield GLOO, self.own, self.over_gloo, lambda: self.own
         if self.mpi is not None:
-            yield OPENMPI, self.own, self.over_mpi
+            yield OPENMPI, self.own, self.over_mpi, lambda: self.own
 
-    def shared(self) -> torch.Tensor:
+    def shared(self) -> None:
         """In place: what is returned is the group's."""
-        return self.core.allreduce_(self.vector.all).tensor
+        self.result = self.core.allreduce_(self.span)
 
-    def copied(self) -> torch.Tensor:
+    def copied(self) -> None:
         """Into memory of this rank's own."""
-        return self.received.copy_(self.core.allreduce_(self.vector.all).tensor)
+        self.received.copy_(self.core.allreduce_(self.span).tensor)
 
-    def over_gloo(self) -> torch.Tensor:
+    def over_gloo(self) -> None:
         """In place, in this rank's own memory."""
         torch.distributed.all_reduce(self.own)
-        return self.own
 
-    def over_mpi(self) -> torch.Tensor:
+    def over_mpi(self) -> None:
         """In place, which is faster than from one vector to another."""
         self.mpi.COMM_WORLD.Allreduce(self.mpi.IN_PLACE, self.array)
-        return self.own
 
 
 def measure(given: argparse.Namespace, rank: int, size: int) -> None:
@@ -99,44 +100,33 @@ def measure(given: argparse.Namespace, rank: int, size: int) -> None:
     party = Party(f"bench-{Path(given.meet).name}", [f"rank-{r}" for r in range(size)], rank)
     times: dict[str, dict[int, list[float]]] = {}
     with SharedCore(party, deadline_s=120) as core:
-        slowest = core.allocate(1, torch.float64, "seconds of the slowest")
+        seconds = core.allocate(size, torch.float64, "seconds of each rank")
         for elems in given.elems:
             contenders = Contenders(core, elems, mpi, gloo)
-            for warm in (True, *[False] * given.rounds):
-                for name, given_in, call in contenders.each():
-                    seconds = timed(
-                        core, given_in, call, 1 if warm else max(1, min(100, BATCH_ELEMS // elems))
-                    )
-                    if warm:
-                        continue
-                    slowest.tensor[0] = seconds
-                    gathered = torch.zeros(size, dtype=torch.float64)
-                    gathered[rank] = seconds
-                    seconds = max(gather(core, gathered).tolist())
-                    times.setdefault(name, {}).setdefault(elems, []).append(seconds)
+            repeats = max(1, min(100, BATCH_ELEMS // elems))
+            for name, input_, call, result in contenders.each():
+                timed(core, input_, call, 1)
+                assert (result() == size * (size + 1) / 2).all(), f"{name}: a wrong sum"
+            for _ in range(given.rounds):
+                for name, input_, call, _ in contenders.each():
+                    seconds.tensor.zero_()
+                    seconds.tensor[rank] = timed(core, input_, call, repeats)
+                    slowest = float(core.allreduce_(seconds.all).tensor.max())
+                    times.setdefault(name, {}).setdefault(elems, []).append(slowest)
     if rank == 0:
         Path(given.out).write_text(json.dumps(times))
     if gloo:
         torch.distributed.destroy_process_group()
 
 
-def gather(core: SharedCore, values: torch.Tensor) -> torch.Tensor:
-    from gradstream.memory import Vector
-
-    return core.allreduce_(Vector("seconds", values).all).tensor
-
-
-def timed(core: SharedCore, given_in: torch.Tensor, call: Allreduce, repeats: int) -> float:
+def timed(core: SharedCore, input_: torch.Tensor, call: Allreduce, repeats: int) -> float:
     """Seconds of one call, of several in a row."""
-    given_in.fill_(core.rank + 1.0)
+    input_.fill_(core.rank + 1.0)
     core.barrier()
     begun = time.perf_counter()
     for _ in range(repeats):
-        result = call()
+        call()
     seconds = (time.perf_counter() - begun) / repeats
-    if repeats == 1:
-        expected = core.size * (core.size + 1) / 2
-        assert float(result.min()) == float(result.max()) == expected, "a wrong sum"
     core.barrier()
     return seconds
 

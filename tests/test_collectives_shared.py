@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from gradstream.collectives import shared_core
+from gradstream.collectives import shared_barrier, shared_core, shared_sum
 from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.shared import SharedGroup
 from gradstream.collectives.shared_board import DTYPES, SLOT_BYTES, available
 from gradstream.collectives.shared_core import SharedCore
 from gradstream.collectives.shared_meeting import Party
-from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
+from gradstream.collectives.shared_native import native
+from gradstream.collectives.shared_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, plain_sum, weighted_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime import RealRuntime
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory
 
 SMALL = 1000
 LARGE = SLOT_BYTES // 4 + 1000  # float32 elements; neither a multiple of 64 nor of the number of ranks
+
+USERS_OF_MACHINE_CODE = (shared_barrier, shared_core, shared_sum)
 
 Body = Callable[[SharedCore], Any]
 Ranks = Callable[..., list[Any]]
@@ -56,6 +59,16 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     return run
 
 
+@pytest.fixture(params=["machine code", "plain"])
+def code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without machine code."""
+    if request.param == "plain":
+        for module in USERS_OF_MACHINE_CODE:
+            monkeypatch.setattr(module, "native", lambda: None)
+    elif native() is None:
+        pytest.skip("no llvmlite here (extra `fast`), or a processor without FMA")
+
+
 def part(rank: int, elems: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Whole numbers, so that their sum is exact in any order."""
     return (torch.arange(elems) % 97 + 1000 * (rank + 1)).to(dtype)
@@ -77,6 +90,7 @@ def own_and_foreign(core: SharedCore, elems: int, dtype: torch.dtype = torch.flo
 # ---- what the operations give ---------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_rank_gets_the_sum_of_all(ranks: Ranks, size: int) -> None:
     lengths = (0, 1, size - 1, size + 1, 64, 65, SMALL, LARGE)
@@ -90,6 +104,7 @@ def test_every_rank_gets_the_sum_of_all(ranks: Ranks, size: int) -> None:
     assert ranks(size, body) == [None] * size
 
 
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_parts_of_an_allreduce_do_what_they_say(ranks: Ranks, size: int) -> None:
     def body(core: SharedCore) -> None:
@@ -134,6 +149,7 @@ def in_the_order_of_ranks(elems: int, size: int) -> torch.Tensor:
     return result
 
 
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("elems", [SMALL, LARGE, 5 * BLOCK_ELEMS + 100])
 def test_a_weighted_sum_has_the_bits_of_a_sum_in_the_order_of_ranks(
@@ -150,6 +166,26 @@ def test_a_weighted_sum_has_the_bits_of_a_sum_in_the_order_of_ranks(
         return torch.equal(whole, expected), torch.equal(mine.tensor, expected[mine.start : mine.stop])
 
     assert ranks(size, body) == [(True, True)] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_machine_code_has_the_bits_of_torch(dtype: torch.dtype) -> None:
+    if native() is None:
+        pytest.skip("no llvmlite here (extra `fast`), or a processor without FMA")
+    scratch = torch.empty(BLOCK_ELEMS, dtype=dtype)
+    for elems in (0, 1, 15, 16, 17, 63, 64, 65, 1000, PAST_CACHE_BYTES // 4 + 77):
+        for size in (1, 2, 3, 5) if elems <= 1000 else (2, 3):
+            parts = [
+                torch.randn(elems, dtype=dtype, generator=torch.Generator().manual_seed(r))
+                for r in range(size)
+            ]
+            weights = [1.0, 0.3, 1.0, 1 / 3, -7.0][:size]
+            found, expected = (torch.full_like(parts[0], torch.nan) for _ in range(2))
+            weighted_sum(parts, weights, found, scratch)
+            plain_sum(parts, weights, expected, scratch)
+            assert torch.equal(found, expected), (elems, size)
+            weighted_sum(parts, weights, parts[-1], scratch)
+            assert torch.equal(parts[-1], expected), "in place"
 
 
 def test_the_bits_of_another_order_would_be_noticed() -> None:

@@ -23,21 +23,18 @@ __all__ = [
     "BOARDS",
     "COUNT",
     "DONE",
-    "LATE",
+    "NOT_DONE",
     "RANK",
     "RANKS",
     "SPINS",
     "TURN",
-    "UNEQUAL",
     "YIELD_MASK",
     "assembly",
 ]
 
 DONE = 0
-LATE = 1
-"""Somebody sleeps and has to be rung for, or has not come in time: go on as without machine code."""
-UNEQUAL = 2
-"""All have come, and ask for different things."""
+NOT_DONE = 1
+"""Somebody sleeps and has to be rung for, has not come in time, or asks for something else: see to it."""
 
 COUNT, TURN, RANK, RANKS, SPINS, YIELD_MASK = range(6)
 """Words of a rank's state: how often it came, whose turn the next call is, and what does not change."""
@@ -116,7 +113,7 @@ come:
 done:
   ret i64 {DONE}
 late:
-  ret i64 {LATE}
+  ret i64 {NOT_DONE}
 }}
 """
 
@@ -239,9 +236,9 @@ add:
   call void @sum.{name}(ptr %data, ptr %parts, ptr %weights, i64 %ranks, i64 %elems, i64 0)
   ret i64 {DONE}
 late:
-  ret i64 {LATE}
+  ret i64 {NOT_DONE}
 unequal:
-  ret i64 {UNEQUAL}
+  ret i64 {NOT_DONE}
 }}
 """
 
@@ -256,8 +253,7 @@ _NUMBERS = {
     "SLOT_BYTES": SLOT_BYTES,
     "SLOTS_AT": SLOTS_AT,
     "DONE": DONE,
-    "LATE": LATE,
-    "UNEQUAL": UNEQUAL,
+    "NOT_DONE": NOT_DONE,
 }
 
 

@@ -53,8 +53,8 @@ class Native:
     """The functions.
 
     Args:
-        come: (state) → DONE or LATE; keeps the GIL, since it is short.
-        small: by dtype: (state, data, elems, weight) → DONE, LATE or UNEQUAL.
+        come: (state) → DONE or NOT_DONE; keeps the GIL, since it is short.
+        small: by dtype: (state, data, elems, weight) → DONE or NOT_DONE.
         sum: by dtype: (out, parts, weights, ranks, elems, whether past the cache); lets the GIL go.
         engine: keeps the code.
     """

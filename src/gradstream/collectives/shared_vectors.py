@@ -97,6 +97,10 @@ class Vectors:
         """Whether all ranks have it."""
         return vector in self._common
 
+    def is_own(self, vector: Vector) -> bool:
+        """Whether it is the group's, and not somebody else's."""
+        return vector in self._places
+
     def place(self, span: Span, start: int, stop: int) -> tuple[int, int, int]:
         """Where others find a span: owner and number of a vector, and the element at which it begins.
 
