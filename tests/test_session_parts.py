@@ -18,9 +18,9 @@ from gradstream.registry import optimizer_of_text
 from gradstream.session.handover import Handover
 from gradstream.session.held import HeldArrays, HeldModule
 from gradstream.session.optimizer import DistributedOptimizer
-from gradstream.session.place import of_torchrun
 from gradstream.session.rules import rule_of
 from gradstream.session.shards import Part, length_of, part_of
+from gradstream.session.torchrun import of_torchrun
 
 Numbers = np.ndarray[Any, Any]
 

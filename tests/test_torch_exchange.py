@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,3 +75,61 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named(
     with pytest.raises(gs.PeerLostError) as caught:
         gs.train(load_job(str(path)), on_event=killer)
     assert caught.value.peer == "worker-1"
+
+
+SCRIPT = """
+import os, signal
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradstream
+
+dist.init_process_group("gloo")
+session = gradstream.join(
+    "allreduce", exchange="torch", deadlines=gradstream.Deadlines(silence_s=5, lease_s=3)
+)
+torch.manual_seed(session.rank)
+model = nn.Linear(4, 1)
+nn.init.zeros_(model.bias)
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.5))
+try:
+    for step in range(100):
+        if step == 10:
+            both = [torch.zeros(5) for _ in range(2)]
+            mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+            dist.all_gather(both, mine)  # in the user's own group
+            assert torch.equal(*both) and both[0][-1] == 10, both
+            if session.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        (-(1 + 2 * session.rank) * model(torch.zeros(3, 4)).mean()).backward()  # of the bias: -1 and -3
+        optimizer.step()
+except gradstream.PeerLostError as error:
+    open("heard", "w").write(f"{session.rank} {step} {error.peer}")
+    raise
+"""
+
+
+@pytest.mark.limit_s(200)
+def test_under_torchrun_beside_a_process_group_of_the_users_a_killed_worker_is_named(
+    tmp_path: Path, repository: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--monitor-interval", "2", "script.py"),  # or torchrun ends the other before it can tell
+        ],
+        cwd=tmp_path,
+        env={**kept, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode != 0
+    assert (tmp_path / "heard").exists(), done.stderr[-5000:]
+    assert (tmp_path / "heard").read_text() == "0 10 worker-1", done.stderr[-3000:]
+    assert "PeerLostError: worker-1" in done.stderr

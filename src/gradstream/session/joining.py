@@ -13,7 +13,7 @@ from gradstream.config import Deadlines, Job
 from gradstream.errors import ConfigError
 from gradstream.jobfile import intercept, script_of_caller
 from gradstream.registry import describe, find_strategy
-from gradstream.session import place
+from gradstream.session import place, torchrun
 from gradstream.session.exits import at_the_end
 from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop, ScriptModel
@@ -27,6 +27,7 @@ def join(
     strategy: str | Strategy = "synchronous",
     *,
     strategy_options: Mapping[str, Any] | None = None,
+    exchange: str | None = None,
     workers: int = 2,
     servers: int | None = None,
     seed: int = 0,
@@ -40,12 +41,15 @@ def join(
     """Joins the run that this script was started for, as one of its workers.
 
     Started by `gradstream train script.py`, it is one of `--workers`; by `torchrun`, one of its
-    processes, of which the first runs the servers; by `python`, it is alone, and nothing is started.
+    processes, of which the first runs coordinator and servers; by `python`, it is alone, and nothing is
+    started. Where the script has called `init_process_group`, ranks are those of it; it stays the script's.
     A script is run once more up to this call, to see what it asks for: call it early.
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
             deadlines: as of `Job`. `gradstream train` overrides them by its own options.
+        exchange: who moves the bytes of a strategy without servers: short for an entry of `strategy_options`;
+            see `AllReduce`.
         workers: how many `gradstream train` starts; torchrun and python decide for themselves.
 
     Raises:
@@ -60,7 +64,7 @@ def join(
         ScriptModel(),  # type: ignore[arg-type]  # stand in for model and data
         OwnLoop(),  # type: ignore[arg-type]
         strategy=strategy,
-        strategy_options=strategy_options or {},
+        strategy_options={**(strategy_options or {}), **({"exchange": exchange} if exchange else {})},
         workers=workers,
         servers=servers,
         seed=seed,
@@ -81,7 +85,7 @@ def join(
     given = place.assigned()
     if given is not None:
         return enter(WorkerSession(given, given.job().seed))
-    ranks = place.of_torchrun(os.environ)
+    ranks = torchrun.of_process_group() or torchrun.of_torchrun(os.environ)
     return LoneSession() if ranks is None else enter(_under_torchrun(job, *ranks))
 
 
@@ -98,11 +102,11 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
     if rank == 0:
         host = Host(dataclasses.replace(job, workers=size, spec=_script()))
         assignment = place.Assignment(rank, size, *host.start())
-        place.tell(assignment)
+        torchrun.tell(assignment)
         kept = Path(assignment.spec).parent
         sys.stderr.write(f"gradstream: {size} workers by torchrun, coordinator and servers here; {kept}\n")
         session = WorkerSession(assignment, job.seed, host)
     else:
-        session = WorkerSession(place.told(rank, size, job), job.seed)
+        session = WorkerSession(torchrun.told(rank, size, job), job.seed)
     at_the_end(session.close, session.fail)
     return session
