@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load
 
 import gradstream as gs
-from gradstream.checkpoint import Manifest, newest, verify
+from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.errors import Interrupted
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
@@ -259,3 +259,24 @@ def test_a_stream_goes_on_behind_what_was_read(length: int | None, end: Any, acc
     resumed = simulate(MODEL, data, storage=storage, resume=True, **job)
     assert same(resumed, whole)
     assert min(event["step"] for event in resumed.events if event["event"] == "step") > 0
+
+
+def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow_disk = World(costs={**WORLD.costs, "write": Cost(base_s=0.5)}, network=WORLD.network)
+    job = {**JOB, "world": slow_disk, "checkpoint_every": 8, "epochs": 3}
+    whole = simulate(MODEL, DATA, **{**job, "checkpoint_every": None})
+    stood = []
+    for free_bytes in (None, 0):  # nobody knows: copied; nothing: written where it is
+        monkeypatch.setattr(snapshot, "free_memory_bytes", lambda found=free_bytes: found)
+        storage = MemoryStorage()
+        run = simulate(MODEL, DATA, storage=storage, **job)
+        assert same(run, whole)
+        cuts = [event for event in run.events if event["event"] == "checkpoint"]
+        stood.append([event["stood_s"] for event in cuts])
+        found = newest(storage, unexpected)
+        assert found is not None and found[0] == cuts[-1]["folder"]
+        resumed = simulate(MODEL, DATA, storage=storage, resume=True, **job)
+        assert same(resumed, whole)
+    assert max(stood[0]) < 1.0 <= min(stood[1])  # either way the coordinator's folder takes 0.5 s

@@ -77,8 +77,23 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
 
 @pytest.mark.parametrize("name", SHORTER)
 def test_a_script_differs_by_five_lines(name: str) -> None:
-    before, after = ((SCRIPTS / f"{name}{end}.py").read_text().splitlines() for end in ("_before", ""))
-    lines = [line for line in difflib.ndiff(before, after) if line[2:].strip()]
+    before, after = ((SCRIPTS / f"{name}{end}.py").read_text() for end in ("_before", ""))
+    check_five_lines(before, after)
+
+
+@pytest.mark.parametrize(
+    ("planted", "why"), [("session.close()\nsession.skip()", "6 <= 5"), ("print()", "4 == 5")]
+)
+def test_the_counter_notices_a_sixth_line_and_one_about_something_else(planted: str, why: str) -> None:
+    before, after = ((SCRIPTS / f"cnn{end}.py").read_text() for end in ("_before", ""))
+    with pytest.raises(AssertionError, match=why):
+        check_five_lines(before, after.replace("session.close()", planted))
+
+
+def check_five_lines(before: str, after: str) -> None:
+    """A script has at most five lines more than before, all of them about its session."""
+    differences = difflib.ndiff(before.splitlines(), after.splitlines())
+    lines = [line for line in differences if line[2:].strip()]
     added = [line for line in lines if line.startswith("+ ")]
     removed = [line for line in lines if line.startswith("- ")]
     assert len(added) <= 5, "\n".join(added)

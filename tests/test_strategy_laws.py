@@ -252,6 +252,22 @@ class Sociable(Plain):
 
 
 @dataclass(frozen=True)
+class Hidden(gs.Synchronous):
+    """Keeps a momentum on each worker, of which nobody else knows."""
+
+    async def train(self, worker: Worker) -> None:
+        await worker.adopt(worker.server.fetch_soon())
+        velocity: Any = 0.0
+        async for batch in worker.batches():
+            gradient = worker.gradient_soon(batch)
+            await gradient.done()
+            velocity = 0.5 * velocity + gradient.vector.tensor
+            gradient.vector.tensor.copy_(velocity)
+            await worker.server.push_soon(worker.update(gradient))
+            await worker.adopt(worker.server.fetch_soon(min_version=worker.version + 1))
+
+
+@dataclass(frozen=True)
 class Boastful(gs.Synchronous):
     """Says that it survives."""
 
@@ -276,6 +292,7 @@ PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
     (strategy_laws.repeatable, Rolling(), "two runs of seed 0 end with different parameters"),
     (strategy_laws.seeded, Deaf(), "4 seeds give one and the same history"),
     (strategy_laws.ends, Sociable(), "with workers=1, servers=1: .*waiting for another worker"),
+    (strategy_laws.resumes, Hidden(), "resumed it ends with other parameters .* kept for itself is lost"),
     (strategy_laws.deaths, Boastful(), "worker-0 is killed: "),
 )
 

@@ -258,11 +258,10 @@ def seeded(strategy: Strategy) -> str:
     return f"4 seeds, {len(orders)} orders of contributions, {len(ends)} ends"
 
 
-def _learnt(strategy: Strategy, seed: int) -> Outcome:
+def _learnt(strategy: Strategy, seed: int, stop: float | None = None) -> Outcome:
     model, data = least_squares(32, FEATURES, whole=False)
-    return trial(
-        strategy, model, data, workers=3, servers=2, batch_size=4, epochs=2, optimizer=SGD(lr=LR), seed=seed
-    )
+    options: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 4, "epochs": 2, "seed": seed}
+    return trial(strategy, model, data, workers=3, servers=2, stop=stop, **options)
 
 
 def _bytes_of(outcome: Outcome) -> bytes:
@@ -282,6 +281,26 @@ def ends(strategy: Strategy) -> str:
         run = _ended(outcome, f"with workers={workers}, servers={servers}")
         longest = max(longest, run.info["virtual_s"])
     return f"{len(sizes)} sizes, the longest in {longest:.2f} s of virtual time"
+
+
+def resumes(strategy: Strategy) -> str:
+    """Stopped and resumed, it has every sample once; in rounds it ends with the bytes of one that was not."""
+    stops, rng = 0, random.Random(2)
+    if strategy.cut == "rounds":
+        whole = _bytes_of(_learnt(strategy, 0))
+        for seconds in (0.015, 0.03):
+            outcome = _learnt(strategy, 0, stop=seconds)
+            if _bytes_of(outcome) != whole:
+                raise BrokenLawError(
+                    f"stopped after {seconds:g} s and resumed it ends with other parameters than a run that "
+                    "was not stopped: train() begins again then, and what it has kept for itself is lost"
+                )
+            stops += outcome.count("resumed")
+    for seed in range(SEEDS):
+        outcome = token_run(strategy, epochs=EPOCHS, seed=seed, stop=rng.uniform(0.01, 0.1))
+        _counted(outcome, f"seed {seed}, stopped and resumed")
+        stops += outcome.count("resumed")
+    return f"{stops} stops"
 
 
 def deaths(strategy: Strategy) -> str:
@@ -334,6 +353,7 @@ LAWS: tuple[Law, ...] = (
     repeatable,
     seeded,
     ends,
+    resumes,
     deaths,
 )
 """In the order in which they are looked at."""

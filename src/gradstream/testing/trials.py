@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any, cast
 
 from gradstream.data.base import Dataset
+from gradstream.errors import Interrupted
 from gradstream.model.base import Model, Reduction
 from gradstream.optim import SGD
 from gradstream.roles import COORDINATOR
 from gradstream.run import Run
+from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.server.rule import Contribution, Rule
 from gradstream.simulate import SimulatedCluster, simulate
@@ -186,6 +188,10 @@ class Outcome:
         """Nodes that died, as the coordinator noticed."""
         return [event["who"] for event in self.events if event["event"] == "left" and event["lost"]]
 
+    def count(self, event: str) -> int:
+        """How many events of one name there were."""
+        return sum(entry["event"] == event for entry in self.events)
+
     def total(self, event: str, field: str) -> int:
         """Σ of a number over all events of one name."""
         return sum(entry[field] for entry in self.events if entry["event"] == event)
@@ -197,6 +203,7 @@ def trial(
     data: Dataset,
     *,
     kill: tuple[str, float] | None = None,
+    stop: float | None = None,
     unweighted: bool = False,
     **options: Any,
 ) -> Outcome:
@@ -206,32 +213,37 @@ def trial(
         strategy: a dataclass.
         model, data, options: as for `simulate`; the world is `WORLD` unless given.
         kill: a node, and when.
+        stop: when it is stopped with a checkpoint, if it is not over by then; it is resumed at once.
         unweighted: see `Record`.
     """
     record, events = Record(unweighted), list[Any]()
-    options = {"world": WORLD, "chunk_elems": 64, "deadlines": QUICK, **options}
+    options = {"world": WORLD, "chunk_elems": 64, "deadlines": QUICK, "on_event": events.append, **options}
+    options |= {"strategy": observed(strategy, record), "script": partial(_direct, kill=kill, stop=stop)}
     if strategy.through == "group":
         options["servers"] = None
+    storage = None if stop is None else MemoryStorage()
     try:
-        run = simulate(
-            model,
-            data,
-            strategy=observed(strategy, record),
-            script=partial(_direct, kill=kill),
-            on_event=events.append,
-            **options,
-        )
+        try:
+            run = simulate(model, data, storage=storage, **options)
+        except Interrupted:
+            options["script"] = partial(_direct, kill=kill)
+            run = simulate(model, data, storage=storage, resume=True, **options)
     except Exception as error:  # whatever a strategy does is an outcome
         return Outcome(None, error, events, record)
     return Outcome(run, None, events, record)
 
 
-async def _direct(cluster: SimulatedCluster, *, kill: tuple[str, float] | None) -> None:
+async def _direct(
+    cluster: SimulatedCluster, *, kill: tuple[str, float] | None, stop: float | None = None
+) -> None:
     director = cluster.virtual.runtime("director")
     if kill is not None:
         name, seconds = kill
         await director.sleep(seconds)
         cluster.kill(name)
+    if stop is not None:
+        await director.sleep(stop)
+        cluster.stop()
     await director.sleep(LIMIT_S)
     cluster.kill(COORDINATOR)
 
