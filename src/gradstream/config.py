@@ -265,6 +265,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     if resume is not None:
         _check_resumed(job, resume)
     strategy = find_strategy(job.strategy, job.strategy_options)
+    _check_quorum(job, strategy)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     model = job.model
     cast = Cast(
@@ -411,6 +412,22 @@ def _check_length(job: Job) -> None:
         raise ConfigError(
             f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
             "each worker needs at least one"
+        )
+
+
+def _check_quorum(job: Job, strategy: Strategy) -> None:
+    if strategy.quorum(job.workers) is None:
+        return
+    what = f"the {type(strategy).__name__.lower()} strategy with backup workers"
+    if is_open_ended(job):
+        raise ConfigError(
+            f"{what} makes a late worker skip minibatches, which a training loop of your own cannot: "
+            "leave out backup"
+        )
+    if job.shares == MEASURED:
+        raise ConfigError(
+            f"shares={MEASURED!r} waits for what every worker has measured, and {what} does not wait for all "
+            "of them: use one of the two"
         )
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "MachineEvent",
     "MemoryEvent",
     "ResumedEvent",
+    "RoundEvent",
     "SharesEvent",
     "StartedEvent",
     "StepEvent",
@@ -144,6 +145,7 @@ class StepEvent(Event):
     waited_for: Mapping[str, float] = field(default_factory=dict)  # node -> seconds
     lr: float | None = None  # learning rate of this minibatch
     gradient_norm: float | None = None  # length of the mean gradient before it was clipped by it
+    late: bool = False  # its gradient came behind its update, and was dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,20 @@ class LedgerEvent(Event):
     samples: int | None  # None in a stream
     batches: int
     reassigned: int
+    dropped: int = 0  # of the samples: not in the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEvent(Event):
+    """A quorum makes an update (coordinator), of these samples. Only where there are backup workers."""
+
+    name: ClassVar[str] = "round"
+    round: int  # it makes version round + 1
+    epoch: int  # data epoch
+    batch: int  # round of it
+    accepted: list[int]  # ranks
+    left_out: list[int]  # ranks: late, skipped or dead; their samples are dropped
+    ids: list[int] | None  # samples of the accepted, by rank; None where samples have no numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +363,7 @@ class FinishedEvent(Event):
     samples: int | None  # in the model: those with a receipt; None in a stream
     train_s: float  # from the begin of training, initial parameters included, to the last receipt
     reason: str = ""  # why it finished before its data was through
+    dropped: int = 0  # samples that updates were made without
 
 
 def encode(event: Event, *, node: str, time_s: float) -> bytes:

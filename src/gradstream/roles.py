@@ -210,6 +210,7 @@ class Cast:
             together=rounds,
             resume=self.resume,
             limits=Limits(hold_s=self.cut_s),
+            quorum=self.strategy.quorum(self.workers),
             balance=Balance(ledger.plan) if self.balanced and isinstance(ledger, Ledger) else None,
         )
         return Coordinator(
@@ -296,6 +297,7 @@ class Cast:
             silence_s=self.silence_s,
             find_optimizer=self.find_optimizer,
             resume_from=self.resume.folder if self.resume is not None else "",
+            quorum=self.strategy.quorum(self.workers),
         )
         return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
 

@@ -101,6 +101,9 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         steps: minibatches over all workers, without those that a resumed run has computed again.
         samples: samples of those, counted with repeats.
         samples_accounted: samples with a receipt, of all data epochs; None if it did not finish.
+        samples_dropped: samples that updates were made without, where there are backup workers.
+        late: by worker, how many of its gradients came too late.
+        shares: by worker, its samples of a round at the end, where shares are measured; else empty.
         reason: why it finished before its data was through (`until`), or None.
         samples_reassigned: batches that another worker took over.
         train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
@@ -155,6 +158,9 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "steps": len(steps),
         "samples": samples,
         "samples_accounted": finished.get("samples"),
+        "samples_dropped": finished.get("dropped", 0),
+        "late": _late(steps),
+        "shares": _shares(events),
         "reason": finished.get("reason") or None,
         "samples_reassigned": sum(event["reassigned"] for event in _of(events, "ledger")),
         "train_s": train_s,
@@ -163,6 +169,16 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "compute_s": math.fsum(step["compute_s"] for step in steps),
         "wait_s": math.fsum(step["wait_s"] for step in steps),
     }
+
+
+def _late(steps: Sequence[EventDict]) -> dict[str, int]:
+    counts = Counter(step["node"] for step in steps if step.get("late"))
+    return dict(sorted(counts.items()))
+
+
+def _shares(events: Sequence[EventDict]) -> dict[str, int]:
+    measured = _of(events, "shares")
+    return {f"worker-{rank}": size for rank, size in enumerate(measured[-1]["samples"])} if measured else {}
 
 
 def begin_s(steps: Sequence[EventDict]) -> float:

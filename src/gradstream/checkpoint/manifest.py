@@ -60,6 +60,8 @@ class Manifest:
         optimizer, strategy, seed, workers, servers, num_samples: of the run that wrote it.
         evaluated: the latest evaluation, if there was any.
         files: of the folder, by name.
+        dropped: by data epoch, how many of the samples done are not in the model: updates were made
+            without them.
         shares: samples of a round that each worker takes, where they follow its measured speed.
         software: version of gradstream.
         samples: by worker, how many it has gone through, where workers bring data of their own.
@@ -82,6 +84,7 @@ class Manifest:
     samples: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     shares: Sequence[int] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -116,7 +119,8 @@ class Resume:
 
     Args:
         folder: of the checkpoint, in the run directory.
-        step, rounds, steps, done, model, seed, num_samples, samples, shares: of its manifest.
+        step, rounds, steps, done, model, seed, num_samples, samples, shares, dropped: of its
+            manifest.
         time_s: of the run's events so far: theirs go on from here.
     """
 
@@ -131,6 +135,7 @@ class Resume:
     samples: Mapping[str, int] = field(default_factory=dict)
     time_s: float = 0.0
     shares: Sequence[int] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
@@ -147,6 +152,7 @@ class Resume:
             samples=manifest.samples,
             time_s=time_s,
             shares=manifest.shares,
+            dropped=manifest.dropped,
         )
 
     def step_of(self, worker: str) -> int:

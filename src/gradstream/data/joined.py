@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from gradstream.data.base import BatchRef, Plan
 from gradstream.data.done import Done
 from gradstream.data.line import Line
-from gradstream.data.plan import RoundPlan
+from gradstream.data.plan import EpochPlan, RoundPlan
 
-__all__ = ["JoinedPlan", "parts_of", "unjoined"]
+__all__ = ["JoinedPlan", "ids_of", "parts_of", "unjoined"]
 
 
 class JoinedPlan(Line):
@@ -78,6 +78,14 @@ class JoinedPlan(Line):
 def parts_of(plan: Plan, ref: BatchRef) -> Sequence[BatchRef]:
     """What has to be read for a minibatch: itself, or those that are joined in it."""
     return plan.parts(ref) if isinstance(plan, JoinedPlan) else [ref]
+
+
+def ids_of(plan: Plan, ref: BatchRef) -> list[int] | None:
+    """The samples of a minibatch, in order; None where they have no numbers."""
+    whole = unjoined(plan)
+    if not isinstance(whole, EpochPlan):
+        return None
+    return [number for part in parts_of(plan, ref) for number in whole.ids(part).tolist()]
 
 
 def unjoined(plan: Plan) -> Plan:

@@ -1,5 +1,7 @@
 """The data ledger: which minibatches are in the model, and who makes up for a dead worker.
 
+Where a quorum makes each update, a round's verdict accounts for all of its minibatches at once (`verdict`).
+
 A minibatch belongs to the worker whose rank is its partition, until that worker is lost. Then
 every minibatch of the partition without a receipt is an orphan, and is handed to whoever asks;
 if the taker is lost too, it is an orphan again. Receipts come in any order and more than once.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from gradstream.data.base import BatchRef, Plan
@@ -101,6 +104,7 @@ class Ledger:
         # Data epochs, from the first on, of which nothing is missing.
         self._num_complete = min(plan.done.epochs, self._num_epochs)
         self._received: Counter[int] = Counter()  # receipts per epoch
+        self._dropped: Counter[int] = Counter()  # of those, samples by epoch that are not in the model
         self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
         self._holder: dict[tuple[int, int], int] = {}  # (partition, k) handed out -> taker
         self._lost: set[int] = set()
@@ -153,6 +157,35 @@ class Ledger:
         while not self.finished and self.missing(self._num_complete) == 0:
             self._num_complete += 1
         return True
+
+    def verdict(self, k: int, ranks: Collection[int]) -> tuple[BatchRef, ...]:
+        """Every partition's k-th minibatch has met its fate: those of `ranks` are in the model, others not.
+
+        That is its receipt, so it does not matter whether a worker lived to tell. Hearing it again changes
+        nothing.
+
+        Returns:
+            The minibatches, by rank.
+
+        Raises:
+            InternalError: the run has no such round.
+        """
+        refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._partitions)))
+        for partition, ref in enumerate(refs):
+            if self.receipt(ref, partition) and partition not in ranks:
+                size = self.plan.size(ref) or 0
+                self._dropped[ref.epoch] += size
+                self.num_samples = None if self.num_samples is None else self.num_samples - size
+        return refs
+
+    def dropped(self, epoch: int) -> int:
+        """Samples of a data epoch that a verdict has left out; those that nobody can count left out."""
+        return self._dropped[epoch]
+
+    @property
+    def all_dropped(self) -> Mapping[int, int]:
+        """The same by epoch."""
+        return {epoch: count for epoch, count in sorted(self._dropped.items()) if count}
 
     def lost(self, rank: int) -> int:
         """A worker is gone: its partition, and the orphans it had taken, are orphans now.

@@ -186,9 +186,9 @@ class Coordinator:
                 self._on_events(beat.events)
                 self._note(beat.events)
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
-            if beat.receipts and self._goal is not None:
+            if (beat.receipts or beat.verdicts) and self._goal is not None:
                 self._reached(self._goal.counted(self._membership.num_samples))
-            if beat.receipts:
+            if beat.receipts or beat.verdicts:
                 self._wake_askers()
 
     async def _tell(self, stream: Stream, bell: Bell) -> None:

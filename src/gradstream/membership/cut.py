@@ -142,6 +142,8 @@ class Cuts:
         resume: where the run has begun.
         limits: deadlines.
         enabled: whether there is a disk to keep checkpoints on; without, the run just stops.
+        verdicts: the ledger hears of rounds from the first shard, and not from who reports to have
+            reached them: it may hear later.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Cuts:
         resume: Resume | None = None,
         limits: Limits | None = None,
         enabled: bool = True,
+        verdicts: bool = False,
     ) -> None:
         self.current: Cut | None = None
         self.kept = resume.folder if resume is not None else ""  # the newest checkpoint
@@ -160,6 +163,7 @@ class Cuts:
         self.stopping = False
         self.finishing = False  # the run has done enough
         self._enabled = enabled
+        self._verdicts = verdicts
         self._ledger = ledger
         self._policy = policy
         self._together = together
@@ -187,6 +191,8 @@ class Cuts:
             self._last_s = at_s
         cut = self.current
         if cut is not None:
+            if self._verdicts and cut.phase == v1.Cut.STOP and (out := self._advance(cut, at_s)):
+                return out
             if self.ending:
                 return []  # what they have begun takes as long as it takes
             limit_s = self._limits.hold_s if cut.standing else self._limits.write_s
@@ -306,7 +312,7 @@ class Cuts:
         return [] if cut is None or cut.ends else [Discard(cut)]
 
     def _advance(self, cut: Cut, at_s: float) -> list[Instruction]:
-        if cut.awaited:
+        if cut.awaited or (cut.phase == v1.Cut.STOP and self._unheard_of(cut)):
             return []
         match cut.phase:
             case v1.Cut.PAUSE:
@@ -325,6 +331,10 @@ class Cuts:
                 return [Notify(), *self._advance(cut, at_s)]
             case _:
                 return self._order(cut, Commit(cut))
+
+    def _unheard_of(self, cut: Cut) -> bool:
+        """Whether the verdict on a round that workers have gone through is still on its way."""
+        return self._verdicts and self._ledger.num_rounds < max(cut.stop_at.values(), default=0)
 
     @staticmethod
     def _order(cut: Cut, instruction: Instruction) -> list[Instruction]:

@@ -150,6 +150,7 @@ class Keeper:
                 "optimizer": spec.optimizer,
             },
             evaluated=self._membership.cuts.evaluated,
+            dropped=self._membership.dropped,
             shares=self._membership.balance.sizes if self._membership.balance is not None else (),
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}

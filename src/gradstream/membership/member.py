@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import Speed
@@ -193,6 +193,10 @@ class Member:
         self._beat.cuts.append(report)
         self._urgent.ring()
 
+    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
+        """These workers' contributions make the update of a round: what they had of it is in the model."""
+        self._beat.verdicts.append(v1.Verdict(round=round, ranks=ranks))
+
     def finished(self, *, relies: bool = False) -> None:
         """This worker's strategy is done with all of its batches.
 
@@ -358,7 +362,8 @@ class Member:
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._events or self._beat.receipts or self._beat.finished or self._beat.cuts)
+        beat = self._beat
+        return bool(self._events or beat.receipts or beat.verdicts or beat.finished or beat.cuts)
 
     async def _send_beat(self, stream: Stream) -> None:
         beat, self._beat = self._beat, v1.Beat()

@@ -19,6 +19,7 @@ from gradstream.checkpoint.folder import Place
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.data.base import BatchRef
+from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import Speed
@@ -29,6 +30,7 @@ from gradstream.events import (
     LedgerEvent,
     LeftEvent,
     ResumedEvent,
+    RoundEvent,
     StartedEvent,
     StoppedEvent,
 )
@@ -67,6 +69,8 @@ class Membership:
         together: workers go through rounds, and stop after the same one.
         resume: where the run goes on, if it does not begin.
         limits: deadlines of a cut.
+        quorum: so many contributions make an update, and so many workers are needed; None leaves it to
+            `survives_worker_loss`. Verdicts then tell what is in the model, and receipts do not.
         balance: decides the shares of a round by measured speed; None leaves them as they are.
     """
 
@@ -82,12 +86,16 @@ class Membership:
         resume: Resume | None = None,
         limits: Limits | None = None,
         balance: Balance | None = None,
+        quorum: int | None = None,
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.epoch = 0
         self.ledger = ledger
         self._started = started
-        self._survives = survives_worker_loss
+        self._quorum = quorum
+        self._needed = quorum or (1 if survives_worker_loss else started.workers)
+        self._first_round = resume.rounds if resume is not None else 0
+        self._dropped_before = dict(resume.dropped) if resume is not None else {}
         self._software = software
         self._nodes: dict[str, v1.Node] = {}
         self._finished: set[str] = set()
@@ -107,6 +115,7 @@ class Membership:
             resume=resume,
             limits=limits,
             enabled=policy is not None,
+            verdicts=quorum is not None,
         )
         self._reason = ""
         self._culprit = ""
@@ -187,18 +196,37 @@ class Membership:
         for receipt in beat.receipts:
             self.ledger.receipt(ref_of(receipt), node.rank)
             self._receipt_s = at_s
+        out: list[Instruction] = []
+        for verdict in beat.verdicts:
+            out += self._verdict(verdict.round, list(verdict.ranks))
+            self._receipt_s = at_s
         if beat.finished and not (beat.relies and who == self.workers[0].name):
             # One that said so before it heard that keeping the parameters is its duty now says so again.
             self._finished.add(who)
-        out: list[Instruction] = []
         for report in beat.cuts:
             out += self.cuts.report(who, report, at_s)
         if self.phase == v1.Notice.TRAINING:
             out += self.cuts.tick(at_s, *self._names)
         out += self._after_cut()
-        if beat.receipts or beat.finished:
+        if beat.receipts or beat.verdicts or beat.finished:
             out += self._conclude()
         return out
+
+    def _verdict(self, round: int, ranks: Sequence[int]) -> list[Instruction]:  # noqa: A002  protocol's word
+        """The first shard says whose contributions make the update of a round."""
+        if not isinstance(self.ledger, Ledger):
+            return []
+        refs = self.ledger.verdict(round - self._first_round, ranks)
+        found = [ids_of(self.ledger.plan, refs[rank]) for rank in ranks]
+        event = RoundEvent(
+            round=round,
+            epoch=refs[0].epoch,
+            batch=refs[0].batch,
+            accepted=list(ranks),
+            left_out=[rank for rank in range(len(refs)) if rank not in ranks],
+            ids=None if None in found else [number for ids in found if ids for number in ids],
+        )
+        return [Emit(event)]
 
     def lost(self, who: str, reason: str, at_s: float) -> list[Instruction]:
         """A member is gone: its stream broke, it was silent for too long, or it left.
@@ -334,7 +362,7 @@ class Membership:
         return [Emit(StoppedEvent(step=self.cuts.step, folder=self.cuts.kept)), Notify()]
 
     def _resumed(self, resume: Resume) -> ResumedEvent:
-        samples = self._samples_before()
+        samples = self._num_before()
         steps = dict(resume.steps)
         return ResumedEvent(step=resume.step, folder=resume.folder, steps=steps, samples=samples)
 
@@ -382,9 +410,12 @@ class Membership:
         """Why the run cannot go on without this node, or ""."""
         if node.role == "shard":
             return f"its ranges of the parameters are gone with it (shard rank {node.rank})"
-        if not self._survives:
-            return f"strategy {self._started.strategy!r} needs every worker"
-        return "" if self.workers else "no worker is left"
+        if len(self.workers) >= self._needed:
+            return ""
+        if not self.workers:
+            return "no worker is left"
+        needs = "every worker" if self._needed == self._started.workers else f"{self._needed} workers"
+        return f"strategy {self._started.strategy!r} needs {needs}"
 
     def _conclude(self) -> list[Instruction]:
         """Reports data epochs that are complete now, and ends the run if everything is done."""
@@ -397,6 +428,8 @@ class Membership:
         if any(node.name not in self._finished for node in self.workers):
             return out
         early = self.cuts.ending and not self.ledger.finished
+        if not self.ledger.finished and not early and self._quorum is not None:
+            return out  # the last verdicts are on their way
         if not self.ledger.finished and not early:
             epoch = self._num_complete
             return out + self._abort(
@@ -409,7 +442,10 @@ class Membership:
         samples = self.num_samples
         trained_s = self._receipt_s - self._began_s + (self._resume.time_s if self._resume else 0.0)
         done = FinishedEvent(
-            samples=samples, train_s=max(0.0, trained_s), reason=self._goal_reached if early else ""
+            samples=samples,
+            train_s=max(0.0, trained_s),
+            reason=self._goal_reached if early else "",
+            dropped=sum(self.dropped.values()),
         )
         return [*out, *self.cuts.drop(), Emit(done), Notify()]
 
@@ -417,10 +453,23 @@ class Membership:
     def num_samples(self) -> int | None:
         """Samples in the model: those with a receipt; None in a stream that does not count them."""
         samples = self.ledger.num_samples
-        return None if samples is None else samples + self._samples_before()
+        return None if samples is None else samples + self._num_before()
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """By data epoch, samples that updates were made without."""
+        found = dict(self._dropped_before)
+        if isinstance(self.ledger, Ledger):
+            for epoch, count in self.ledger.all_dropped.items():
+                found[str(epoch)] = found.get(str(epoch), 0) + count
+        return found
+
+    def _num_before(self) -> int:
+        """Samples that were in the model when a resumed run went on."""
+        return self._samples_before() - sum(self._dropped_before.values())
 
     def _samples_before(self, epoch: int | None = None) -> int:
-        """Samples that were in the model when a resumed run went on: of all epochs, or of one."""
+        """Samples that were accounted for when a resumed run went on: of all epochs, or of one."""
         if isinstance(self.ledger, OpenLedger):
             return 0 if self._resume is None else sum(self._resume.samples.values())
         num_samples = self._started.num_samples  # None in a stream, which does not count samples
@@ -442,6 +491,7 @@ class Membership:
             samples=None if samples is None else samples + self._samples_before(epoch),
             batches=self.ledger.batches(epoch),
             reassigned=self.ledger.reassigned(epoch),
+            dropped=self.dropped.get(str(epoch), 0),
         )
 
     def _abort(self, culprit: str, error: str, message: str, traceback: str = "") -> list[Instruction]:

@@ -49,6 +49,7 @@ class Update:
         round: synchronous: the version it is meant for.
         ready: elements that are final so far; chunks leave as this grows.
         on_done: called once all shards have acknowledged it.
+        late: shards have dropped it, an expected outcome: it came behind the update it was meant for.
     """
 
     vector: Vector | None
@@ -60,6 +61,7 @@ class Update:
     ready: Progress | None = None
     on_done: Callable[[], None] | None = None
     assign: bool = False
+    late: bool = False
 
 
 class Arrival:
@@ -318,7 +320,7 @@ class ServerClient:
             try:
                 await self._runtime.gather(
                     self._send_chunks(stream, update, sequence, list(left), before, sent, lent),
-                    self._take_results(stream, left, sent, progressed, opened_ns),
+                    self._take_results(stream, update, left, sent, progressed, opened_ns),
                 )
             finally:
                 stream.cancel("done")
@@ -367,6 +369,7 @@ class ServerClient:
     async def _take_results(
         self,
         stream: Stream,
+        update: Update,
         left: dict[int, None],
         sent: Progress,
         progressed: Callable[[], None],
@@ -383,6 +386,7 @@ class ServerClient:
                 left.pop(result.chunk, None)
                 if result.outcome == v1.PushResult.APPLIED:
                     staleness[result.staleness] += 1
+                update.late = update.late or result.outcome == v1.PushResult.DROPPED
                 self._claim(result, opened_ns)
             self.claims.note(Kind.SHARD, stream.peer, opened_ns, self._runtime.now())
             progressed()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gradstream.checkpoint.snapshot import Snapshots
@@ -58,6 +58,10 @@ class Membership(Protocol):
         """Puts a record into the run's events."""
         ...
 
+    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
+        """Says which contributions make the update of a round."""
+        ...
+
 
 class ShardNode:
     """One shard. `run` returns when the run is over, and raises what ended it early."""
@@ -79,6 +83,7 @@ class ShardNode:
             holder = ShardHolder(self._service, self._config.rank)
             await self._restore(holder)
             self._service.open()
+            agreeing = self._agree()
             snapshots = Snapshots(self._runtime, self._member, holder)
             cuts = awaited_later(self._runtime.spawn(snapshots.run(), name=f"{self._runtime.node}-cuts"))
             vitals = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
@@ -86,14 +91,25 @@ class ShardNode:
             try:
                 await self._over(failed)
             finally:
-                vitals.cancel()
-                cuts.cancel()
+                for task in (vitals, cuts, *agreeing):
+                    task.cancel()
             self._report()
         except Exception as error:
             await self._member.failed(error, "".join(traceback.format_exception(error)))
             raise
         finally:
             await self._member.leave()
+
+    def _agree(self) -> list[asyncio.Task[None]]:
+        """Keeps up with the other shards, where a quorum makes each update."""
+        agreement = self._service.agreement
+        if agreement is None:
+            return []
+        if self._config.rank == 0:
+            self._service.on_verdict = lambda verdict: self._member.verdict(verdict.round, verdict.ranks)
+            return []
+        work = agreement.run(self._config.silence_s)
+        return [awaited_later(self._runtime.spawn(work, name=f"{self._runtime.node}-quorum"))]
 
     async def _restore(self, holder: ShardHolder) -> None:
         """Goes on from a checkpoint, where the run does."""

@@ -19,9 +19,11 @@ from gradstream.errors import ConfigError, GradstreamError, RefusedError
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime, Work
+from gradstream.server.agreement import Agreement
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
 from gradstream.server.latecomers import Latecomers
+from gradstream.server.quorum import Verdict
 from gradstream.server.readers import Readers
 from gradstream.server.rule import Contribution, FetchTerms, Rule
 from gradstream.server.shard import (
@@ -62,6 +64,8 @@ class ShardConfig:
         silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
             is told so four times in as long.
         find_optimizer: makes the update rule of what the registered model says of it, where it does.
+        quorum: how many contributions make an update, the same ones on every chunk; None leaves it to the
+            rule, chunk by chunk.
         resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
     """
 
@@ -73,6 +77,7 @@ class ShardConfig:
     grouped: GroupedRule | None = None
     find_optimizer: FindOptimizer | None = None
     resume_from: str = ""
+    quorum: int | None = None
 
     @property
     def waiting_every_s(self) -> float:
@@ -122,6 +127,8 @@ class ShardService:
         self._readers = Readers()
         self._tokens = itertools.count(1)
         self.latecomers = Latecomers()
+        self.agreement: Agreement | None = None  # once a model is registered, where there is a quorum
+        self.on_verdict: Callable[[Verdict], None] = lambda verdict: None
         self.counters: Counter[str] = Counter()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         endpoint.serve("push", self._push)
@@ -145,7 +152,19 @@ class ShardService:
         if dtype is None:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
         self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
-        self.state = ShardState(self.chunks.chunks_of(config.rank), config.rule)
+        here = self.chunks.chunks_of(config.rank)
+        self.state = ShardState(here, config.rule, quorum=config.quorum is not None)
+        if config.quorum is not None:
+            self.agreement = Agreement(
+                self._runtime,
+                self._endpoint,
+                rank=config.rank,
+                needed=config.quorum,
+                num_chunks=len(here),
+                num_shards=min(config.num_shards, self.chunks.num_chunks),
+                waiting_every_s=config.waiting_every_s,
+                decided=self._decide,
+            )
         self._commands = Commands(self._runtime, self.store, self.versions, self._readers.all_gone)
         self._endpoint.identity.fingerprint = model.fingerprint
         if opens:
@@ -208,6 +227,8 @@ class ShardService:
             self.latecomers.came(token, chunk.index, self._runtime.now())
             assign = request.command == v1.Push.ASSIGN
             self._carry_out(self.state.push(chunk.index, Parked(contribution, token, assign)))
+            if self.agreement is not None and not assign:
+                self.agreement.came(request.round, rank, chunk.index)
         inbox.ended = True
         inbox.wake.set()
 
@@ -313,6 +334,10 @@ class ShardService:
         )
         data = result.SerializeToString()
         await stream.send(v1.Frame(body=v1.Body(data=data)))
+
+    def _decide(self, verdict: Verdict) -> None:
+        self.on_verdict(verdict)
+        self._carry_out(self.state.decide(verdict))
 
     # ---- instructions of the state machine ----------------------------------------------
 

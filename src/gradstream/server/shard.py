@@ -7,6 +7,9 @@ is answered DUPLICATE if the first was applied, and takes its place if that one 
     push ──▶ duplicate? drop? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
     fetch ─▶ version and own push there? ──▶ Release, or waits (and says for whom)
 
+Where a quorum makes each update (`quorum.py`), chunks do not decide each for itself: the rule sees the
+contributions of a round only once a verdict has said which they are, and the others are dropped.
+
 Sources: Dean et al. 2012 (Downpour's parameter server); Li et al. 2014 (vector clocks per range,
 of which version + window is the special case of one writer per clock entry).
 """
@@ -17,6 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms, Rule
 from gradstream.server.window import SequenceWindow
 
@@ -30,6 +34,9 @@ __all__ = [
     "ShardState",
     "Supersede",
 ]
+
+VERDICTS_KEPT = 64
+"""For retries of pushes whose answer was lost."""
 
 Token = Hashable
 Outcome = Literal["applied", "duplicate", "dropped"]
@@ -103,6 +110,7 @@ class ShardState:
     Args:
         chunks: their numbers in the chunk map.
         rule: the strategy's server half.
+        quorum: wait for verdicts.
         window: makes the set of applied sequence numbers of one sender.
     """
 
@@ -111,9 +119,13 @@ class ShardState:
         chunks: Iterable[int],
         rule: Rule,
         window: Callable[[], SequenceWindow] = SequenceWindow,
+        *,
+        quorum: bool = False,
     ) -> None:
         self._rule = rule
         self._window = window
+        self._quorum = quorum
+        self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
         self.chunks = {chunk: ChunkState() for chunk in chunks}
 
     def version(self, chunk: int) -> int:
@@ -126,7 +138,21 @@ class ShardState:
         if state.busy:
             state.arrivals.append(new)
             return []
-        return [*self._admit(chunk, state, new), *self._start(chunk, state)]
+        out = self._admit(chunk, state, new)
+        # A fetch behind a push that was dropped waits for nothing any more.
+        return [*out, *self._release(chunk, state), *self._start(chunk, state)]
+
+    def decide(self, verdict: Verdict) -> list[Instruction]:
+        """It is known whose contributions make the update of a round."""
+        self._verdicts[verdict.round] = frozenset(verdict.ranks)
+        if len(self._verdicts) > VERDICTS_KEPT:
+            del self._verdicts[next(iter(self._verdicts))]
+        out: list[Instruction] = []
+        for chunk, state in self.chunks.items():
+            if not state.busy:
+                out += self._drop_late(chunk, state)
+                out += [*self._release(chunk, state), *self._start(chunk, state)]
+        return out
 
     def applied(self, chunk: int) -> list[Instruction]:
         """The update asked for last is in the parameters."""
@@ -144,6 +170,7 @@ class ShardState:
         arrivals, state.arrivals = state.arrivals, []
         for new in arrivals:
             out += self._admit(chunk, state, new)
+        out += self._drop_late(chunk, state)
         out += self._release(chunk, state)
         return out + self._start(chunk, state)
 
@@ -182,11 +209,11 @@ class ShardState:
         """Parks an idle chunk's new contribution, unless it is a duplicate or too late."""
         coming = new.contribution
         if coming.sequence in self._window_of(state, coming):
-            return [Acknowledge(new.token, chunk, coming.sequence, "duplicate", state.version, 0)]
-        late = state.version >= 0 if new.assign else self._rule.drops(state.version, coming)
+            outcome: Outcome = "dropped" if self._left_out(coming) else "duplicate"
+            return [Acknowledge(new.token, chunk, coming.sequence, outcome, state.version, 0)]
+        late = state.version >= 0 if new.assign else self._late(state, coming)
         if late:
-            self._window_of(state, coming).add(coming.sequence)
-            return [Acknowledge(new.token, chunk, coming.sequence, "dropped", state.version, 0)]
+            return [self._dropped(chunk, state, new)]
         for index, held in enumerate(state.parked):
             there = held.contribution
             if (there.sender, there.incarnation, there.sequence) == (
@@ -199,12 +226,40 @@ class ShardState:
         state.parked.append(new)
         return []
 
+    def _late(self, state: ChunkState, contribution: Contribution) -> bool:
+        return self._rule.drops(state.version, contribution) or self._left_out(contribution)
+
+    def _left_out(self, contribution: Contribution) -> bool:
+        """Whether a verdict has left it out."""
+        ranks = self._verdicts.get(contribution.round)
+        return ranks is not None and contribution.rank not in ranks
+
+    def _dropped(self, chunk: int, state: ChunkState, held: Parked) -> Acknowledge:
+        sequence = held.contribution.sequence
+        self._window_of(state, held.contribution).add(sequence)
+        return Acknowledge(held.token, chunk, sequence, "dropped", state.version, 0)
+
+    def _drop_late(self, chunk: int, state: ChunkState) -> list[Instruction]:
+        """What was parked in time may be late by now: a round can be over without it."""
+        late = [held for held in state.parked if not held.assign and self._late(state, held.contribution)]
+        if late:
+            state.parked = [held for held in state.parked if held not in late]
+        return [self._dropped(chunk, state, held) for held in late]
+
+    def _candidates(self, state: ChunkState) -> list[Contribution]:
+        """What the rule may choose from."""
+        parked = [held.contribution for held in state.parked]
+        if not self._quorum:
+            return parked
+        ranks = self._verdicts.get(state.version, frozenset())
+        return [one for one in parked if one.round == state.version and one.rank in ranks]
+
     def _start(self, chunk: int, state: ChunkState) -> list[Instruction]:
         """Begins the next update of an idle chunk, if one is due."""
         update: tuple[Parked, ...] = tuple(held for held in state.parked if held.assign)[:1]
         if not update and state.version >= 0:
             by_contribution = {held.contribution: held for held in state.parked}
-            due = self._rule.due(state.version, list(by_contribution))
+            due = self._rule.due(state.version, self._candidates(state))
             update = tuple(by_contribution[contribution] for contribution in due)
         if not update:
             return []

@@ -121,7 +121,7 @@ class Worker(Protocol):
     num_workers: int
     reduction: Reduction  # whether gradients are means or sums over their samples
     step: int  # local minibatches so far, this one excluded
-    version: int  # of the parameters that gradients are computed on
+    version: int  # of the parameters that gradients are computed on; of their oldest chunk
 
     @property
     def server(self) -> Server:
@@ -206,6 +206,15 @@ class Strategy(ABC):
 
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""
+
+    def quorum(self, num_workers: int) -> int | None:
+        """How many of the workers' contributions make an update, the same ones on every chunk.
+
+        None leaves it to the rule, chunk by chunk. With a quorum nobody waits for the workers beyond it:
+        who is late skips the rounds that went on without it, and the run goes on while so many are left.
+        """
+        del num_workers
+        return None
 
     @abstractmethod
     def optimizer(self) -> Optimizer:

@@ -11,8 +11,17 @@ one another, which changes no number (`overlap`).
 Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops the run; a worker without
 samples in a round says so and contributes nothing.
 
-References: the joined-batch view and layer-wise exchange are folklore; cf. Zinkevich et al. 2010
-for the average, Zhang et al. 2017 ("Poseidon", wait-free backprop) for the overlap.
+    backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
+
+With backup workers nobody waits for the slowest b, nor for the dead: a gradient that comes late is
+refused by its version, and its worker goes on with the newest parameters. What a round leaves out of
+the data is not given again. Step time: the N-th of N + b times; of exponential ones with mean 1 in a
+round that all begin together Σ_{i=b+1}^{N+b} 1/i. One update has the same A on every chunk, so it is
+made when N whole gradients have come: pushing still overlaps backprop, updating does not.
+
+References: Chen et al. 2016 ("Revisiting distributed synchronous SGD") for backup workers; the
+joined-batch view and layer-wise exchange are folklore, cf. Zinkevich et al. 2010 for the average, Zhang
+et al. 2017 ("Poseidon", wait-free backprop) for the overlap.
 """
 
 from __future__ import annotations
@@ -21,9 +30,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
+from gradstream.server.client import Arrival
 from gradstream.server.rule import Contribution, Rule
 from gradstream.strategies.base import Strategy, Worker
 
@@ -37,21 +48,23 @@ class Rounds:
     Args:
         num_workers: W.
         reduction: whether contributions are means over their samples, or sums.
+        backup: so many workers are not waited for; which, a quorum decides.
     """
 
     num_workers: int
     reduction: Reduction
+    backup: int = 0
 
     def drops(self, version: int, new: Contribution) -> bool:
         """A contribution to a round that is over."""
         return new.round < version
 
     def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
-        """All W contributions of this round, in the order of ranks; none before they are all there."""
+        """All contributions of this round, in the order of ranks; none before they are all there."""
         present = {one.rank: one for one in parked if one.round == version}
-        if len(present) < self.num_workers:
+        if len(present) < self.num_workers - self.backup:
             return ()
-        return [present[rank] for rank in range(self.num_workers)]
+        return [present[rank] for rank in sorted(present)]
 
     def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
         """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
@@ -71,12 +84,27 @@ class Synchronous(Strategy):
     Args:
         overlap: exchange chunks while backprop goes on; False does one after the other, with
             the same bits.
+        backup: b workers of all are not waited for, at least 0; see the module.
     """
 
     overlap: bool = True
+    backup: int = 0
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.backup < 0:
+            raise ConfigError(f"Synchronous(backup={self.backup}): expected a number of workers, 0 or more")
+
+    def quorum(self, num_workers: int) -> int | None:
+        """N of the N + b workers make an update."""
+        if self.backup >= num_workers:
+            raise ConfigError(
+                f"Synchronous(backup={self.backup}) with {num_workers} workers: nobody is left to wait for; "
+                f"expected at most {num_workers - 1}"
+            )
+        return num_workers - self.backup if self.backup else None
 
     def optimizer(self) -> Optimizer:
         """SGD with momentum."""
@@ -84,7 +112,7 @@ class Synchronous(Strategy):
 
     async def train(self, worker: Worker) -> None:
         """The client: each step computes on version r, contributes to round r, and goes on with r+1."""
-        await worker.adopt(worker.server.fetch_soon())
+        await self._adopt(worker, worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
             if not self.overlap:
@@ -92,10 +120,21 @@ class Synchronous(Strategy):
             await worker.server.push_soon(worker.update(gradient))
             if not self.overlap:
                 await worker.server.settle()
+            if self.backup:
+                await gradient.done()  # who is late wants what is newest when it is done
             updated = worker.server.fetch_soon(min_version=worker.version + 1)
             await gradient.done()
+            await self._adopt(worker, updated)
+            if self.backup:
+                await worker.server.settle()  # it is known whether the gradient came in time
+
+    async def _adopt(self, worker: Worker, updated: Arrival) -> None:
+        """Adopts one version of all chunks: others may have gone on while a late worker fetched them."""
+        await worker.adopt(updated)
+        while (newest := max(updated.versions, default=0)) > worker.version:
+            updated = worker.server.fetch_soon(min_version=newest)
             await worker.adopt(updated)
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """See `Rounds`."""
-        return Rounds(num_workers, reduction)
+        return Rounds(num_workers, reduction, self.backup)

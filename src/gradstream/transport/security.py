@@ -25,6 +25,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     "orphans": frozenset({"worker"}),
     "ending": frozenset({"worker"}),
     "shares": frozenset({"worker"}),
+    "quorum": frozenset({"shard"}),
     "push": frozenset({"worker"}),
     "fetch": frozenset({"worker"}),
     "command": frozenset({"worker"}),

@@ -122,7 +122,7 @@ class _Turns:
         return Result(turn.loss)
 
 
-async def nothing(replica: Replica, ref: BatchRef) -> None:
+async def nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
     """What a loop of the user's has to do between two minibatches, it does itself."""
 
 

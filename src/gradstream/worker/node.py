@@ -309,6 +309,7 @@ class WorkerNode:
             schedule: Schedule | OpenSchedule = OpenSchedule(config.loop, config.rank, self._member)
         else:
             schedule = self._schedule()
+        quorum = config.strategy.quorum(config.num_workers)
         return ReplicaParts(
             runtime=self._runtime,
             layout=config.model.layout,
@@ -321,9 +322,11 @@ class WorkerNode:
             joins=isinstance(config.plan, JoinedPlan),
             pace=self._pace,
             first_step=0 if config.resume is None else config.resume.step_of(self._runtime.node),
-            on_receipt=self._member.receipt,
+            # With a quorum, the first shard says what is in the model: it lives to tell.
+            on_receipt=self._member.receipt if quorum is None else lambda refs: None,
             on_step=self._stepped,
             on_boundary=partial(self._at_boundary, schedule) if isinstance(schedule, Schedule) else nothing,
+            first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
         )
 
     def _differentiator(self, schedule: Schedule | OpenSchedule) -> Differentiator | None:
@@ -342,14 +345,16 @@ class WorkerNode:
 
     # ---- evaluation ---------------------------------------------------------------------
 
-    async def _at_boundary(self, schedule: Schedule, replica: Replica, ref: BatchRef) -> None:
+    async def _at_boundary(self, schedule: Schedule, replica: Replica, refs: Sequence[BatchRef]) -> None:
         """Evaluates where that is due: the worker of the lowest rank does, whoever that is now.
 
         Its parameters are, synchronous, those of the round just done; asynchronous, what it has
         adopted last and its own steps since. Buffers are those of all workers, averaged.
         """
-        self._last_ref = ref
-        if not self._config.evaluation.due(schedule, ref):
+        self._last_ref = ref = refs[-1]
+        position = schedule.position(ref)
+        over = position.step + 1 == position.num_steps  # the final parameters are evaluated then
+        if over or not any(self._config.evaluation.due(schedule, passed) for passed in refs):
             return
         if self._is_lowest():
             await self._evaluate(replica, schedule, ref)

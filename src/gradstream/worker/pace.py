@@ -74,6 +74,10 @@ class Pace:
         self.begun += 1
         return True
 
+    def skip(self, count: int) -> None:
+        """So many minibatches will not be begun: the rounds they were for are over. They count as begun."""
+        self.begun += count
+
     def stand(self) -> None:
         """Everything that was begun is in the model, and nothing more is begun without passing the gate."""
         self._standing = True

@@ -17,6 +17,7 @@ UNKNOWN = -1
 """Samples of a minibatch that nobody has seen yet."""
 
 Flush = Callable[[], Awaitable[None]]
+Skip = Callable[[], int]
 
 
 class OrphanSource(Protocol):
@@ -87,15 +88,17 @@ class Schedule:
         counts = enumerate(map(self._count, range(self.plan.num_partitions)))
         return max((self.plan.nth(rank, count - 1).epoch for rank, count in counts if count), default=0)
 
-    async def refs(self, flush: Flush) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, flush: Flush, skip: Skip = lambda: 0) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches in order; after each epoch, those of workers that died.
 
         Args:
             flush: awaited before the end of the run is waited for: what this worker has
                 computed must be in the model by then, or two workers would wait for each other.
+            skip: called before each own minibatch: how many, from this one on, are left out.
         """
         begun = self.plan.done.epochs
-        for count in range(self.num_batches):
+        count = -1
+        while (count := count + 1 + skip()) < self.num_batches:
             ref = self.plan.nth(self.rank, count)
             if ref.epoch > begun:
                 async for orphan in self._orphans(ref.epoch - 1):
@@ -174,7 +177,7 @@ class OpenSchedule:
         """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
         return 0 if self._supply.ended else UNKNOWN
 
-    async def refs(self, flush: Flush) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, flush: Flush, skip: Skip = lambda: 0) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
         supply, endings = self._supply, self._endings
         for number in itertools.count():

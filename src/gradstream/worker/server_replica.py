@@ -242,10 +242,14 @@ class ServerReplica(Replica):
             self._basis,
             round=self.version,
             ready=gradient.ready if gradient.samples else None,
-            on_done=self._handed_out(gradient.refs),
         )
+        update.on_done = partial(self._acknowledged, update, self._handed_out(gradient.refs))
         gradient.on_known = partial(_fill_in, update, gradient)
         return update
+
+    def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:
+        self._late = update.late
+        receipt()
 
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:

@@ -106,8 +106,11 @@ class ReplicaParts:
         first_step: number of its first minibatch; not 0 where the run is resumed.
         on_receipt: told which minibatches are in the model.
         on_step: told of each step.
-        on_boundary: awaited between a minibatch and the next one, with this replica: its parameters
-            stand still, as the strategy has left them.
+        on_boundary: awaited between a minibatch and the next one, with this replica and what its parameters
+            have gone through since: this minibatch, and those of rounds that it has missed. They stand still,
+            as the strategy has left them.
+        first_version: of the parameters that its first minibatch is for, where rounds may go on without it:
+            it then skips their minibatches. None where it computes all of its own.
     """
 
     runtime: Runtime
@@ -123,7 +126,8 @@ class ReplicaParts:
     first_step: int = 0
     on_receipt: Callable[[Sequence[BatchRef]], None]
     on_step: Callable[[StepEvent], None]
-    on_boundary: Callable[[Replica, BatchRef], Awaitable[None]]
+    on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
+    first_version: int | None = None
 
 
 class Replica(ABC):
@@ -159,6 +163,9 @@ class Replica(ABC):
         self._on_receipt = parts.on_receipt
         self._on_step = parts.on_step
         self._on_boundary = parts.on_boundary
+        self._first_version = parts.first_version
+        self._num_rounds = 0  # of its own line of minibatches, gone through or missed
+        self._late = False
         self._allocate_elems = allocate
         self.parameters = self._allocate("parameters") if parameters is None else parameters
         self._gradient = self._allocate("gradient")
@@ -206,7 +213,7 @@ class Replica(ABC):
 
     async def batches(self) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
-        async with aclosing(self._schedule.refs(self._close)) as refs:
+        async with aclosing(self._schedule.refs(self._close, self._skip)) as refs:
             async for ref in refs:
                 if not await self._pace.gate(self._stand):
                     return
@@ -217,7 +224,23 @@ class Replica(ABC):
                 self._report(batch)
                 self.step += 1
                 self.samples += batch.num_samples
-                await self._on_boundary(self, ref)
+                self._num_rounds += 1
+                await self._on_boundary(self, [ref, *self._missed()])
+
+    def _missed(self) -> list[BatchRef]:
+        """Own minibatches of rounds that have gone on without this worker."""
+        if self._first_version is None or not isinstance(self._schedule, Schedule):
+            return []
+        last = self.version - self._first_version
+        return [self._schedule.plan.nth(self.rank, number) for number in range(self._num_rounds, last)]
+
+    def _skip(self) -> int:
+        """Leaves them out; returns how many they are."""
+        missed = len(self._missed())
+        self._num_rounds += missed
+        self.step += missed
+        self._pace.skip(missed)
+        return missed
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
         assert isinstance(self._schedule, Schedule)
@@ -263,8 +286,10 @@ class Replica(ABC):
             loss=self._result.loss,
             lr=self._rate(batch.ref),
             gradient_norm=self._result.norm,
+            late=self._late,
             **self._stopwatch.times(self._runtime.now()),
         )
+        self._late = False
         self._on_step(event)
 
     def _rate(self, ref: BatchRef) -> float:

@@ -1,0 +1,95 @@
+"""A quorum: the first N contributions of a round that have come whole make its update, on every chunk.
+
+Chunk by chunk, "the first N" would be other workers on every chunk, and one that dies halfway would be
+in some chunks and not in others. So a contribution counts once every shard holds every chunk of it, and
+one shard, the first, decides for all:
+
+    each shard     chunk parked ─▶ all chunks of (round, rank) there? ─▶ "whole" to the first shard
+    first shard    whole on all shards, N ranks? ─▶ verdict (round, ranks) to all shards, once
+
+Before its verdict nothing of a round is applied, and after it everything that is needed is on the shards:
+a worker may die at any instant. What a verdict leaves out is late, whenever it comes.
+
+Reference: Chen, Pan, Monga, Bengio, Józefowicz, "Revisiting Distributed Synchronous SGD", 2016 (backup
+workers). Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+__all__ = ["Judge", "Tally", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """These workers' contributions, by rank, make the update of this round, and no others."""
+
+    round: int
+    ranks: tuple[int, ...]
+
+
+class Tally:
+    """Which contributions one shard holds whole.
+
+    Args:
+        num_chunks: how many live on it.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self._num_chunks = num_chunks
+        self._came: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by (round, rank)
+        self._decided = -1
+
+    def came(self, round: int, rank: int, chunk: int) -> bool:  # noqa: A002  the word of the protocol
+        """A chunk is there; coming twice changes nothing. True when it makes its contribution whole."""
+        if round <= self._decided:
+            return False
+        chunks = self._came[round, rank]
+        before = len(chunks)
+        chunks.add(chunk)
+        return before < len(chunks) == self._num_chunks
+
+    def decided(self, verdict: Verdict) -> None:
+        """Rounds up to this one are of no interest any more."""
+        self._decided = max(self._decided, verdict.round)
+        for key in [key for key in self._came if key[0] <= self._decided]:
+            del self._came[key]
+
+    @property
+    def whole(self) -> list[tuple[int, int]]:
+        """(round, rank) of what is whole and not decided, in the order in which it came."""
+        return [key for key, chunks in self._came.items() if len(chunks) == self._num_chunks]
+
+
+class Judge:
+    """Decides which N contributions make each update.
+
+    Args:
+        needed: N.
+        num_shards: how many shards have chunks.
+    """
+
+    def __init__(self, needed: int, num_shards: int) -> None:
+        self._needed = needed
+        self._num_shards = num_shards
+        self._shards: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by (round, rank)
+        self._ready: defaultdict[int, list[int]] = defaultdict(list)  # by round, in the order of coming
+        self.last: Verdict | None = None
+
+    def whole(self, shard: int, round: int, rank: int) -> Verdict | None:  # noqa: A002
+        """A shard holds a contribution whole; saying it twice changes nothing. Returns a new verdict."""
+        if self.last is not None and round <= self.last.round:
+            return None
+        shards = self._shards[round, rank]
+        shards.add(shard)
+        ready = self._ready[round]
+        if len(shards) == self._num_shards and rank not in ready:
+            ready.append(rank)
+        if len(ready) < self._needed:
+            return None
+        self.last = Verdict(round, tuple(sorted(ready)))
+        self._shards.clear()
+        self._ready.clear()
+        return self.last
