@@ -25,6 +25,7 @@ bench: $(READY)
 	$(BIN)/python bench/grpc_bulk.py --sweep
 	$(BIN)/python bench/server_bulk.py
 	$(BIN)/python bench/ping_behind_bulk.py
+	$(BIN)/python bench/allreduce.py
 	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
 
 format: $(READY)

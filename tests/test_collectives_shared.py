@@ -227,6 +227,20 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
     assert ranks(3, body) == [[82.0, 0.0, 1.0, 2.0]] * 3
 
 
+def test_any_number_of_vectors_before_the_first_operation(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> float:
+        for at in range(400):  # more than fit into a socket that nobody reads
+            vector = core.allocate(64, torch.float32, f"bucket {at}")
+        common = core.common(64, torch.float32, "parameters")
+        vector.tensor.fill_(core.rank + 1)
+        core.broadcast_(common.all)
+        foreign = Vector("foreign", torch.ones(LARGE))
+        core.allreduce_(foreign.all)
+        return float(core.allreduce_(vector.all).tensor[0])
+
+    assert ranks(3, body) == [6.0] * 3
+
+
 # ---- what goes wrong ------------------------------------------------------------------------------
 
 

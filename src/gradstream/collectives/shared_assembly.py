@@ -127,7 +127,8 @@ entry:
   br label %w{widest}.head
 """
 
-# One loop for each width in elements, from the widest to single elements.
+# One loop for each width in elements: a cache line, then single elements. Longer strides are slower: the loads of
+# each must go up through memory one line after the other, or the processor does not fetch ahead.
 _SUM_LOOP = """
 w{n}.head:
   %w{n}.i = phi i64 [ {begin}, %{before} ], [ %w{n}.next, %w{n}.kept ], [ %w{n}.next, %w{n}.past ]
@@ -272,8 +273,8 @@ def assembly(types: Mapping[int, tuple[str, str]]) -> str:
 def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
     """The weighted sum and the small allreduce of one type; `dtype` is its number on boards."""
     line = 64 // itemsize_bytes
-    widths = (4 * line, line, 1)
-    narrow = "fptrunc double {} to float" if itemsize_bytes == 4 else "fadd double {}, 0.0"
+    widths = (line, 1)
+    narrow = "fptrunc double {} to float" if itemsize_bytes == 4 else "fadd double {}, -0.0"
     text = _SUM_HEAD.format(name=name, widest=widths[0], weight0=f"%w0 = {narrow.format('%first.weight')}")
     for at, n in enumerate(widths):
         text += _SUM_LOOP.format(

@@ -9,18 +9,19 @@ every survivor names the same rank, also where the survivors end one after the o
 from __future__ import annotations
 
 import enum
+import errno
 import os
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 
 from gradstream.collectives.shared_assembly import COUNT, DONE
 from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, TROUBLE, Board, fence
 from gradstream.collectives.shared_meeting import MESSAGE_BYTES
 from gradstream.collectives.shared_native import State, native
-from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError
+from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.unix import recv_descriptors
 
 __all__ = ["Barrier", "Peer", "Trouble"]
@@ -32,6 +33,7 @@ NATIVE_SPINS = 800
 
 _NAP_S = 0.5  # between two looks at the beats of those who are awaited
 _RING = b"\0"
+_RETRY_MS = 5.0  # a letter for which there was no room
 
 
 class Trouble(enum.IntEnum):
@@ -61,7 +63,8 @@ class Peer:
         self.words = board.words
         self.gone = False
         self.beats = 0  # of its own that were seen last
-        self.letters: list[tuple[bytes, list[int]]] = []  # messages that are not rings, and their descriptors
+        self.on_letter: Callable[[bytes, list[int]], None] = _unexpected  # what is not a ring
+        self._hearing = Lock()
 
     def ring(self) -> None:
         """Wakes it. One that is gone, or that has not heard hundreds of rings, needs none."""
@@ -70,46 +73,37 @@ class Peer:
         except OSError:
             pass
 
-    def write(self, letter: bytes, descriptors: Sequence[int], deadline_s: float) -> None:
-        """Sends what is not a ring; to one that is gone, nothing: whoever waits for it will find out.
-
-        Raises:
-            DeadlineError: it has read nothing of hundreds of messages, for so long.
-        """
-        while True:
-            try:
-                socket.send_fds(self.connection, [letter], list(descriptors))
-                return
-            except BlockingIOError:
-                poll = select.poll()
-                poll.register(self.connection.fileno(), select.POLLOUT)
-                if not poll.poll(1e3 * deadline_s):
-                    raise DeadlineError(self.name, f"has read no message for {deadline_s:g} s") from None
-            except OSError:
-                return
+    def write(self, letter: bytes, descriptors: Sequence[int]) -> bool:
+        """Sends what is not a ring; False while there is no room. To one that is gone, nothing is sent."""
+        try:
+            socket.send_fds(self.connection, [letter], list(descriptors))
+        except OSError as error:
+            return error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS)
+        return True
 
     def hear(self) -> None:
-        """Takes what has come from it: rings, letters, or its end."""
-        while not self.gone:
-            try:
-                message, descriptors = recv_descriptors(self.connection, MESSAGE_BYTES, 1)
-            except BlockingIOError:
-                return
-            except OSError:
-                message, descriptors = b"", []
-            if not message:
-                self.gone = True
-            elif message != _RING:
-                self.letters.append((message, descriptors))
+        """Takes what has come from it: rings, letters, or its end. From any thread."""
+        with self._hearing:
+            while not self.gone:
+                try:
+                    message, descriptors = recv_descriptors(self.connection, MESSAGE_BYTES, 1)
+                except BlockingIOError:
+                    return
+                except OSError:
+                    message, descriptors = b"", []
+                if not message:
+                    self.gone = True
+                elif message != _RING:
+                    self.on_letter(message, descriptors)
 
     def close(self) -> None:
         """Hangs up."""
         self.gone = True
-        for _, descriptors in self.letters:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        self.letters.clear()
         self.connection.close()
+
+
+def _unexpected(letter: bytes, descriptors: list[int]) -> None:
+    raise InternalError(f"a letter that nobody opens: {letter!r}")
 
 
 class Barrier:
@@ -195,15 +189,33 @@ class Barrier:
         fence(self._lock)
         self._ring()
 
-    def receive(self, peer: Peer, doing: object) -> tuple[bytes, list[int]]:
-        """The next letter of a rank; waits for it as for its coming. Raises as `wait`."""
+    def receive(self, peer: Peer, ready: Callable[[], bool], doing: object) -> None:
+        """Hears a rank until `ready()`; waits for its letters as for its coming. Raises as `wait`."""
         heard_at = time.monotonic()
         while True:
             peer.hear()
-            if peer.letters:
-                return peer.letters.pop(0)
+            if ready():
+                return
             self._raise_trouble(doing, [peer])
             heard_at = self._nap({peer.rank: heard_at}, doing)[peer.rank]
+
+    def send(self, peer: Peer, letter: bytes, descriptors: Sequence[int]) -> None:
+        """Writes a letter to a rank; hears all while it takes none, since it may have as many to write.
+
+        Raises:
+            DeadlineError: it has taken nothing until the deadline.
+            PeerLostError: it is gone, or has broken the group.
+        """
+        begun = time.monotonic()
+        room = select.poll()
+        room.register(peer.connection.fileno(), select.POLLOUT)
+        while not peer.write(letter, descriptors):
+            for other in self._peers:
+                other.hear()
+            self._raise_trouble("for it to read letters", [peer])
+            if time.monotonic() - begun > self._deadline_s:
+                self._raise_silence("for it to read letters", [peer.rank])
+            room.poll(_RETRY_MS)
 
     def _spin(self, words: memoryview[int], count: int) -> bool:
         for _ in range(SPINS):

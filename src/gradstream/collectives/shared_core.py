@@ -112,7 +112,7 @@ class SharedCore:
             self._state = self._barrier.state
             code = native()
             self._small = {} if code is None else code.small
-            self._vectors = Vectors(self.rank, self.names, self._peers, self._barrier, self._deadline_s)
+            self._vectors = Vectors(self.rank, self.names, self._peers, self._barrier)
             self._failure = None
 
     def close(self) -> None:

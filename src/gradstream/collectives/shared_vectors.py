@@ -1,7 +1,7 @@
 """Vectors that ranks of one host read where they lie: who made which, and where a part of it is found.
 
-Each rank numbers the vectors that it makes, and sends every other one a letter with the descriptor. It is
-opened when a call names a vector that is not known yet: it was sent before the call was posted.
+Each rank numbers the vectors that it makes, and sends every other one a letter with the descriptor, before it
+posts a call that names the vector.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -48,22 +49,21 @@ class Vectors:
         names: of all, by rank.
         peers: the others, by rank.
         barrier: to wait for a letter at.
-        deadline_s: how long another rank may take nothing of what is sent to it.
     """
 
-    def __init__(
-        self, rank: int, names: Sequence[str], peers: dict[int, Peer], barrier: Barrier, deadline_s: float
-    ) -> None:
+    def __init__(self, rank: int, names: Sequence[str], peers: dict[int, Peer], barrier: Barrier) -> None:
         self._rank = rank
         self._names = names
         self._peers = peers
         self._barrier = barrier
-        self._deadline_s = deadline_s
         self._tables: list[list[_Held | None]] = [[] for _ in names]  # by owner
         self._places: dict[Vector, tuple[int, int]] = {}  # owner and number
         self._staging: dict[torch.dtype, Vector] = {}
         self._common: set[Vector] = set()
+        self._made: list[Vector] = []  # common ones, in the order in which rank 0 has made them
         self._num_common = 0  # of those that this rank has asked for
+        for owner, peer in peers.items():
+            peer.on_letter = partial(self._open_letter, owner)
         self._making = Lock()  # at the same time on the loop's thread, and as staging on that of an operation
 
     def make(self, elems: int, dtype: torch.dtype, name: str, *, common: bool = False) -> Vector:
@@ -81,10 +81,12 @@ class Vectors:
         """The next vector that all ranks have; rank 0 makes it."""
         if self._rank == 0:
             return self.make(elems, dtype, name, common=True)
-        while len(made := [held for held in self._tables[0] if held and held.common]) <= self._num_common:
-            self._open_letter(0, f"for the common vector {name!r}")
-        vector = made[self._num_common].vector
+        wanted = self._num_common
         self._num_common += 1
+        self._barrier.receive(
+            self._peers[0], lambda: len(self._made) > wanted, f"for the common vector {name!r}"
+        )
+        vector = self._made[wanted]
         got, expected = (len(vector), vector.tensor.dtype, vector.name), (elems, dtype, name)
         if got != expected:
             raise ConfigError(
@@ -135,11 +137,12 @@ class Vectors:
         self._places.clear()
         self._staging.clear()
         self._common.clear()
+        self._made.clear()
 
     def _held(self, call: Call) -> _Held:
         table = self._tables[call.owner]
-        while len(table) <= call.item:
-            self._open_letter(call.owner, call)
+        if len(table) <= call.item:
+            self._barrier.receive(self._peers[call.owner], lambda: len(table) > call.item, call)
         held = table[call.item]
         assert held is not None
         return held
@@ -155,11 +158,11 @@ class Vectors:
             self._places[vector] = owner, len(self._tables[owner])
         if common:
             self._common.add(vector)
+            self._made.append(vector)
         self._tables[owner].append(_Held(vector, sums, common))
         return vector
 
-    def _open_letter(self, owner: int, doing: object) -> None:
-        data, descriptors = self._barrier.receive(self._peers[owner], doing)
+    def _open_letter(self, owner: int, data: bytes, descriptors: list[int]) -> None:
         letter = json.loads(data)
         if "drop" in letter:
             self._tables[owner][letter["drop"]] = None
@@ -177,7 +180,7 @@ class Vectors:
 
     def _tell(self, letter: dict[str, Any], descriptors: list[int]) -> None:
         for peer in self._peers.values():
-            peer.write(json.dumps(letter).encode(), descriptors, self._deadline_s)
+            self._barrier.send(peer, json.dumps(letter).encode(), descriptors)
 
 
 def number_of(dtype: torch.dtype) -> int:
