@@ -1,11 +1,13 @@
 """Question: what does the parameter server cost on top of the bytes?
 
-Pushes a vector to one shard in another process (which applies it) and fetches it back, beside a
-bare grpc.aio byte stream that moves the same bytes each way and does nothing with them. Both run in
-the same two processes, alternately; the ratio of medians is the answer.
+Pushes a vector to one shard in another process (which applies it) and fetches it back, beside the
+barest thing that moves the same bytes each way and does nothing with them: for the carrier grpc a
+grpc.aio byte stream, for tcp a blocking socket. All run in the same two processes, alternately; the
+ratio of medians is the answer.
 
-    python bench/server_bulk.py                       # 20,000,000 float32: 80 MB
+    python bench/server_bulk.py                       # gRPC, 20,000,000 float32: 80 MB
     python bench/server_bulk.py --elems 600000000     # 2.4 GB: more than 2 GiB in one vector
+    python bench/server_bulk.py --carrier tcp --elems 74770901
 """
 
 from __future__ import annotations
@@ -16,10 +18,14 @@ import datetime
 import json
 import os
 import resource
+import socket
 import statistics
+import struct
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +40,7 @@ from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,9 +75,40 @@ class BareStream(grpc.GenericRpcHandler):
             yield self.source[start : start + MESSAGE_BYTES].tobytes()
 
 
-async def serve(elems: int, chunk_elems: int) -> None:
+class BareSocket(threading.Thread):
+    """Takes bytes into memory, or sends them out of it: blocking, one connection, one thread."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+
+    def run(self) -> None:
+        """Orders are a size in bytes, positive to put and negative to get."""
+        connection, _ = self.listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        memory = np.ones(0, dtype=np.uint8)
+        while order := connection.recv(8, socket.MSG_WAITALL):
+            (size,) = struct.unpack("<q", order)
+            if len(memory) != abs(size):
+                memory = np.ones(abs(size), dtype=np.uint8)
+            if size > 0:
+                receive_all(connection, memory)
+                connection.sendall(b"k")
+            else:
+                connection.sendall(memory)
+
+
+def receive_all(connection: socket.socket, into: np.ndarray[Any, Any]) -> None:
+    """Fills memory."""
+    view = memoryview(into)
+    while view:
+        view = view[connection.recv_into(view) :]
+
+
+async def serve(elems: int, chunk_elems: int, carrier: Any) -> None:
     runtime = RealRuntime("shard-0")
-    endpoint = GrpcEndpoint(Identity("bench", "shard-0", 1), runtime)
+    endpoint = make_endpoint(Identity("bench", "shard-0", 1), runtime, carrier)
     service = ShardService(runtime, endpoint, ShardConfig(0, 1, Immediate(), SGD(lr=0.1)))
     service.register(
         v1.ModelSpec(fingerprint=FINGERPRINT, elems=elems, dtype=v1.FLOAT32, chunk_elems=chunk_elems)
@@ -81,16 +118,19 @@ async def serve(elems: int, chunk_elems: int) -> None:
     bare.add_generic_rpc_handlers((BareStream(),))
     port = bare.add_insecure_port("127.0.0.1:0")
     await bare.start()
-    print(json.dumps([endpoint.address, f"127.0.0.1:{port}"]), flush=True)
+    sockets = BareSocket()
+    sockets.start()
+    print(json.dumps([endpoint.address, f"127.0.0.1:{port}", sockets.port]), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3), flush=True)
     await endpoint.close()
     await bare.stop(None)
 
 
-async def measure(given: argparse.Namespace, ours: str, bare: str) -> dict[str, list[float]]:
+async def measure(given: argparse.Namespace, ours: str, bare: str, port: int) -> dict[str, list[float]]:
     runtime = RealRuntime("worker-0")
-    endpoint = GrpcEndpoint(Identity("bench", "worker-0", 2, fingerprint=FINGERPRINT), runtime)
+    identity = Identity("bench", "worker-0", 2, fingerprint=FINGERPRINT)
+    endpoint = make_endpoint(identity, runtime, given.carrier)
     await endpoint.start()
     endpoint.know("shard-0", ours)
     chunks = ChunkMap(given.elems, given.chunk, 1)
@@ -100,22 +140,43 @@ async def measure(given: argparse.Namespace, ours: str, bare: str) -> dict[str, 
     update.tensor.uniform_()
     await client.assign(update)
     channel = grpc.aio.insecure_channel(bare, options=OPTIONS)
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     times: dict[str, list[float]] = {}
     source, sink = (np.ones(given.elems * 4, dtype=np.uint8) for _ in range(2))
 
-    async def timed(name: str, work: Any) -> None:
+    async def timed(name: str, work: Awaitable[None]) -> None:
         begun = time.perf_counter()
         await work
         times.setdefault(name, []).append(time.perf_counter() - begun)
 
+    bare_ones: dict[str, tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]] = {
+        "grpc": (lambda: bare_put(channel, source), lambda: bare_get(channel, sink)),
+        "tcp": (lambda: socket_put(connection, source), lambda: socket_get(connection, sink)),
+    }
+    put, get = bare_ones[given.carrier]
     for _ in range(given.repeats):
-        await timed("bare put", bare_put(channel, source))
+        await timed("bare put", put())
         await timed("push", push(client, update))
-        await timed("bare get", bare_get(channel, sink))
+        await timed("bare get", get())
         await timed("fetch", fetch(client))
+    connection.close()
     await channel.close()
     await endpoint.close()
     return times
+
+
+async def socket_put(connection: socket.socket, source: np.ndarray[Any, Any]) -> None:
+    """The same bytes up."""
+    connection.sendall(struct.pack("<q", len(source)))
+    connection.sendall(source)
+    assert connection.recv(1) == b"k"
+
+
+async def socket_get(connection: socket.socket, into: np.ndarray[Any, Any]) -> None:
+    """The same bytes down."""
+    connection.sendall(struct.pack("<q", -len(into)))
+    receive_all(connection, into)
 
 
 async def push(client: ServerClient, vector: Vector) -> None:
@@ -156,13 +217,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--elems", type=int, default=20_000_000)
     parser.add_argument("--chunk", type=int, default=262_144)
+    parser.add_argument("--carrier", choices=["grpc", "tcp"], default="grpc")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     sys.setswitchinterval(2e-4)
     torch.set_num_threads(1)
     if given.serve:
-        asyncio.run(serve(given.elems, given.chunk))
+        asyncio.run(serve(given.elems, given.chunk, given.carrier))
         return
     environment = {**os.environ, **node_environment(2)}
     server = subprocess.Popen(
@@ -182,11 +244,13 @@ def main() -> None:
     for name, seconds in median.items():
         print(f"{name:9s} {seconds:7.3f} s  {size_gb / seconds:5.2f} GB/s")
     ratio = (median["bare put"] + median["bare get"]) / (median["push"] + median["fetch"])
-    print(f"push + fetch at {ratio:.2f} of the bare stream; shard's peak {shard_mb:.0f} MB")
+    barest = {"grpc": "the bare stream", "tcp": "the bare socket"}[given.carrier]
+    print(f"push + fetch at {ratio:.2f} of {barest}; shard's peak {shard_mb:.0f} MB")
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
         "machine": describe_machine(node_environment(2)),
+        "carrier": given.carrier,
         "elems": given.elems,
         "median_s": median,
         "ratio": ratio,
@@ -194,7 +258,8 @@ def main() -> None:
     }
     folder = ROOT / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"server-bulk-{given.elems}.json").write_text(json.dumps(record, indent=2) + "\n")
+    kind = "" if given.carrier == "grpc" else f"{given.carrier}-"
+    (folder / f"server-bulk-{kind}{given.elems}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

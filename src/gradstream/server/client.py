@@ -424,19 +424,10 @@ class ServerClient:
                     header, elements = received.frame.chunk, received.payload
                     if header.index not in left:
                         raise RefusedError(name, "BAD_REQUEST", f"sent chunk {header.index}, not asked for")
-                    target = self._place(arrival, header.index)
-                    if elements is None or len(elements) != len(target):
-                        got = "nothing" if elements is None else f"{len(elements)} elements"
-                        message = f"sent {got} as chunk {header.index}, expected {len(target)}"
-                        raise RefusedError(name, "BAD_REQUEST", message)
-                    if elements.dtype != target.dtype:
-                        raise RefusedError(
-                            name, "BAD_REQUEST", f"sent {elements.dtype}, expected {target.dtype}"
-                        )
-                    if not received.landed:
-                        target.copy_(elements)
+                    if elements is None or not received.landed:
+                        self._copy(name, elements, header.index, self._place(arrival, header.index))
                     del left[header.index]
-                    link.fetched_bytes += elements.numel() * elements.element_size()
+                    link.fetched_bytes += header.elems * arrival.vector.tensor.element_size()
                     self._claim(header, opened_ns)
                     self.claims.note(Kind.SHARD, name, opened_ns, self._runtime.now())
                     arrival.land(header.index, header.version)
@@ -450,6 +441,14 @@ class ServerClient:
         """Where a chunk of a fetch belongs."""
         start, stop = self.chunks.bounds(chunk)
         return arrival.vector.tensor[start:stop]
+
+    def _copy(self, name: str, elements: torch.Tensor | None, chunk: int, target: torch.Tensor) -> None:
+        """Puts a chunk into its place, where the carrier has not."""
+        if elements is None or (len(elements), elements.dtype) != (len(target), target.dtype):
+            got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
+            message = f"sent {got} as chunk {chunk}, expected {len(target)} of {target.dtype}"
+            raise RefusedError(name, "BAD_REQUEST", message)
+        target.copy_(elements)
 
     # ---- accounts -----------------------------------------------------------------------
 

@@ -72,6 +72,7 @@ class _Guest:
         self._endpoint = endpoint
         self.connection = Connection(self)
         self.connection.max_header_bytes = MAX_GREETING_BYTES
+        self.turned_away = False
         self.timer = endpoint.runtime.call_later(GREETING_S, self.leave)
         self.connection.start(connected)
 
@@ -83,6 +84,8 @@ class _Guest:
         self, stream: int, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]
     ) -> None:
         """See `Receiver.arrived`."""
+        if self.turned_away:
+            return
         if stream == GREETING and frame.HasField("open") and not descriptors:
             self._endpoint.greeted(self, frame.open)
         else:
@@ -233,6 +236,7 @@ class SocketEndpoint(EndpointCore):
 
     def _turn_away(self, guest: _Guest, refuse: v1.Refuse) -> None:
         """Says why, and closes once that has had time to leave."""
+        guest.turned_away = True
         guest.timer.cancel()
         guest.timer = self.runtime.call_later(FLUSH_S, guest.leave)
         guest.connection.post(Parcel(GREETING, 0, v1.Frame(refuse=refuse), on_sent=lambda _: None))

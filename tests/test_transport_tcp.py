@@ -1,0 +1,546 @@
+"""What only stream sockets have: strangers, half a payload, descriptors, peers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
+from gradstream.memory import Vector
+from gradstream.runtime import RealRuntime
+from gradstream.testing.pairs import tcp_pairs
+from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
+from gradstream.transport import connection as connections
+from gradstream.transport import link as links
+from gradstream.transport.base import Identity, Stream
+from gradstream.transport.connection import Connection, Parcel, Place
+from gradstream.transport.tcp import TcpEndpoint
+from gradstream.wire import v1
+from gradstream.wire.frames import PROTOCOL
+
+PREFIX = struct.Struct("<5I")
+GREETING = struct.Struct("<QII32s")
+
+
+async def until(fact: Callable[[], object]) -> None:
+    """Lets the loop turn until it is one; what runs on it cannot be waited for otherwise."""
+    while not fact():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def endpoint(name: str = "node", **options: object) -> TcpEndpoint:
+    return TcpEndpoint(Identity("job", name, 1), RealRuntime(name), **options)  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def serving(
+    method: str, handler: Callable[[Stream], Awaitable[None]], **options: object
+) -> AsyncIterator[TcpEndpoint]:
+    server = endpoint("server", **options)
+    server.serve(method, handler)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def still_serves(server: TcpEndpoint, **options: object) -> None:
+    client = endpoint("client", **options)
+    client.know("server", server.address)
+    server.serve("reply", reply_once)
+    assert (await client.call("server", "reply", v1.Tensor(tag=7), v1.Tensor)).tag == 7
+    await client.close()
+
+
+def packed(stream: int, number: int, frame: v1.Frame, payload: bytes = b"", promised: int = 0) -> bytes:
+    header = frame.SerializeToString()
+    return PREFIX.pack(stream, number, len(header), promised or len(payload), 0) + header + payload
+
+
+def greeting(proof: bytes = bytes(32), count: int = 1, **fields: object) -> bytes:
+    known: dict[str, object] = {
+        "protocol": PROTOCOL,
+        "job": "job",
+        "sender": "raw",
+        "incarnation": 5,
+        **fields,
+    }
+    opened = v1.Open(body=GREETING.pack(1, 0, count, proof), **known)  # type: ignore[arg-type]
+    return packed(0, 0, v1.Frame(open=opened))
+
+
+def opening(method: str, **fields: object) -> v1.Frame:
+    known: dict[str, object] = {
+        "protocol": PROTOCOL,
+        "job": "job",
+        "sender": "raw",
+        "incarnation": 5,
+        "window": 4,
+        **fields,
+    }
+    return v1.Frame(open=v1.Open(method=method, **known))  # type: ignore[arg-type]
+
+
+class Raw:
+    """A program of somebody else's: bytes over a socket."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._place = (host, int(port))
+
+    async def __aenter__(self) -> Raw:
+        self.reader, self.writer = await asyncio.open_connection(*self._place)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def say(self, *data: bytes) -> None:
+        self.writer.write(b"".join(data))
+        await self.writer.drain()
+
+    async def hear(self) -> tuple[int, v1.Frame]:
+        stream, _, header_bytes, payload_bytes, _ = PREFIX.unpack(await self.reader.readexactly(PREFIX.size))
+        frame = v1.Frame.FromString(await self.reader.readexactly(header_bytes))
+        await self.reader.readexactly(payload_bytes)
+        return stream, frame
+
+    async def closed(self) -> None:
+        try:
+            while await self.reader.read(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:7000"])
+def test_other_interfaces_than_loopback_need_a_word(listen: str) -> None:
+    with pytest.raises(ConfigError, match="neither encrypted"):
+        endpoint(listen=listen)
+    endpoint(listen=listen, insecure=True)
+
+
+def test_a_port_in_use_names_the_address() -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server:
+            with pytest.raises(ConfigError, match=rf"cannot listen on {server.address}.*the port is in use"):
+                await endpoint("other", listen=server.address).start()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("count", [0, 17])
+def test_numbers_of_connections(count: int) -> None:
+    with pytest.raises(ConfigError, match="expected from 1 to 16"):
+        endpoint(connections=count)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+        bytes(64),
+        b"\xff" * 64,
+        PREFIX.pack(0, 0, 5 << 20, 0, 0),  # more than a greeting may have, and nothing is allocated for it
+        PREFIX.pack(0, 0, 4, 0, 0) + b"\xff\xff\xff\xff",
+        packed(0, 0, v1.Frame(end=v1.End())),
+        packed(1, 0, opening("echo")),
+    ],
+)
+def test_strangers_are_sent_away(said: bytes) -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server, Raw(server.address) as raw:
+            await raw.say(said)
+            await raw.closed()
+            await still_serves(server)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ({"job": "other"}, v1.BAD_JOB),
+        ({"protocol": PROTOCOL + 1}, v1.BAD_PROTOCOL),
+        ({"count": 99}, v1.BAD_REQUEST),
+        ({"sender": ""}, v1.BAD_REQUEST),
+    ],
+)
+def test_greetings_are_checked(said: dict[str, object], code: int) -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server, Raw(server.address) as raw:
+            await raw.say(greeting(**said), packed(1, 0, opening("echo")))  # type: ignore[arg-type]
+            stream, frame = await raw.hear()
+            assert (stream, frame.refuse.code) == (0, code)
+            assert frame.refuse.message
+
+    asyncio.run(main())
+
+
+def test_the_token_is_asked_for() -> None:
+    async def main() -> None:
+        async with serving("reply", reply_once, token=b"secret") as server:
+            await still_serves(server, token=b"secret")
+            for token in (b"", b"guessed"):
+                client = endpoint("client", token=token)
+                client.know("server", server.address)
+                with pytest.raises(RefusedError, match="does not know the token") as refused:
+                    await client.call("server", "reply", v1.Tensor(), v1.Tensor)
+                assert refused.value.code == "BAD_TOKEN"
+                await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_belongs_to_who_greeted() -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server, Raw(server.address) as raw:
+            await raw.say(greeting(), packed(1, 0, opening("echo", sender="worker-0")))
+            assert (await raw.hear())[1].refuse.code == v1.BAD_REQUEST
+            await raw.say(packed(2, 0, opening("echo", incarnation=6)))
+            assert (await raw.hear())[1].refuse.code == v1.BAD_REQUEST
+            await raw.say(packed(3, 0, opening("echo")))
+            assert (await raw.hear())[1].HasField("accept")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff" * 64,
+        PREFIX.pack(1, 1, 4, 0, 0) + b"\xff\xff\xff\xff",
+        PREFIX.pack(1, 1, 6 << 20, 0, 0),
+        packed(1, 1, chunk_frame(0, 1), b"\x00", promised=1 << 30),
+        PREFIX.pack(1, 1, 0, 0, 3),  # descriptors, over TCP
+    ],
+)
+def test_garbage_later_breaks_the_connection(said: bytes) -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server, Raw(server.address) as raw:
+            await raw.say(greeting(), packed(1, 0, opening("echo")))
+            await raw.hear()
+            await raw.say(said)
+            await raw.closed()
+            await still_serves(server)
+
+    asyncio.run(main())
+
+
+def test_payloads_that_do_not_fit_are_skipped_and_others_go_on() -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server, Raw(server.address) as raw:
+            await raw.say(greeting(), packed(1, 0, opening("echo")), packed(2, 0, opening("echo")))
+            await raw.say(packed(1, 1, chunk_frame(0, 1), bytes(6 << 20)))  # more than a chunk may have
+            await raw.say(packed(2, 1, chunk_frame(3, 1), bytes(4)))
+            awaited = {(1, "refuse"), (2, "chunk")}
+            while awaited:
+                stream, frame = await raw.hear()
+                awaited.discard((stream, frame.WhichOneof("kind") or ""))
+
+    asyncio.run(main())
+
+
+def test_frames_out_of_order_are_put_in_order_and_twice_is_refused() -> None:
+    async def main() -> None:
+        async with serving("echo", echo) as server, Raw(server.address) as raw:
+            await raw.say(greeting(), packed(1, 0, opening("echo")))
+            assert (await raw.hear())[1].HasField("accept")
+            for number in (3, 2, 1):
+                await raw.say(packed(1, number, chunk_frame(number, 1), bytes(4)))
+            assert [(await raw.hear())[1].chunk.index for _ in range(3)] == [1, 2, 3]
+            await raw.say(packed(1, 2, chunk_frame(2, 1), bytes(4)))
+            assert (await raw.hear())[1].refuse.code == v1.BAD_REQUEST
+
+    asyncio.run(main())
+
+
+class Landed:
+    """A stream whose chunks of 1000 elements land in memory of ours, sent by a raw program."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.stream: Stream | None = None
+        self.opened, self.released = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, stream: Stream) -> None:
+        self.stream = stream
+        stream.land(lambda chunk: self.memory if chunk.elems == len(self.memory) else None)
+        self.opened.set()
+        await self.released.wait()
+
+
+async def half_a_chunk(raw: Raw, held: Landed) -> Stream:
+    """Sends half of a chunk's payload, and returns when some of it has landed."""
+    await raw.say(greeting(), packed(1, 0, opening("held")))
+    await held.opened.wait()
+    payload = bytes(torch.ones(1000).numpy())
+    await raw.say(packed(1, 1, chunk_frame(0, 1000), payload[:2000], promised=4000))
+    await until(lambda: held.memory.any())
+    assert held.stream is not None
+    return held.stream
+
+
+def test_memory_is_not_touched_after_a_cancel() -> None:
+    async def main() -> None:
+        held = Landed(torch.zeros(1000))
+        async with serving("held", held) as server, Raw(server.address) as raw:
+            stream = await half_a_chunk(raw, held)
+            stream.cancel("enough")
+            held.memory.fill_(5)
+            await raw.say(bytes(2000))
+            await still_serves(server)
+            assert bool((held.memory == 5).all())
+            await raw.say(packed(2, 0, opening("held")))  # the connection goes on behind what was skipped
+            kinds = [(await raw.hear())[1].WhichOneof("kind") for _ in range(3)]
+            assert kinds == ["accept", "cancel", "accept"]
+            held.released.set()
+
+    asyncio.run(main())
+
+
+def test_writing_after_a_cancel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above fails for a carrier that goes on filling memory."""
+    monkeypatch.setattr(Connection, "abandon", lambda connection, stream: None)
+    with pytest.raises(AssertionError):
+        test_memory_is_not_touched_after_a_cancel()
+
+
+def test_chunks_land_where_they_are_wanted() -> None:
+    async def main() -> None:
+        held = Landed(torch.zeros(1000))
+        async with serving("held", held) as server:
+            client = endpoint("client")
+            client.know("server", server.address)
+            stream = await client.open("server", "held", v1.Tensor())
+            await held.opened.wait()
+            assert held.stream is not None
+            await stream.send(chunk_frame(0, 1000), numbered(3, 1000))
+            await stream.send(chunk_frame(1, 10), numbered(4, 10))
+            first, second = await take_chunk(held.stream), await take_chunk(held.stream)
+            assert first.landed and first.payload is held.memory
+            assert bool((held.memory == 3).all())
+            assert not second.landed and second.payload is not None
+            assert second.payload.tolist() == [4.0] * 10
+            held.released.set()
+            await client.close()
+
+    asyncio.run(main())
+
+
+class Deaf:
+    """A peer that accepts connections, grants credit, and then reads nothing until it is asked to."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.listener.setblocking(False)
+
+    async def accept(self, window: int) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        connected, _ = await loop.sock_accept(self.listener)
+        accept = packed(1, 0, v1.Frame(accept=v1.Accept(window=window)))
+        await loop.sock_sendall(connected, accept)
+        return connected
+
+
+def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than any socket's buffer: `send` returns all the same, and what is sent is what was given."""
+    monkeypatch.setattr(links, "PATIENCE_S", 1e-3)
+
+    async def main() -> None:
+        peer, elems = Deaf(), 1 << 20
+        client = endpoint("client")
+        client.know("deaf", peer.address)
+        stream = await client.open("deaf", "sink", v1.Tensor(), window=16)
+        connected = await peer.accept(window=64)
+        vector = Vector("x", torch.zeros(elems))
+        num_sent = 0
+
+        async def send_all() -> None:
+            nonlocal num_sent
+            while True:
+                vector.tensor.fill_(num_sent)
+                await stream.send(chunk_frame(num_sent, elems), vector.all)
+                assert not vector.lent
+                vector.tensor.fill_(-1)
+                num_sent += 1
+
+        sender = asyncio.ensure_future(send_all())
+        before = -1
+        while before != num_sent:  # until it is stuck
+            before = num_sent
+            await asyncio.sleep(20 * links.PATIENCE_S)
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+        reader, writer = await asyncio.open_connection(sock=connected)
+        seen = 0
+        while seen < num_sent:
+            _, _, header_bytes, payload_bytes, _ = PREFIX.unpack(await reader.readexactly(PREFIX.size))
+            frame = v1.Frame.FromString(await reader.readexactly(header_bytes))
+            payload = await reader.readexactly(payload_bytes)
+            if frame.HasField("chunk"):
+                assert frame.chunk.index == seen
+                assert bool((torch.frombuffer(bytearray(payload), dtype=torch.float32) == seen).all())
+                seen += 1
+        writer.close()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_send_that_is_cancelled_gives_the_memory_back() -> None:
+    async def main() -> None:
+        peer = Deaf()
+        client = endpoint("client")
+        client.know("deaf", peer.address)
+        stream = await client.open("deaf", "sink", v1.Tensor())
+        await peer.accept(window=64)
+        vector = Vector("x", torch.ones(1 << 20))
+        sends = [asyncio.ensure_future(stream.send(chunk_frame(i, 1 << 20), vector.all)) for i in range(8)]
+        await asyncio.sleep(0.01)
+        for send in sends:
+            send.cancel()
+        await asyncio.gather(*sends, return_exceptions=True)
+        assert not vector.lent
+        stream.cancel()
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_cancel_drops_what_is_queued_over_several_connections() -> None:
+    """What was dropped leaves no gap in the order that the peer waits for."""
+    run, make_pair = tcp_pairs(3)
+
+    async def main() -> None:
+        async with make_pair() as pair:
+            told: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+
+            async def read(stream: Stream) -> None:
+                try:
+                    while await stream.recv() is not None:
+                        pass
+                except BaseException as error:
+                    told.set_result(error)
+                    raise
+
+            pair.far.serve("read", read)
+            stream = await pair.near.open("far", "read", v1.Tensor())
+            sends = [stream.send(chunk_frame(i, 100_000), numbered(i, 100_000)) for i in range(12)]
+            tasks = [asyncio.ensure_future(send) for send in sends]
+            await until(lambda: any(task.done() for task in tasks))
+            stream.cancel("enough")
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert isinstance(await told, ClosedError)
+
+    run(main())
+
+
+def test_a_killed_process_is_noticed_at_once() -> None:
+    """SIGKILL in the middle of a conversation."""
+    code = (
+        "import asyncio, test_transport_tcp as t\n"
+        "async def main():\n"
+        "    async with t.serving('echo', t.echo) as server:\n"
+        "        print(server.address, flush=True)\n"
+        "        await asyncio.get_running_loop().create_future()\n"
+        "asyncio.run(main())\n"
+    )
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdout is not None
+
+    async def main(address: str) -> None:
+        client = endpoint("client")
+        client.know("server", address)
+        stream = await client.open("server", "echo", v1.Tensor())
+        await stream.send(chunk_frame(0, 8), numbered(1, 8))
+        await take_chunk(stream)
+        process.send_signal(signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="server"):
+            await stream.recv(20)
+        with pytest.raises(PeerLostError, match="nobody listens"):
+            await client.call("server", "echo", v1.Tensor(), v1.Tensor)
+        await client.close()
+
+    with process:
+        try:
+            asyncio.run(main(process.stdout.readline().strip()))
+        finally:
+            process.kill()
+
+
+class Inbox:
+    """A receiver that keeps everything."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, int, list[float], list[bytes]]] = []
+        self.lost_with: str | None = None
+
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
+        return Place(torch.empty(payload_bytes // 4), landed=False) if stream else None
+
+    def arrived(
+        self, stream: int, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]
+    ) -> None:
+        held = []
+        for descriptor in descriptors:
+            held.append(os.pread(descriptor, 100, 0))
+            os.close(descriptor)
+        self.frames.append((stream, number, [] if place is None else place.memory.tolist(), held))
+
+    def lost(self, connection: Connection, message: str) -> None:
+        self.lost_with = message
+
+
+def test_descriptors_come_with_their_frames_over_unix_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PIECE_BYTES", 1000)  # payloads in many pieces
+
+    async def main() -> None:
+        near, far = socket.socketpair(socket.AF_UNIX)
+        near.setblocking(False)
+        far.setblocking(False)
+        inbox, sent = Inbox(), list[Parcel]()
+        sender, receiver = Connection(Inbox()), Connection(inbox)
+        files = []
+        for index in range(20):
+            descriptor = os.memfd_create(f"file-{index}")
+            os.write(descriptor, str(index).encode())
+            files.append(descriptor)
+            payload = memoryview(torch.full((600,), float(index)).numpy()).cast("B")  # type: ignore[arg-type]
+            held = [descriptor] if index % 3 else []
+            stream = index % 5  # 0 is not wanted, nor what comes with it
+            frame = chunk_frame(index, 600)
+            sender.post(Parcel(stream, index, frame, payload, held, on_sent=sent.append))
+        sender.start(near)
+        receiver.start(far)
+        await until(lambda: len(inbox.frames) == 16)
+        for stream, number, elements, held_bytes in inbox.frames:
+            assert (stream, elements) == (number % 5, [float(number)] * 600)
+            assert held_bytes == ([str(number).encode()] if number % 3 else [])
+        assert len(sent) == 20
+        for descriptor in files:
+            os.close(descriptor)
+        sender.close()
+        await until(lambda: inbox.lost_with is not None)
+        assert inbox.lost_with == "the connection was closed"
+
+    asyncio.run(main())
