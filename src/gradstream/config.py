@@ -151,7 +151,7 @@ class Job:
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
     keep_best: bool = True
-    carrier: Choice = "grpc"
+    carrier: Choice = "auto"
     connections: int = 1
     deadlines: Deadlines = field(default_factory=Deadlines)
     spec: str | None = None

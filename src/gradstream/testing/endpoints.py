@@ -37,6 +37,7 @@ from gradstream.testing.flow_checks import (
     priority,
 )
 from gradstream.testing.memory_checks import (
+    landing,
     lent_while_waiting,
     ownership_after_deadline,
     ownership_after_half,
@@ -82,6 +83,7 @@ __all__ = [
     "handler_errors",
     "identity",
     "independence",
+    "landing",
     "lent_while_waiting",
     "order",
     "ownership_after_deadline",
@@ -141,6 +143,7 @@ CHECKS: tuple[Check, ...] = (
     closing,
     tensors,
     taken_over,
+    landing,
     lent_while_waiting,
     ownership_after_deadline,
     ownership_after_half,

@@ -17,7 +17,9 @@ from gradstream.testing.pieces import (
     Pair,
     chunk_frame,
     expect,
+    fill,
     numbered,
+    ping,
     raises,
     settle,
     take_chunk,
@@ -26,6 +28,7 @@ from gradstream.testing.pieces import (
 from gradstream.wire import v1
 
 __all__ = [
+    "landing",
     "lent_while_waiting",
     "ownership_after_deadline",
     "ownership_after_half",
@@ -70,6 +73,34 @@ async def taken_over(pair: Pair) -> None:
         received = await take_chunk(far_stream)
         assert received.payload is not None
         expect(bool((received.payload == index).all()), f"chunk {index} was changed after it was sent")
+    held.released.set()
+
+
+async def landing(pair: Pair) -> None:
+    """A payload lies where `land` has named a place that fits, or in the carrier's memory, and says which."""
+    held, memory = Held(), torch.zeros(3, 64)
+    pair.far.serve("held", held)
+    stream = await pair.near.open("far", "held", v1.Tensor())
+    far_stream = await held.arrived()
+    far_stream.land(lambda chunk: memory[chunk.index] if chunk.index < 2 else None)
+    for index, elems in ((0, 64), (1, 32), (2, 64)):  # the second does not fit, the third is not wanted
+        await stream.send(chunk_frame(index, elems), numbered(index + 1, elems))
+        received = await take_chunk(far_stream)
+        payload = received.payload
+        expect(payload is not None and bool((payload == index + 1).all()), f"chunk {index} arrived changed")
+        if received.landed:
+            expect(index == 0, f"chunk {index} has landed where it does not belong")
+            expect(bool((memory[0] == 1).all()), "a payload that has landed is not in its place")
+    expect(not memory[1:].any(), "memory was written that no payload fits, or that was not named")
+    await stream.send(chunk_frame(0, 64), numbered(7, 64))
+    far_stream.cancel()
+    memory.fill_(5)
+    try:
+        await fill(stream, 2 * pair.window, [])
+    except ClosedError:
+        pass
+    await ping(pair, 5)
+    expect(bool((memory == 5).all()), "memory was written after the stream was over")
     held.released.set()
 
 

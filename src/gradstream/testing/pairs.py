@@ -6,19 +6,20 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from gradstream.runtime import Link, Network, RealRuntime, VirtualCluster, World
+from gradstream.runtime.base import Runtime
 from gradstream.testing.endpoints import MakePair, Pair
-from gradstream.transport.base import Identity
-from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.base import Endpoint, Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.security import Tls
 from gradstream.transport.shm import ShmEndpoint
 from gradstream.transport.tcp import TcpEndpoint
+from gradstream.wire import v1
 
-__all__ = ["QUIET", "Run", "grpc_pairs", "memory_pairs", "real_pairs", "shm_pairs", "tcp_pairs"]
+__all__ = ["QUIET", "Known", "Run", "grpc_pairs", "memory_pairs", "real_pairs", "shm_pairs", "tcp_pairs"]
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 """Runs a coroutine to its end, on the kind of time that the carrier needs."""
@@ -27,7 +28,21 @@ QUIET = World(network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=100e
 """Two machines in a rack: 10 Gbit/s cards, a tenth of a millisecond between them."""
 
 
-def _know(near: EndpointCore, far: EndpointCore) -> None:
+class Known(Endpoint, Protocol):
+    """What pairs are made of."""
+
+    runtime: Runtime
+
+    async def abort(self) -> None:
+        """Ends as a killed process would."""
+        ...
+
+    def dial(self, peer: str, opened: v1.Open) -> Stream:
+        """Opens a stream with an Open made by hand."""
+        ...
+
+
+def _know(near: Known, far: Known) -> None:
     near.know("far", far.address)
     far.know("near", near.address)
 
@@ -76,7 +91,7 @@ def shm_pairs() -> tuple[Run, MakePair]:
     return real_pairs(ShmEndpoint)
 
 
-def real_pairs(make: Callable[[Identity, RealRuntime], EndpointCore]) -> tuple[Run, MakePair]:
+def real_pairs(make: Callable[[Identity, RealRuntime], Known]) -> tuple[Run, MakePair]:
     """Pairs of endpoints in real time, by how to make one of them."""
 
     @asynccontextmanager

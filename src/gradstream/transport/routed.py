@@ -46,6 +46,11 @@ class RoutedEndpoint:
         self.runtime = self._main.runtime
 
     @property
+    def offered(self) -> tuple[str, ...]:
+        """Names of its carriers."""
+        return tuple(self._carriers)
+
+    @property
     def routes(self) -> Mapping[str, str]:
         """Name of the carrier by which each known peer is reached."""
         return self._routes
