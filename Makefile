@@ -24,6 +24,8 @@ bench: $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
 	$(BIN)/python bench/grpc_bulk.py --sweep
 	$(BIN)/python bench/server_bulk.py
+	$(BIN)/python bench/server_bulk.py --carrier tcp --elems 74770901
+	$(BIN)/python bench/carriers.py
 	$(BIN)/python bench/ping_behind_bulk.py
 	$(BIN)/python bench/allreduce.py
 	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
