@@ -7,13 +7,14 @@ do, and the receiving side puts them in order again; everything else takes the f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from gradstream.runtime.base import Runtime
-from gradstream.transport.connection import Connection, Parcel, Place
+from gradstream.transport.connection import Connection
+from gradstream.transport.framing import Parcel, Place
 from gradstream.transport.stream import Bell, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
@@ -33,8 +34,6 @@ PATIENCE_S = 0.02
 MAX_EARLY = 4096
 """Frames of a stream that may be here before one of lower number."""
 
-Early = tuple[v1.Frame, Place | None, Sequence[int]]
-
 
 class LinkCarrier:
     """One stream's place on a link; implements `transport.stream.Carrier`.
@@ -52,7 +51,7 @@ class LinkCarrier:
         self._runtime = runtime
         self._is_over = False
         self._num_sent = self._num_arrived = 0
-        self._early: dict[int, Early] = {}
+        self._early: dict[int, tuple[v1.Frame, Place | None]] = {}
         self._queued = 0  # parcels that have not left
         self._lent: dict[Parcel, None] = {}  # those of them whose payload is still the sender's
         self._left = Bell()
@@ -66,21 +65,13 @@ class LinkCarrier:
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
         """See `Carrier.transmit`."""
-        self.post(frame, None if payload is None else bytes_of(payload))
-
-    def post(
-        self,
-        frame: v1.Frame,
-        payload: memoryview | None = None,
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        """Sends a frame, its payload's bytes from where they lie, and descriptors (over Unix sockets)."""
         if self._is_over:
             return
-        parcel = Parcel(self.number, self._num_sent, frame, payload, descriptors, on_sent=self._sent)
+        view = None if payload is None else bytes_of(payload)
+        parcel = Parcel(self.number, self._num_sent, frame, view, on_sent=self._sent)
         self._num_sent += 1
         self._queued += 1
-        if payload is not None:
+        if view is not None:
             self._lent[parcel] = None
         self._link.post(parcel)
 
@@ -149,25 +140,22 @@ class LinkCarrier:
         """The peer's Open, the first of its frames, was here."""
         self._num_arrived = 1
 
-    def arrived(
-        self, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int] = ()
-    ) -> None:
+    def arrived(self, number: int, frame: v1.Frame, place: Place | None) -> None:
         """A frame is here; those before it may not be."""
         if number != self._num_arrived or self._early:
             if number < self._num_arrived or number in self._early or len(self._early) >= MAX_EARLY:
                 self._reject(FrameError(f"frame {number} where frame {self._num_arrived} is due"))
                 return
-            self._early[number] = (frame, place, descriptors)
+            self._early[number] = (frame, place)
             while not self._is_over and self._num_arrived in self._early:
                 self._num_arrived += 1
-                self.feed(*self._early.pop(self._num_arrived - 1))
+                self._feed(*self._early.pop(self._num_arrived - 1))
             return
         self._num_arrived += 1
-        self.feed(frame, place, descriptors)
+        self._feed(frame, place)
 
-    def feed(self, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]) -> None:
-        """Hands a frame, in its order, to the stream. Over `tcp` no descriptors come."""
-        del descriptors
+    def _feed(self, frame: v1.Frame, place: Place | None) -> None:
+        """Hands a frame, in its order, to the stream."""
         if self.stream is None:
             return
         payload = None if place is None else place.memory
@@ -219,7 +207,7 @@ class Link:
         return self._add(next(self._numbers))
 
     def _add(self, number: int) -> LinkCarrier:
-        carrier = self._streams[number] = self._endpoint.make_carrier(self, number)
+        carrier = self._streams[number] = LinkCarrier(self, number, self._endpoint.runtime)
         return carrier
 
     def _answer(self, number: int, opened: v1.Open) -> None:
@@ -238,13 +226,13 @@ class Link:
     def drop(self, number: int) -> None:
         """Forgets chunks and bodies of a stream that have not left."""
         for connection in self.connections:
-            connection.drop(number, numbered=True)
+            connection.drop(number)
 
     def forget(self, number: int) -> None:
         """A stream is over: what still comes of it goes to waste."""
         self._streams.pop(number, None)
         for connection in self.connections:
-            connection.abandon(number)
+            connection.inbox.abandon(number)
 
     # ---- what connections tell ----------------------------------------------------------
 
@@ -253,13 +241,11 @@ class Link:
         carrier = self._streams.get(stream)
         return None if carrier is None else carrier.place(frame, payload_bytes)
 
-    def arrived(
-        self, stream: int, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]
-    ) -> None:
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
         """See `Receiver.arrived`."""
         carrier = self._streams.get(stream)
         if carrier is not None:
-            carrier.arrived(number, frame, place, descriptors)
+            carrier.arrived(number, frame, place)
         elif stream == GREETING:
             self._turned_away(frame)
         elif self._called and frame.HasField("open"):
@@ -274,7 +260,7 @@ class Link:
             self.fail(f"it has refused the connection: {frame.refuse.message}")
 
     def lost(self, connection: Connection, message: str) -> None:
-        """See `Receiver.lost`: one connection is gone, so all of the link is."""
+        """See `Owner.lost`: one connection is gone, so all of the link is."""
         del connection
         self.fail(message)
 

@@ -13,14 +13,14 @@ import itertools
 import socket
 import struct
 from abc import abstractmethod
-from collections.abc import Sequence
 from functools import partial
 
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Identity, Priority
-from gradstream.transport.connection import MAX_HEADER_BYTES, Connection, Parcel, Place
+from gradstream.transport.connection import Connection
 from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.framing import Parcel, Place
 from gradstream.transport.link import GREETING, Link, LinkCarrier
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -71,7 +71,7 @@ class _Guest:
     def __init__(self, endpoint: SocketEndpoint, connected: socket.socket) -> None:
         self._endpoint = endpoint
         self.connection = Connection(self)
-        self.connection.max_header_bytes = MAX_GREETING_BYTES
+        self.connection.inbox.max_header_bytes = MAX_GREETING_BYTES
         self.turned_away = False
         self.timer = endpoint.runtime.call_later(GREETING_S, self.leave)
         self.connection.start(connected)
@@ -80,19 +80,17 @@ class _Guest:
         """See `Receiver.place`: a greeting has none."""
         return None
 
-    def arrived(
-        self, stream: int, number: int, frame: v1.Frame, place: Place | None, descriptors: Sequence[int]
-    ) -> None:
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
         """See `Receiver.arrived`."""
         if self.turned_away:
             return
-        if stream == GREETING and frame.HasField("open") and not descriptors:
+        if stream == GREETING and frame.HasField("open"):
             self._endpoint.greeted(self, frame.open)
         else:
             self.leave()
 
     def lost(self, connection: Connection, message: str) -> None:
-        """See `Receiver.lost`."""
+        """See `Owner.lost`."""
         self.leave()
 
     def leave(self) -> None:
@@ -150,10 +148,6 @@ class SocketEndpoint(EndpointCore):
     def _admit(self, connected: socket.socket) -> None:
         """Prepares a socket that was accepted. Raises OSError or ConfigError to close it."""
 
-    def make_carrier(self, link: Link, number: int) -> LinkCarrier:
-        """One stream's place on a link."""
-        return LinkCarrier(link, number, self.runtime)
-
     # ---- listening ----------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -207,9 +201,7 @@ class SocketEndpoint(EndpointCore):
             connection.close()  # this one is taken
             return
         caller.connections[index] = connection
-        connection.max_header_bytes = MAX_HEADER_BYTES
-        connection.receiver = caller
-        connection.inherit(before)
+        connection.belong(caller, before)
 
     def _objection(self, greeting: v1.Open, index: int, count: int, proof: bytes) -> v1.Refuse | None:
         mine = self.identity

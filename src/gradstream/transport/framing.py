@@ -1,0 +1,268 @@
+"""Frames as bytes on a socket: what leaves, and where what arrives is put.
+
+A frame is a prefix of four numbers, its header and its payload::
+
+    [ stream, number, header bytes, payload bytes: 4 x u32 ] [ v1.Frame, no payload ] [ elements ]
+
+Lengths come first, so that a payload can be received straight into the place that its receiver
+names. Nothing here waits, or knows of sockets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from google.protobuf.message import DecodeError
+
+from gradstream.wire import v1
+from gradstream.wire.frames import FrameError
+
+__all__ = ["MAX_HEADER_BYTES", "PIECE_BYTES", "PREFIX", "Inbox", "Parcel", "Place", "Receiver"]
+
+PIECE_BYTES = 256 << 10
+"""The most bytes of one system call: between two, everybody else on the event loop has a turn."""
+
+MAX_HEADER_BYTES = 5 << 20
+MAX_SKIP_BYTES = 64 << 20  # a payload longer than a chunk's is not for us; one beyond this is no frame's
+
+PREFIX = struct.Struct("<4I")
+_INBOX_BYTES = 16 << 10  # small: what is read of a payload along with its header is copied
+_WASTE = memoryview(bytearray(PIECE_BYTES))  # where payloads go that nobody wants
+
+
+class Place(NamedTuple):
+    """Where a payload is received.
+
+    Args:
+        memory: of exactly as many bytes, contiguous.
+        landed: whether it is the stream's user who named it.
+    """
+
+    memory: torch.Tensor
+    landed: bool
+
+
+class Receiver(Protocol):
+    """Is told of frames that arrive."""
+
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
+        """Where to put the payload that follows this header; None skips it, and the frame with it."""
+        ...
+
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
+        """A frame is here, and its payload in its place."""
+        ...
+
+
+class Parcel:
+    """A frame on its way out.
+
+    Args:
+        stream, number: its stream, and its place in the order of that stream's frames.
+        frame: its header; may change afterwards.
+        payload: stays where it is until `on_sent`, or until `own`.
+        on_sent: called once the system has taken all of it over, or nobody will any more.
+    """
+
+    __slots__ = ("droppable", "head", "number", "on_sent", "payload", "sent_bytes", "stream")
+
+    def __init__(
+        self,
+        stream: int,
+        number: int,
+        frame: v1.Frame,
+        payload: memoryview | None = None,
+        *,
+        on_sent: Callable[[Parcel], None],
+    ) -> None:
+        self.stream = stream
+        self.number = number
+        self.payload = payload
+        self.on_sent = on_sent
+        self.sent_bytes = 0
+        self.droppable = frame.HasField("chunk") or frame.HasField("body")
+        self.head = self._head(frame)
+
+    def _head(self, frame: v1.Frame) -> bytes:
+        header = frame.SerializeToString()
+        payload_bytes = 0 if self.payload is None else self.payload.nbytes
+        return PREFIX.pack(self.stream, self.number, len(header), payload_bytes) + header
+
+    @property
+    def left_bytes(self) -> int:
+        """What has not been taken over yet."""
+        return len(self.head) + (0 if self.payload is None else self.payload.nbytes) - self.sent_bytes
+
+    def pieces(self, room_bytes: int) -> list[bytes | memoryview]:
+        """What is left, without joining it, up to so many bytes of payload."""
+        at, head_bytes = self.sent_bytes, len(self.head)
+        pieces: list[bytes | memoryview] = []
+        if at < head_bytes:
+            pieces.append(self.head[at:])
+            at = head_bytes
+        if self.payload is not None:
+            start = at - head_bytes
+            pieces.append(self.payload[start : start + room_bytes])
+        return pieces
+
+    def own(self) -> None:
+        """Copies the payload, so that its memory may be written again."""
+        if self.payload is not None:
+            self.payload = memoryview(bytes(self.payload))
+
+    def void(self) -> None:
+        """Makes it say nothing, where nothing of it has left; its number is still used up."""
+        self.payload, self.droppable = None, False
+        self.head = self._head(v1.Frame(credit=v1.Credit()))
+
+
+class _Incoming:
+    """A frame that is being read."""
+
+    __slots__ = ("frame", "header_bytes", "number", "payload_bytes", "place", "stream")
+
+    def __init__(self, prefix: bytearray, at: int, max_header_bytes: int) -> None:
+        self.stream, self.number, self.header_bytes, self.payload_bytes = PREFIX.unpack_from(prefix, at)
+        self.frame: v1.Frame | None = None
+        self.place: Place | None = None
+        for what, got, most in (
+            ("header", self.header_bytes, max_header_bytes),
+            ("payload", self.payload_bytes, MAX_SKIP_BYTES),
+        ):
+            if got > most:
+                raise FrameError(f"a frame of {got} bytes of {what}: expected at most {most}")
+
+
+class Inbox:
+    """Turns what is read from a socket into frames.
+
+    Read into `room()`, then say with `took` how much that was.
+
+    Args:
+        receiver: is told of frames; may be exchanged for another at any time.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.max_header_bytes = MAX_HEADER_BYTES
+        self._closed = False
+        self._buffer = bytearray(_INBOX_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0  # of what was read into the buffer and not looked at
+        self._incoming: _Incoming | None = None
+        self._big_header: bytearray | None = None
+        self._filling = memoryview(b"")  # what is left of the memory that is being filled
+        self._skip_bytes = 0  # of a payload that goes to waste, behind `_filling`
+
+    def room(self) -> list[memoryview]:
+        """Where to read to. The end of a payload and what follows it can come together."""
+        if not self._filling:
+            return [self._view[self._end :]]
+        piece = self._filling[:PIECE_BYTES]
+        last = len(piece) == len(self._filling) and not self._skip_bytes
+        return [piece, self._view] if last else [piece]
+
+    def took(self, num_bytes: int) -> None:
+        """So many bytes were read into the room: hands out what is complete.
+
+        Raises:
+            FrameError: they are no frames. The connection is of no more use.
+        """
+        filled_bytes = min(num_bytes, len(self._filling), PIECE_BYTES)
+        self._filling = self._filling[filled_bytes:]
+        self._end += num_bytes - filled_bytes
+        if filled_bytes and not self._filling:
+            self._filled()
+        self._parse()
+
+    def abandon(self, stream: int) -> None:
+        """A payload of this stream that is being received goes to waste from here on."""
+        incoming = self._incoming
+        if incoming is not None and incoming.stream == stream and incoming.place is not None:
+            incoming.place = None
+            self._skip(len(self._filling))
+
+    def close(self) -> None:
+        """Hands out nothing more, and lets go of all memory."""
+        self._closed = True
+        self._incoming, self._filling = None, memoryview(b"")
+
+    # ---- inside -------------------------------------------------------------------------
+
+    def _parse(self) -> None:
+        """Looks at what is in the buffer, until a payload is under way or more is needed."""
+        while not self._filling and not self._closed:
+            left_bytes = self._end - self._start
+            if self._incoming is None:
+                if left_bytes < PREFIX.size:
+                    break
+                self._incoming = _Incoming(self._buffer, self._start, self.max_header_bytes)
+                self._start += PREFIX.size
+            elif left_bytes >= self._incoming.header_bytes:
+                start = self._start
+                self._start += self._incoming.header_bytes
+                self._headed(self._incoming, bytes(self._view[start : self._start]))
+            elif self._incoming.header_bytes <= _INBOX_BYTES:
+                break
+            else:
+                self._big_header = bytearray(self._incoming.header_bytes)
+                self._fill(memoryview(self._big_header))
+        self._compact()
+
+    def _compact(self) -> None:
+        left_bytes = self._end - self._start
+        if self._start and left_bytes:
+            self._view[:left_bytes] = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, left_bytes
+
+    def _headed(self, incoming: _Incoming, header: bytes) -> None:
+        """A header is here; its payload follows, if there is one."""
+        try:
+            incoming.frame = v1.Frame.FromString(header)
+        except DecodeError as error:
+            raise FrameError(f"{len(header)} bytes that are no gradstream.v1.Frame: {error}") from None
+        if not incoming.payload_bytes:
+            self._deliver(incoming)
+            return
+        place = self.receiver.place(incoming.stream, incoming.frame, incoming.payload_bytes)
+        if place is None:
+            self._skip(incoming.payload_bytes)
+            return
+        assert place.memory.nbytes == incoming.payload_bytes
+        incoming.place = place
+        self._fill(memoryview(place.memory.numpy()).cast("B"))  # type: ignore[arg-type]
+
+    def _fill(self, memory: memoryview) -> None:
+        """What comes next belongs there; some of it may be here already."""
+        here_bytes = min(self._end - self._start, len(memory))
+        memory[:here_bytes] = self._view[self._start : self._start + here_bytes]
+        self._start += here_bytes
+        self._filling = memory[here_bytes:]
+        if not self._filling:
+            self._filled()
+
+    def _skip(self, num_bytes: int) -> None:
+        piece_bytes = min(num_bytes, len(_WASTE))
+        self._skip_bytes = num_bytes - piece_bytes
+        self._fill(_WASTE[:piece_bytes])
+
+    def _filled(self) -> None:
+        if self._skip_bytes:
+            self._skip(self._skip_bytes)
+            return
+        assert self._incoming is not None
+        if self._big_header is not None:
+            header, self._big_header = bytes(self._big_header), None
+            self._headed(self._incoming, header)
+        else:
+            self._deliver(self._incoming)
+
+    def _deliver(self, incoming: _Incoming) -> None:
+        self._incoming = None
+        if incoming.payload_bytes and incoming.place is None:
+            return  # skipped
+        assert incoming.frame is not None
+        self.receiver.arrived(incoming.stream, incoming.number, incoming.frame, incoming.place)
