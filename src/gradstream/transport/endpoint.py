@@ -175,6 +175,8 @@ class EndpointCore(ABC):
             self.runtime, name, peer, opened, carrier, called=False, window=window, depot=depot
         )
         self._keep(stream)
+        if priority is Priority.BULK:
+            depot()  # connects: the peer may be the first to send a payload
         carrier.connect(stream, opened)
         return stream
 

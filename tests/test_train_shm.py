@@ -1,0 +1,128 @@
+"""Runs of real processes over shared memory: the same bits as over gRPC, whoever is killed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+import gradstream.resume  # the name in the face is the function's
+from gradstream.cluster import LocalCluster, node_environment
+from gradstream.config import cast_of
+from gradstream.jobfile import load_job
+from gradstream.run import FINAL_MODEL
+from gradstream.train import launch
+
+resume_module = sys.modules["gradstream.resume"]
+
+JOB = """
+import numpy as np
+import gradstream as gs
+
+rng = np.random.default_rng(0)
+X = rng.standard_normal((120, 40_000), dtype="float32") / 100
+Y = X @ rng.standard_normal(40_000, dtype="float32")
+
+def gradients(p, x, y):
+    error = x @ p["w"] - y
+    return float(error @ error) / len(y), {"w": 2 * error @ x / len(y)}
+
+def job(strategy="synchronous", steps=60, carrier="shm"):
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.zeros(40_000)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
+    )
+    return gs.Job(
+        model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=1, batch_size=8, steps=steps,
+        chunk_elems=16_384, optimizer=gs.Adam(lr=0.01), checkpoint_every=10, carrier=carrier,
+        deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
+    )
+
+def over_grpc():
+    return job(carrier="grpc")
+
+def downpour():
+    return job("downpour", 100)
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "wide.py"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[LocalCluster]:
+    """One forkserver for several runs."""
+    with LocalCluster(tmp_path / "logs", node_environment(2)) as cluster:
+        yield cluster
+
+
+def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
+    path.mkdir()
+    job = load_job(spec)
+    return launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=on_event)
+
+
+class Killer:
+    """SIGKILL to some nodes, a number of events after the start."""
+
+    def __init__(self, cluster: LocalCluster, events: int, *victims: str) -> None:
+        self._cluster, self._left, self._victims = cluster, events, victims
+
+    def __call__(self, event: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            for name in self._victims or tuple(self._cluster.running):
+                self._cluster.signal(name, signal.SIGKILL)
+
+    def bury(self) -> None:
+        """Hears of every death, so that the next run does not."""
+        while self._cluster.message(0.2) is not None or self._cluster.running:
+            pass
+
+
+def nothing_is_left() -> bool:
+    sockets = Path("/proc/net/unix").read_text()
+    return "@gradstream/worker-" not in sockets and "@gradstream/shard-" not in sockets
+
+
+@pytest.mark.limit_s(240)
+def test_killed_and_resumed_over_shared_memory_a_run_has_the_bytes_of_one_over_grpc(
+    job_file: Path, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
+    train(f"{job_file}:over_grpc", tmp_path / "grpc", warm)
+    path, rng = tmp_path / "shm", random.Random(3)
+    go: Any = partial(train, f"{job_file}:job", path, warm)
+    for victims in ((), ("shard-0",), ("worker-1",)):
+        killer = Killer(warm, rng.randrange(30, 60), *victims)
+        with pytest.raises(gs.PeerLostError):
+            go(on_event=killer)
+        killer.bury()
+        go = partial(gs.resume, path, servers=rng.choice([1, 2]))
+    run = go()
+    assert run.summary["failed"] is None
+    assert run.info["carriers"]["worker-0"]["shard-0"] == "shm"
+    assert (path / FINAL_MODEL).read_bytes() == (tmp_path / "grpc" / FINAL_MODEL).read_bytes()
+    killer.bury()
+    assert nothing_is_left()
+
+
+def test_downpour_over_shared_memory_goes_on_without_a_worker(
+    job_file: Path, tmp_path: Path, warm: LocalCluster
+) -> None:
+    killer = Killer(warm, 40, "worker-1")
+    run = train(f"{job_file}:downpour", tmp_path / "run", warm, killer)
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert run.summary["failed"] is None
+    killer.bury()
+    assert nothing_is_left()
