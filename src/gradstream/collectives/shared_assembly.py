@@ -127,8 +127,8 @@ entry:
   br label %w{widest}.head
 """
 
-# One loop for each width in elements: a cache line, then single elements. Longer strides are slower: the loads of
-# each must go up through memory one line after the other, or the processor does not fetch ahead.
+# One loop for each width in elements: a cache line, then single elements. Wider ones are slower: they load
+# their lines from the last to the first, and the processor does not fetch ahead of that.
 _SUM_LOOP = """
 w{n}.head:
   %w{n}.i = phi i64 [ {begin}, %{before} ], [ %w{n}.next, %w{n}.kept ], [ %w{n}.next, %w{n}.past ]
