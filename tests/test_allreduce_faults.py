@@ -177,7 +177,9 @@ def test_a_worker_killed_anywhere_leaves_the_others_with_whole_rounds(
             assert failed["time_s"] <= at_s + QUICK.lease_s + 1.0
         for worker in WORKERS:
             if worker.rank != trial % 3 and worker.version >= 0:
-                assert worker.parameters.tensor.numpy().tobytes() == table[worker.version], (trial, at_s)
+                # An update that is being made when the run ends is made whole, and not counted any more.
+                found, version = worker.parameters.tensor.numpy().tobytes(), worker.version
+                assert found in (table[version], table.get(version + 1)), (trial, at_s)
                 seen.add(worker.version)
         newest(storage, unexpected)  # every checkpoint is whole
     assert ended >= 18

@@ -24,6 +24,7 @@ __all__ = [
     "ExchangeEvent",
     "FailedEvent",
     "FinishedEvent",
+    "GroupEvent",
     "InsecureEvent",
     "JoinedEvent",
     "LateEvent",
@@ -121,6 +122,28 @@ class InsecureEvent(Event):
 
     name: ClassVar[str] = "insecure"
     address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvent(Event):
+    """Workers have formed a group, and how it sums (rank 0).
+
+    `kind` is "messages", "shared" (in place, all on one host) or "hierarchical" (in place inside hosts, by
+    messages between). Where it was chosen by measurement, `choices` has the algorithm by the number of
+    bytes from which on it holds, and the figures are those of `collectives.choice.Figures`.
+    """
+
+    name: ClassVar[str] = "group"
+    kind: str
+    ranks: list[str]
+    epoch: int
+    hosts: int
+    algorithm: str
+    choices: Mapping[str, str] = field(default_factory=dict)  # bytes -> algorithm
+    alpha_s: float | None = None
+    beta_s_byte: float | None = None
+    gamma_s_byte: float | None = None
+    message_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

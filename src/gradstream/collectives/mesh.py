@@ -131,14 +131,18 @@ class Mesh:
         """
         self._endpoint.serve("exchange", self._welcome)
         self._endpoint.serve("broken", self._hear)
-        until_ns = self.runtime.now() + round(self.silence_s * _NS)
-        higher = range(self.rank + 1, self.size)
+        # Who is there already hears from this rank while it still waits for others.
+        self._keeper = self.runtime.spawn(self._keep_alive(), name=f"{self._me}/group: signs of life")
         try:
-            await self.runtime.gather(self._lower_ranks(), *(self._call(rank, until_ns) for rank in higher))
+            await self.guarded(self._all_ranks())
         except BaseException:
             await self.close()
             raise
-        self._keeper = self.runtime.spawn(self._keep_alive(), name=f"{self._me}/group: signs of life")
+
+    async def _all_ranks(self) -> None:
+        until_ns = self.runtime.now() + round(self.silence_s * _NS)
+        higher = range(self.rank + 1, self.size)
+        await self.runtime.gather(self._lower_ranks(), *(self._call(rank, until_ns) for rank in higher))
 
     @property
     def _me(self) -> str:
@@ -220,15 +224,22 @@ class Mesh:
         return await self.guarded(self._swap(word))
 
     async def _swap(self, word: bytes) -> list[bytes]:
-        words = {self.rank: word}
-        for stream in self._streams.values():
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        words = dict(
+            zip(others, await self.runtime.gather(*(self._swap_with(r, word) for r in others)), strict=True)
+        )
+        return [words.get(rank, word) for rank in range(self.size)]
+
+    async def _swap_with(self, rank: int, word: bytes) -> bytes:
+        stream = self._streams[rank]
+        try:
             await stream.send(v1.Frame(body=v1.Body(data=word)))
-        for rank, stream in self._streams.items():
             received = await stream.recv()
-            if received is None or not received.frame.HasField("body"):
-                raise PeerLostError(self.names[rank], "left the group where it was to speak")
-            words[rank] = received.frame.body.data
-        return [words[rank] for rank in range(self.size)]
+        except (ClosedError, RefusedError):
+            received = None
+        if received is None or not received.frame.HasField("body"):
+            raise PeerLostError(self.names[rank], "left the group where it was to speak")
+        return received.frame.body.data
 
     # ---- losing a rank ------------------------------------------------------------------
 
@@ -279,8 +290,6 @@ class Mesh:
         self.loss = loss
         name = f"{self._me}/group: {loss.culprit} is lost"
         self._telling = self.runtime.spawn(self._tell(loss), name=name)
-        for task in list(self._working):
-            task.cancel()
 
     def _ended(self, rank: int) -> None:
         """A stream is over. Who has left in order is missed only by those who still need it."""
@@ -295,7 +304,7 @@ class Mesh:
         period_s = self.silence_s / BEATS
         limit_ns = round(self.silence_s * _NS) * 5 // BEATS
         while self.loss is None:
-            for rank, stream in self._streams.items():
+            for rank, stream in list(self._streams.items()):
                 if stream.failure is not None:
                     continue
                 quiet_ns = self.runtime.now() - stream.heard_ns
@@ -311,6 +320,8 @@ class Mesh:
     async def _tell(self, loss: Loss) -> None:
         others = [name for name in self.names if name not in (self._me, loss.culprit)]
         await self.runtime.gather(*(self._tell_one(name, loss) for name in others))
+        for task in list(self._working):
+            task.cancel()
 
     async def _tell_one(self, name: str, loss: Loss) -> None:
         broken = v1.Broken(epoch=self._epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
-from gradstream.collectives.algorithms import ALGORITHMS, binomial_tree, ring
+from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
+from gradstream.collectives.choice import Choice
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.mesh import Mesh
 from gradstream.collectives.plan import Plan
@@ -18,6 +19,7 @@ from gradstream.collectives.schedule import Schedule
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
+from gradstream.transport.base import Stream
 
 __all__ = ["PIECE_BYTES", "MessageGroup"]
 
@@ -32,9 +34,17 @@ class MessageGroup:
     has returned.
 
     Args:
-        mesh: of all ranks, which have met. Closed with this group.
-        algorithm: of `ALGORITHMS`, for allreduce.
+        mesh: of ranks that have met. Closed with this group.
+        algorithm: of `ALGORITHMS`, "hierarchical", or "auto", which takes what `choice` says.
+        choice: what to take for how many bytes.
+        hosts: the ranks of each host, for "hierarchical".
+        ranks: those of the mesh that are in this group; all by default. Groups on one mesh that share
+            two ranks are used by turns.
         piece_bytes: see `PIECE_BYTES`.
+
+    Attributes:
+        choice: see there.
+        algorithm: see there.
 
     Raises:
         UnknownNameError: there is no such algorithm.
@@ -42,12 +52,24 @@ class MessageGroup:
 
     shares_memory = False
 
-    def __init__(self, mesh: Mesh, *, algorithm: str = "ring", piece_bytes: int = PIECE_BYTES) -> None:
-        self.rank, self.size = mesh.rank, mesh.size
-        self.names: Sequence[str] = mesh.names
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        algorithm: str = "ring",
+        choice: Choice | None = None,
+        hosts: Sequence[Sequence[int]] = (),
+        ranks: Sequence[int] = (),
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self._ranks = tuple(ranks) or tuple(range(mesh.size))
+        self.rank, self.size = self._ranks.index(mesh.rank), len(self._ranks)
+        self.names: Sequence[str] = [mesh.names[rank] for rank in self._ranks]
+        self.choice = choice
         self._mesh = mesh
         self._runtime = mesh.runtime
-        self._algorithm = _known(algorithm)
+        self._hosts = tuple(map(tuple, hosts)) or tuple((rank,) for rank in range(self.size))
+        self.algorithm = self._known(algorithm)
         self._piece_bytes = piece_bytes
         self._turn = asyncio.Lock()  # serves in the order of coming
         self._count = 0
@@ -68,25 +90,29 @@ class MessageGroup:
             weight: as there.
             algorithm: another one for this time, the same at all ranks.
         """
-        name = _known(algorithm or self._algorithm)
-        await self._carry_out(f"allreduce by {name}", _allreduce, name, span, weight=weight)
+        name = self._known(algorithm or self.algorithm)
+        if name == "auto":
+            name = "ring" if self.choice is None else self.choice.allreduce(_size_bytes(span))
+        await self._carry_out(f"allreduce by {name}", name, span, weight=weight)
         return span
 
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.reduce_scatter`: the slice lies in its place of `span`."""
-        await self._carry_out("reduce_scatter", _reduce_scatter, "", span, weight=weight)
+        await self._carry_out(
+            f"reduce_scatter by {self._parts(span)}", self._parts(span), span, weight=weight
+        )
         start, stop = slice_of(len(span), self.rank, self.size)
         return Span(span.vector, span.start + start, span.start + stop)
 
     async def all_gather(self, span: Span) -> None:
         """See `Group.all_gather`."""
-        await self._carry_out("all_gather", _all_gather, "", span)
+        await self._carry_out(f"all_gather by {self._parts(span)}", self._parts(span), span)
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """See `Group.broadcast`."""
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast from rank {root} of a group of {self.size}")
-        await self._carry_out(f"broadcast from rank {root}", _broadcast, str(root), span)
+        await self._carry_out(f"broadcast from rank {root}", str(root), span)
 
     async def close(self) -> None:
         """See `Group.close`."""
@@ -94,14 +120,27 @@ class MessageGroup:
 
     # ---- inside -------------------------------------------------------------------------
 
-    async def _carry_out(self, text: str, make: _Make, how: str, span: Span, *, weight: float = 1.0) -> None:
+    def _known(self, algorithm: str) -> str:
+        known = ("auto", *ALGORITHMS, "hierarchical")
+        if algorithm not in known:
+            raise UnknownNameError("algorithm", algorithm, known)
+        return algorithm
+
+    def _parts(self, span: Span) -> str:
+        """The algorithm of a half of allreduce."""
+        if self.algorithm == "auto" and self.choice is not None:
+            return self.choice.parts(_size_bytes(span))
+        fits = self.algorithm in PARTS and PARTS[self.algorithm].fits(self.size)
+        return self.algorithm if fits else "ring"
+
+    async def _carry_out(self, text: str, how: str, span: Span, *, weight: float = 1.0) -> None:
         self._count += 1
         dtype = str(span.vector.tensor.dtype).removeprefix("torch.")
-        text = f"{text} of {len(span)} {dtype}"
+        verb, text = text.partition(" ")[0], f"{text} of {len(span)} {dtype}"
         operation = Operation(self._count, zlib.crc32(text.encode()), text)
         with span.borrowed(write=True, to=f"{self.names[self.rank]}: {text}") as tensor:
             async with self._turn:
-                plan = _plan(make, how, self.rank, self.size, len(span))
+                plan = _plan(verb, how, self.rank, self.size, len(span), self._hosts)
                 await self._mesh.guarded(self._play(operation, plan, tensor, weight))
 
     async def _play(self, operation: Operation, plan: Plan, tensor: torch.Tensor, weight: float) -> None:
@@ -109,14 +148,14 @@ class MessageGroup:
             work = Work("reduce", elems=len(tensor))
             await self._runtime.compute(lambda _: _scale(tensor, weight), work=work, lane="exchange")
         piece_elems = max(1, self._piece_bytes // tensor.element_size())
-        player = Player(self._runtime, operation, plan, tensor, piece_elems, self._mesh.stream)
-        await player.play()
+        await Player(self._runtime, operation, plan, tensor, piece_elems, self._stream).play()
+
+    def _stream(self, rank: int) -> Stream:
+        return self._mesh.stream(self._ranks[rank])
 
 
-def _known(algorithm: str) -> str:
-    if algorithm not in ALGORITHMS:
-        raise UnknownNameError("algorithm", algorithm, ALGORITHMS)
-    return algorithm
+def _size_bytes(span: Span) -> int:
+    return len(span) * span.vector.tensor.element_size()
 
 
 def _scale(tensor: torch.Tensor, weight: float) -> None:
@@ -124,33 +163,19 @@ def _scale(tensor: torch.Tensor, weight: float) -> None:
     values *= values.dtype.type(weight)
 
 
-# ---- which schedule: pure ---------------------------------------------------------------
-
-_Make = Callable[[str, int, int, int], Schedule]
-"""(how, rank, size, elems)"""
-
-
-def _allreduce(algorithm: str, rank: int, size: int, elems: int) -> Schedule:
-    return ALGORITHMS[algorithm].schedule(rank, size, elems)
-
-
-def _reduce_scatter(_: str, rank: int, size: int, elems: int) -> Schedule:
-    return ring.reduce_scatter(rank, _slices(elems, size))
-
-
-def _all_gather(_: str, rank: int, size: int, elems: int) -> Schedule:
-    return ring.all_gather(rank, _slices(elems, size))
-
-
-def _broadcast(root: str, rank: int, size: int, elems: int) -> Schedule:
-    return binomial_tree.broadcast(rank, size, elems, int(root))
-
-
-def _slices(elems: int, size: int) -> list[int]:
-    """The edges of all ranks' `slice_of`."""
-    return [slice_of(elems, rank, size)[0] for rank in range(size)] + [elems]
-
-
 @lru_cache(maxsize=1024)
-def _plan(make: _Make, how: str, rank: int, size: int, elems: int) -> Plan:
-    return Plan.of(make(how, rank, size, elems))
+def _plan(verb: str, how: str, rank: int, size: int, elems: int, hosts: tuple[tuple[int, ...], ...]) -> Plan:
+    return Plan.of(_schedule(verb, how, rank, size, elems, hosts))
+
+
+def _schedule(
+    verb: str, how: str, rank: int, size: int, elems: int, hosts: Sequence[Sequence[int]]
+) -> Schedule:
+    if verb == "broadcast":
+        return binomial_tree.broadcast(rank, size, elems, int(how))
+    if verb != "allreduce":
+        cuts = [slice_of(elems, owner, size)[0] for owner in range(size)] + [elems]
+        return (PARTS[how].all_gather if verb == "all_gather" else PARTS[how].reduce_scatter)(rank, cuts)
+    if how == "hierarchical":
+        return hierarchical.allreduce(rank, hosts, elems)
+    return ALGORITHMS[how].schedule(rank, size, elems)

@@ -54,19 +54,29 @@ def cuts_of(elems: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an algorithm costs on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ.
+    """What an algorithm costs on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ + crowd·o.
 
     Args:
         alphas: messages one after the other; α is the seconds that each costs, however short.
         betas: vectors sent or received one after the other; n·β is the seconds of one.
         gammas: vectors added; n·γ is the seconds of one.
+        crowd: messages that a rank handles besides those, at the same time; o is the work of one. A network
+            carries them at once, which is why the textbooks leave them out; a processor does not.
     """
 
     alphas: float
     betas: float
     gammas: float = 0.0
+    crowd: float = 0.0
 
-    def seconds(self, num_bytes: int, alpha_s: float, beta_s_byte: float, gamma_s_byte: float = 0.0) -> float:
+    def seconds(
+        self,
+        num_bytes: int,
+        alpha_s: float,
+        beta_s_byte: float,
+        gamma_s_byte: float = 0.0,
+        message_s: float = 0.0,
+    ) -> float:
         """Of a vector of so many bytes, on a network and ranks of such figures."""
         per_byte_s = self.betas * beta_s_byte + self.gammas * gamma_s_byte
-        return self.alphas * alpha_s + num_bytes * per_byte_s
+        return self.alphas * alpha_s + self.crowd * message_s + num_bytes * per_byte_s

@@ -89,7 +89,7 @@ class Connection:
         self._flush_soon()
 
     def drop(self, stream: int) -> None:
-        """Empties chunks and bodies of a stream of which nothing has left. Their numbers must not be missing."""
+        """Empties chunks and bodies of a stream of which nothing has left. Numbers must not go missing."""
         for parcel in self._outbox:
             if parcel.stream == stream and parcel.droppable and not parcel.sent_bytes:
                 self.backlog_bytes -= parcel.left_bytes

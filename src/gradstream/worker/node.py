@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import safetensors.numpy
@@ -21,7 +21,7 @@ from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.events import EvaluatedEvent, StepEvent
+from gradstream.events import EvaluatedEvent, Event, StepEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
@@ -55,8 +55,22 @@ __all__ = ["FINAL_MODEL", "FormGroup", "WorkerConfig", "WorkerNode"]
 FINAL_MODEL = "checkpoints/final/model.safetensors"
 VITALS_EVERY_S = 1.0
 
-FormGroup = Callable[[Runtime, Endpoint, Sequence[str], int, int], Awaitable[Group]]
-"""Makes a group of (this node's runtime, its endpoint, names by rank, own rank, membership epoch)."""
+
+class FormGroup(Protocol):
+    """Makes a group; see `gradstream.collectives.forming.form_group`."""
+
+    def __call__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        names: Sequence[str],
+        rank: int,
+        epoch: int,
+        *,
+        on_event: Callable[[Event], None],
+    ) -> Awaitable[Group]:
+        """`on_event` hears how it sums."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +295,14 @@ class WorkerNode:
         notice = self._member.notice
         assert config.form_group is not None
         workers = names_of(notice.nodes, "worker")
-        group = await config.form_group(self._runtime, self._endpoint, workers, config.rank, notice.epoch)
+        group = await config.form_group(
+            self._runtime,
+            self._endpoint,
+            workers,
+            config.rank,
+            notice.epoch,
+            on_event=self._member.emit,
+        )
         replica = await self._group_replica(group, group_replica)
         chunks = ChunkMap(layout.elems, config.chunk_elems, config.num_workers)
         return GroupExchange(around, group, replica, chunks)

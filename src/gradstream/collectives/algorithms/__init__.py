@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradstream.collectives.algorithms import (
@@ -14,9 +14,9 @@ from gradstream.collectives.algorithms import (
     naive,
     ring,
 )
-from gradstream.collectives.schedule import Cost, MakeSchedule
+from gradstream.collectives.schedule import Cost, MakeSchedule, Step
 
-__all__ = ["ALGORITHMS", "Algorithm"]
+__all__ = ["ALGORITHMS", "PARTS", "Algorithm", "Parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +42,30 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "direct": Algorithm(direct.allreduce, direct.cost),
 }
 """By name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The halves of an allreduce, for who needs them alone: each costs half of it.
+
+    Args:
+        reduce_scatter: of (rank, cuts): part i, [cuts[i], cuts[i + 1]), of the sum to rank i.
+        all_gather: of (rank, cuts): part i of rank i to all.
+        powers_only: whether it takes a power of two of ranks.
+    """
+
+    reduce_scatter: Callable[[int, Sequence[int]], list[Step]]
+    all_gather: Callable[[int, Sequence[int]], list[Step]]
+    powers_only: bool = False
+
+    def fits(self, size: int) -> bool:
+        """Whether so many ranks can use it."""
+        return not self.powers_only or size & (size - 1) == 0
+
+
+PARTS: Mapping[str, Parts] = {
+    "halving-doubling": Parts(halving_doubling.reduce_scatter, halving_doubling.all_gather, powers_only=True),
+    "ring": Parts(ring.reduce_scatter, ring.all_gather),
+    "direct": Parts(direct.reduce_scatter, direct.all_gather),
+}
+"""By the name of the algorithm that they are of."""

@@ -37,4 +37,4 @@ def cost(size: int) -> Cost:
     if size == 2:
         return Cost(2, 2, 1)
     depth = size.bit_length() - 1
-    return Cost(2 * depth, 4 * depth, 2 * depth)
+    return Cost(2 * depth, 4 * depth, 2 * depth, crowd=depth)

@@ -25,4 +25,4 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 def cost(size: int) -> Cost:
     """2α + 2(p-1)nβ + (p-1)nγ: messages of one direction go at the same time and share the card."""
-    return Cost(2, 2 * (size - 1), size - 1) if size > 1 else Cost(0, 0)
+    return Cost(2, 2 * (size - 1), size - 1, crowd=size - 2) if size > 1 else Cost(0, 0)

@@ -1,0 +1,66 @@
+"""Hierarchical: inside each host first, and between hosts only what has to.
+
+    host A: 0 1   host B: 2 3 4         G = 2 slices, one for each of the first G ranks of a host
+
+    inside a host       each rank sends slice k to rank k, which sums it up
+    between hosts       the ranks k of all hosts sum up slice k round a ring
+    inside a host       rank k sends slice k to each rank
+
+G is the number of ranks on the smallest host. So a host's network card carries 2(m-1)/m vectors for m hosts,
+however many ranks it has; the rest stays inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradstream.collectives.algorithms import ring
+from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+
+__all__ = ["allreduce", "costs"]
+
+
+def allreduce(rank: int, hosts: Sequence[Sequence[int]], elems: int) -> list[Step]:
+    """2(p-1)n bytes in all where every host has as many ranks.
+
+    Args:
+        rank: whose schedule it is.
+        hosts: the ranks of each host.
+        elems: of the vector.
+    """
+    own = next(host for host in hosts if rank in host)
+    lanes = min(map(len, hosts))
+    cuts = cuts_of(elems, lanes)
+    place = own.index(rank)
+    others = [*own[place + 1 :], *own[:place]]  # begin with the next: no two send to the same one at once
+    owners = [(peer, own.index(peer)) for peer in others if own.index(peer) < lanes]
+    steps: list[Step] = [Send(peer, cuts[lane], cuts[lane + 1]) for peer, lane in owners]
+    if place < lanes:
+        start, stop = cuts[place], cuts[place + 1]
+        steps += [Recv(peer, start, stop, add=True) for peer in reversed(others)]
+        steps += _across([host[place] for host in hosts], rank, start, stop)
+        steps += [Send(peer, start, stop) for peer in others]
+    return steps + [Recv(peer, cuts[lane], cuts[lane + 1]) for peer, lane in reversed(owners)]
+
+
+def _across(ranks: Sequence[int], rank: int, start: int, stop: int) -> list[Step]:
+    """A ring of these ranks, on a part of the vector."""
+    steps = ring.allreduce(ranks.index(rank), len(ranks), stop - start)
+    return [
+        Send(ranks[step.peer], start + step.start, start + step.stop)
+        if isinstance(step, Send)
+        else Recv(ranks[step.peer], start + step.start, start + step.stop, step.add)
+        for step in steps
+    ]
+
+
+def costs(hosts: int, ranks_each: int) -> tuple[Cost, Cost]:
+    """Inside hosts and between them, m hosts of g ranks: the sum of both is the time.
+
+    2α + 2(g-1)/g·nβ + (g-1)/g·nγ inside, 2(m-1)α + 2(m-1)/(mg)·nβ + (m-1)/(mg)·nγ between.
+    """
+    inside, between = (ranks_each - 1) / ranks_each, (hosts - 1) / hosts / ranks_each
+    return (
+        Cost(2 if ranks_each > 1 else 0, 2 * inside, inside),
+        Cost(2 * (hosts - 1), 2 * between, between),
+    )

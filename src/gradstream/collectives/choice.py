@@ -1,0 +1,80 @@
+"""Which algorithm for how many bytes: the cheapest by the cost formulas, with figures that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradstream.collectives.algorithms import ALGORITHMS, PARTS
+
+__all__ = ["Choice", "Figures"]
+
+LARGEST_BYTES = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What messages and sums cost among the ranks of a group.
+
+    Args:
+        alpha_s: a message, however short, from one rank to the next.
+        beta_s_byte: a byte more.
+        gamma_s_byte: adding up a byte's worth of elements.
+        message_s: handling one more message at the same time.
+    """
+
+    alpha_s: float
+    beta_s_byte: float
+    gamma_s_byte: float
+    message_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The cheapest algorithm by size, for one group.
+
+    Args:
+        size: how many ranks.
+        figures: the same at all of them, or they would choose differently.
+    """
+
+    size: int
+    figures: Figures
+
+    def seconds(self, algorithm: str, num_bytes: int) -> float:
+        """What the formula predicts for an allreduce."""
+        cost, at = ALGORITHMS[algorithm].cost(self.size), self.figures
+        return cost.seconds(num_bytes, at.alpha_s, at.beta_s_byte, at.gamma_s_byte, at.message_s)
+
+    def allreduce(self, num_bytes: int) -> str:
+        """The algorithm for vectors of so many bytes; among equals the one named first."""
+        return min(ALGORITHMS, key=lambda name: self.seconds(name, num_bytes))
+
+    def parts(self, num_bytes: int) -> str:
+        """The same for reduce-scatter and all-gather."""
+        fitting = [name for name, parts in PARTS.items() if parts.fits(self.size)]
+        return min(fitting, key=lambda name: self.seconds(name, num_bytes))
+
+    def table(self) -> Mapping[int, str]:
+        """The choice by the number of bytes from which on it holds."""
+        found, at = {0: self.allreduce(0)}, 0
+        while at < LARGEST_BYTES:
+            last, following = found[max(found)], max(1, 2 * at)
+            if self.allreduce(following) != last:
+                edge = self._edge(at, following)
+                found[edge] = self.allreduce(edge)
+                at = edge
+            else:
+                at = following
+        return found
+
+    def _edge(self, below: int, above: int) -> int:
+        """The first number of bytes after `below` at which the choice is another."""
+        name = self.allreduce(below)
+        while above - below > 1:
+            middle = (below + above) // 2
+            if self.allreduce(middle) == name:
+                below = middle
+            else:
+                above = middle
+        return above

@@ -1,0 +1,111 @@
+"""What messages and sums cost among the ranks of a mesh: measured once, and agreed on by all."""
+
+from __future__ import annotations
+
+import statistics
+import struct
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import torch
+
+from gradstream.collectives.choice import Figures
+from gradstream.collectives.mesh import Mesh
+from gradstream.collectives.plan import Plan
+from gradstream.collectives.player import Operation, Player
+from gradstream.collectives.schedule import Recv, Schedule, Send
+from gradstream.runtime.base import Work
+
+__all__ = ["measure"]
+
+SHORT_ELEMS = 1
+FIRST_ELEMS = 1 << 14  # 64 KiB: short enough for any network
+LONG_ELEMS = 1 << 18  # 1 MiB, unless the first already takes long
+PATIENCE_S = 0.02
+TIMES = 7
+
+_FIGURES = struct.Struct("<4d")
+_SECONDS = struct.Struct("<d")
+
+
+async def measure(mesh: Mesh) -> Figures:
+    """Pings of two sizes round a ring, a short one to everybody at once, and a sum.
+
+    Every rank gets the same figures: those of the rank at which they are highest, since all wait for
+    the slowest. Takes some tens of short messages, and five of a megabyte or fewer.
+
+    Raises:
+        PeerLostError, DeadlineError: naming a rank; the mesh is broken.
+    """
+    if mesh.size == 1:
+        return Figures(0.0, 0.0, 0.0, 0.0)
+    around = _around(mesh.rank, mesh.size)
+    alpha_s = await _median_s(mesh, around(SHORT_ELEMS), TIMES)
+    crowd_s = await _median_s(mesh, _everybody(mesh.rank, mesh.size), TIMES)
+    first_s = max(await _swap_s(mesh, await _median_s(mesh, around(FIRST_ELEMS), 1)))
+    elems, times = (LONG_ELEMS, 5) if first_s < PATIENCE_S else (FIRST_ELEMS, 3)
+    long_s = await _median_s(mesh, around(elems), times)
+    own = (
+        alpha_s,
+        max(0.0, long_s - alpha_s) / (4 * elems),
+        await _sum_s(mesh) / (4 * LONG_ELEMS),
+        max(0.0, crowd_s - alpha_s) / max(1, mesh.size - 2),
+    )
+    figures = [_FIGURES.unpack(word) for word in await mesh.swap(_FIGURES.pack(*own))]
+    return Figures(*(max(column) for column in zip(*figures, strict=True)))
+
+
+def _around(rank: int, size: int) -> Callable[[int], Schedule]:
+    def schedule(elems: int) -> Schedule:
+        return [Send((rank + 1) % size, 0, elems), Recv((rank - 1) % size, elems, 2 * elems)]
+
+    return schedule
+
+
+def _everybody(rank: int, size: int) -> Schedule:
+    others = [(rank + turn) % size for turn in range(1, size)]
+    return [
+        *(Send(peer, 0, 1) for peer in others),
+        *(Recv(peer, 1 + turn, 2 + turn) for turn, peer in enumerate(reversed(others))),
+    ]
+
+
+async def _median_s(mesh: Mesh, schedule: Schedule, times: int) -> float:
+    runtime, plan = mesh.runtime, Plan.of(schedule)
+    elems = max(step.stop for step in schedule)
+    tensor = _zeros(mesh, elems)
+    operation = Operation(0, 0, "measuring")
+    took_s = []
+    for _ in range(times):
+        player = Player(runtime, operation, plan, tensor, elems, mesh.stream)
+        took_s.append(await _timed_s(mesh, lambda player=player: mesh.guarded(player.play())))  # type: ignore[misc]
+    return statistics.median(took_s)
+
+
+async def _sum_s(mesh: Mesh) -> float:
+    runtime = mesh.runtime
+    vector = _zeros(mesh, 2 * LONG_ELEMS)
+    into, part = vector[:LONG_ELEMS], vector[LONG_ELEMS:]
+
+    def add(_: object) -> None:
+        np.add(into.numpy(), part.numpy(), out=into.numpy())
+
+    work = Work("reduce", elems=LONG_ELEMS)
+    return min(
+        [await _timed_s(mesh, lambda: runtime.compute(add, work=work, lane="exchange")) for _ in range(3)]
+    )
+
+
+def _zeros(mesh: Mesh, elems: int) -> torch.Tensor:
+    """Not from the node's memory: its bill is of what lasts."""
+    return torch.zeros(elems, device="meta" if mesh.runtime.memory.phantom else "cpu")
+
+
+async def _timed_s(mesh: Mesh, work: Callable[[], Awaitable[object]]) -> float:
+    begun_ns = mesh.runtime.now()
+    await work()
+    return (mesh.runtime.now() - begun_ns) / 1e9
+
+
+async def _swap_s(mesh: Mesh, seconds: float) -> list[float]:
+    return [_SECONDS.unpack(word)[0] for word in await mesh.swap(_SECONDS.pack(seconds))]

@@ -1,0 +1,241 @@
+"""Which algorithm, and which kind of group: by figures that are measured, and by where the ranks are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
+from gradstream.collectives.checking import play
+from gradstream.collectives.choice import Choice, Figures
+from gradstream.collectives.forming import form_group
+from gradstream.collectives.group import Group
+from gradstream.collectives.hierarchical_group import HierarchicalGroup
+from gradstream.collectives.message_group import MessageGroup
+from gradstream.collectives.shared import SharedGroup
+from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
+from gradstream.events import GroupEvent
+from gradstream.memory import Vector
+from gradstream.runtime import Cost, Link, Network, RealRuntime, World
+from gradstream.testing.group_runs import VirtualRanks
+from gradstream.transport.base import Identity
+from gradstream.transport.carriers import make_endpoint
+
+LAYOUTS = (
+    [[0, 1], [2, 3]],
+    [[0, 2, 4], [1, 3, 5]],
+    [[0], [1, 2, 3]],
+    [[0, 1, 2], [3, 4]],
+    [[0, 1], [2], [3, 4, 5]],
+)
+
+
+# ---- pure --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_hierarchical_sums(hosts: list[list[int]]) -> None:
+    size = sum(map(len, hosts))
+    for elems in (0, 1, 5, 6, 7, 1000):
+        vectors = list(np.random.default_rng(0).integers(-9, 9, (size, elems)).astype(np.float32))
+        expected = np.add.reduce(vectors, axis=0)
+        tally = play([hierarchical.allreduce(rank, hosts, elems) for rank in range(size)], vectors)
+        for vector in vectors:
+            np.testing.assert_array_equal(vector, expected)
+        if len({len(host) for host in hosts}) == 1:
+            assert tally.elems == 2 * (size - 1) * elems
+    between = [
+        s for r in range(size) for s in hierarchical.allreduce(r, hosts, 960) if away(r, s.peer, hosts)
+    ]
+    m = len(hosts)
+    assert sum(step.stop - step.start for step in between) // 2 == 2 * (m - 1) * 960  # each sent and received
+
+
+def away(rank: int, peer: int, hosts: list[list[int]]) -> bool:
+    return next(host for host in hosts if rank in host) != next(host for host in hosts if peer in host)
+
+
+def test_the_cheapest_by_size() -> None:
+    choice = Choice(8, Figures(1e-4, 1e-9, 0.0, 1e-4))
+    for num_bytes in (0, 1000, 10**5, 10**7, 10**9):
+        best = choice.allreduce(num_bytes)
+        assert all(choice.seconds(best, num_bytes) <= choice.seconds(name, num_bytes) for name in ALGORITHMS)
+    table = choice.table()
+    assert list(table) == sorted(table)
+    assert table[0] == "butterfly"
+    assert table[max(table)] in ("ring", "direct", "halving-doubling")
+    for edge in list(table)[1:]:  # where two formulas cross
+        assert choice.allreduce(edge - 1) != choice.allreduce(edge)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(4, 4.0), (8, 2.4)])
+def test_butterfly_and_halving_doubling_cross_where_the_sheet_says(size: int, factor: float) -> None:
+    """n* = α lg p / (β (lg p - 2(p-1)/p))."""
+    choice = Choice(size, Figures(1e-4, 1e-9, 0.0, 0.0))
+    at = round(factor * 1e-4 / 1e-9)
+    first, second = "butterfly", "halving-doubling"
+    assert choice.seconds(first, at) == pytest.approx(choice.seconds(second, at))
+    assert choice.seconds(first, at // 2) < choice.seconds(second, at // 2)
+    assert choice.seconds(first, at * 2) > choice.seconds(second, at * 2)
+
+
+# ---- on virtual time ---------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_network() -> None:
+    network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=2e-3), header_bytes=0)
+    world = World(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
+    events: list[Any] = []
+
+    async def work(group: Group) -> Figures:
+        assert isinstance(group, MessageGroup)
+        assert group.choice is not None
+        return group.choice.figures
+
+    outcomes = VirtualRanks(5, world=world).run(work, how="auto", on_event=events.append)
+    for found in outcomes:
+        assert found == outcomes[0]
+        assert found.alpha_s == pytest.approx(2e-3, rel=1e-3)
+        assert found.beta_s_byte == pytest.approx(1e-8, rel=1e-3)
+        assert found.gamma_s_byte == pytest.approx(1e-10, rel=1e-3)
+        assert found.message_s < 1e-6
+    (event,) = events
+    assert isinstance(event, GroupEvent)
+    assert event.kind == "messages"
+    assert list(event.choices.values())[-1] == "direct"  # 2α, and nobody pays for the crowd
+    assert event.alpha_s == outcomes[0].alpha_s
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaabb", "abbb"])
+def test_ranks_on_hosts(hosts: str) -> None:
+    size = len(hosts)
+    parts = np.random.default_rng(1).integers(-99, 99, (size, 500)).astype(np.float32)
+
+    async def work(group: Group) -> Any:
+        vector = Vector("v", torch.from_numpy(parts[group.rank].copy()))
+        await group.allreduce(vector.all)
+        return vector.tensor.numpy()
+
+    network = Network(link=Link(latency_s=1e-3, jitter_s=1e-3))
+    for outcome in VirtualRanks(size, world=World(network=network)).run(work, how="auto", hosts=hosts):
+        np.testing.assert_array_equal(outcome, parts.sum(axis=0))
+
+
+async def in_two_storeys(group: Group) -> Any:
+    """The composite of groups, made of message groups alone: ranks 0 and 1, 2 and 3 on a host each."""
+    assert isinstance(group, MessageGroup)
+    mesh = group._mesh
+    own, lane = ([0, 1], [2, 3])[mesh.rank // 2], ([0, 2], [1, 3])[mesh.rank % 2]
+    inside, between = MessageGroup(mesh, ranks=own), MessageGroup(mesh, ranks=lane)
+    composite = HierarchicalGroup(mesh, inside, between, group)
+    vector = Vector("v", torch.arange(300.0) + mesh.rank)
+    await composite.allreduce(vector.all, weight=2.0)
+    found = vector.tensor.numpy().copy()
+    await composite.broadcast(vector.all, root=3)
+    await composite.all_gather(vector.all)
+    own_slice = await composite.reduce_scatter(vector.all)
+    assert own_slice.tensor.tolist() == (4 * found)[own_slice.start : own_slice.stop].tolist()
+    return found
+
+
+def test_groups_of_groups() -> None:
+    for outcome in VirtualRanks(4).run(in_two_storeys):
+        np.testing.assert_array_equal(outcome, 2 * (4 * np.arange(300.0) + 6))
+
+
+def test_groups_of_groups_name_who_was_killed() -> None:
+    failed = 0
+    for number in range(1, 30):
+        ranks = VirtualRanks(4, seed=number)
+        ranks.kill_at_chunk(number % 4, number)
+        outcomes = ranks.run(in_two_storeys)
+        assert ranks.killed is not None
+        for rank in {0, 1, 2, 3} - {number % 4}:
+            if isinstance(outcomes[rank], Exception):
+                failed += 1
+                assert isinstance(outcomes[rank], PeerLostError), outcomes[rank]
+                assert outcomes[rank].peer == f"worker-{number % 4}", outcomes[rank]
+    assert failed > 60
+
+
+# ---- for real ----------------------------------------------------------------------------
+
+
+def really(
+    size: int, work: Callable[[Group], Coroutine[Any, Any, Any]], *, hosts: Sequence[str] = (), **options: Any
+) -> list[Any]:
+    """What `work` returned at each rank, all of them in this process; over a carrier of the options."""
+    names = [f"worker-{rank}" for rank in range(size)]
+    carrier = options.pop("carrier", "auto")
+
+    async def live(rank: int, endpoint: Any, runtime: RealRuntime) -> Any:
+        host = hosts[rank] if hosts else ""
+        group = await form_group(runtime, endpoint, names, rank, 1, silence_s=10.0, host=host, **options)
+        try:
+            return await work(group)
+        finally:
+            await group.close()
+
+    async def main() -> list[Any]:
+        runtimes = [RealRuntime(name) for name in names]
+        job = f"test-{os.getpid()}"
+        endpoints = [
+            make_endpoint(Identity(job, n, 1), r, carrier) for n, r in zip(names, runtimes, strict=True)
+        ]
+        for endpoint in endpoints:
+            await endpoint.start()
+        for endpoint in endpoints:
+            for other in endpoints:
+                endpoint.know(other.identity.name, other.address)
+        try:
+            lives = (live(*one) for one in zip(range(size), endpoints, runtimes, strict=True))
+            return list(await asyncio.gather(*lives))
+        finally:
+            for endpoint in endpoints:
+                await endpoint.close()
+            for runtime in runtimes:
+                runtime.close()
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(2e-4)
+    try:
+        return asyncio.run(main())
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+async def kind_and_sum(group: Group) -> tuple[str, float]:
+    vector = group.allocate(70_001, torch.float32, "v")
+    vector.tensor.fill_(group.rank + 1.0)
+    total = await group.allreduce(vector.all)
+    values = set(total.tensor.tolist())
+    assert len(values) == 1
+    return type(group).__name__, values.pop()
+
+
+@pytest.mark.parametrize("carrier", ["grpc", "tcp"])
+@pytest.mark.parametrize("how", ["messages", "butterfly", "ring"])
+def test_four_ranks_over(carrier: str, how: str) -> None:
+    assert really(4, kind_and_sum, how=how, carrier=carrier) == [("MessageGroup", 10.0)] * 4
+
+
+def test_on_one_host_memory_is_shared() -> None:
+    assert really(3, kind_and_sum) == [(SharedGroup.__name__, 6.0)] * 3
+
+
+def test_on_two_hosts_memory_is_shared_inside() -> None:
+    assert really(4, kind_and_sum, hosts="aabb") == [(HierarchicalGroup.__name__, 10.0)] * 4
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    with pytest.raises(ConfigError, match="cannot share memory"):
+        really(2, kind_and_sum, hosts="ab", how="shared")
+    with pytest.raises(UnknownNameError, match="did you mean 'ring'"):
+        really(1, kind_and_sum, how="rong")
