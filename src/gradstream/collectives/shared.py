@@ -74,7 +74,10 @@ class SharedGroup:
 
     def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.allocate`."""
-        return self._core.allocate(elems, dtype, name)
+        vector = self._core.allocate(elems, dtype, name)
+        bill = self._runtime.memory.allocated_bytes
+        bill[name] = bill.get(name, 0) + vector.tensor.nbytes
+        return vector
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.common`, and `SharedCore.common`: one vector of zeros that all ranks have."""

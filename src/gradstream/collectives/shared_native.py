@@ -15,7 +15,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -68,10 +67,10 @@ class Native:
 @functools.cache
 def native() -> Native | None:
     """Makes the code, once; None without `llvmlite`, or where torch's kernels do not fuse either."""
-    if find_spec("llvmlite") is None:
+    try:
+        import llvmlite.binding as llvm
+    except (ImportError, OSError):  # not there, or not for this system
         return None
-    import llvmlite.binding as llvm
-
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features()
