@@ -1,0 +1,166 @@
+"""Runs without servers for real: processes that are killed and resumed, threads, and loops of a user's own."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradstream as gs
+import gradstream.resume  # the name in the face is the function's
+from gradstream.cluster import LocalCluster, node_environment
+from gradstream.config import cast_of
+from gradstream.errors import PeerLostError
+from gradstream.jobfile import load_job
+from gradstream.run import FINAL_MODEL
+from gradstream.simulate import simulate
+from gradstream.strategies import AllReduce
+from gradstream.testing.runs import least_squares
+from gradstream.testing.sessions import loop_in_threads
+from gradstream.train import launch
+
+resume_module = sys.modules["gradstream.resume"]
+
+JOB = """
+import numpy as np
+import gradstream as gs
+
+rng = np.random.default_rng(0)
+X = rng.standard_normal((120, 300)).astype("float32")
+Y = X @ rng.standard_normal(300).astype("float32")
+
+def gradients(p, x, y):
+    error = x @ p["w"] - y
+    return float(error @ error) / len(y), {"w": 2 * error @ x / len(y)}
+
+def job():
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.zeros(300)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
+    )
+    return gs.Job(
+        model, gs.from_arrays(X, Y), strategy="allreduce", workers=2, batch_size=8, steps=STEPS, chunk_elems=64,
+        optimizer=gs.Adam(lr=gs.Cosine(0.05)), checkpoint_every=5,
+        deadlines=gs.Deadlines(lease_s=3.0, silence_s=3.0),
+    )
+"""
+STEPS = 120
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "linear.py"
+    path.write_text(textwrap.dedent(JOB.replace("STEPS", str(STEPS))))
+    return path
+
+
+class Killer:
+    """SIGKILL to some nodes, a number of events after the start."""
+
+    def __init__(self, cluster: LocalCluster, events: int, victims: list[str]) -> None:
+        self._cluster = cluster
+        self._left = events
+        self._victims = victims
+
+    def __call__(self, event: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            for name in self._victims or list(self._cluster.running):
+                self._cluster.signal(name, signal.SIGKILL)
+
+    def bury(self) -> None:
+        """Hears of every death, so that the next run does not."""
+        while self._cluster.message(0.2) is not None or self._cluster.running:
+            pass
+
+
+def test_killed_and_resumed_it_ends_with_the_bytes_of_a_simulation(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker, or everybody, at any instant: the error names the worker that was killed alone.
+
+    With two workers a sum has the same bits in either order, so memory that is shared gives those of messages.
+    """
+    job = load_job(str(job_file))
+    expected = simulate(job).parameters["w"].tobytes()
+    rng, path, kills, named = random.Random(3), tmp_path / "run", 0, 0
+    path.mkdir()
+    with LocalCluster(tmp_path / "logs", node_environment(2)) as warm:
+        monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
+        go: Any = partial(launch, job, cast_of(job, "first"), path, cluster=warm)
+        for victims in (["worker-1"], [], ["worker-0"], ["worker-1"]):
+            killer = Killer(warm, rng.randrange(20, 90), victims)
+            try:
+                run = go(on_event=killer)
+                break
+            except PeerLostError as error:
+                kills += 1
+                named += bool(victims) and victims[0] in str(error)
+            killer.bury()
+            go = partial(gs.resume, path)
+        else:
+            run = go()
+    assert kills >= 3 and named >= 2
+    assert run.parameters["w"].tobytes() == expected
+    assert (path / FINAL_MODEL).is_file()
+    assert [row["step"] for row in run.history if row["rank"] == 0] == list(range(STEPS))
+
+
+def test_nodes_as_threads_and_every_way_of_updating_have_the_same_bits(tmp_path: Path) -> None:
+    model, data = least_squares(64, 300, whole=False, reduction="mean")
+    options: dict[str, Any] = {"workers": 2, "batch_size": 4, "steps": 8, "optimizer": gs.Adam(lr=0.01)}
+    expected = simulate(model, data, strategy=AllReduce(), **options).parameters["w"].tobytes()
+    for sharded in (None, False, True):
+        run_dir = tmp_path / str(sharded)
+        run = gs.train(model, data, strategy=AllReduce(sharded=sharded), run_dir=run_dir, processes=False, **options)
+        assert run.parameters["w"].tobytes() == expected, sharded
+
+
+# ---- loops of a user's own --------------------------------------------------------------------------
+
+
+def loop(session: gs.Session, *, epochs: int = 3, uneven: int = 0) -> list[torch.Tensor]:
+    """An ordinary loop, with the lines of a session in it. Gives the parameters, and those of an evaluation."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-2, 3, (64, 5), generator=generator).double()
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5], [0.0], [3.0]], dtype=torch.float64)
+    module = torch.nn.Linear(5, 1).double()
+    if session.rank == 0:
+        torch.nn.init.constant_(module.weight, 0.5)  # those of others are not asked for
+        torch.nn.init.zeros_(module.bias)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    loader = session.shard(data)
+    model, optimizer = session.wrap(module, torch.optim.SGD(module.parameters(), lr=1 / 64, momentum=0.9))
+    seen = torch.zeros(0)
+    for _ in range(epochs + uneven * session.rank):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with session.evaluation():
+            seen = module.weight.detach().clone()
+    session.close()
+    return [module.weight.detach().clone(), module.bias.detach().clone(), seen]
+
+
+def test_a_loop_of_ones_own_without_servers_is_that_through_a_server() -> None:
+    both = loop_in_threads(loop, strategy="allreduce")
+    server = loop_in_threads(loop, strategy="synchronous", chunk_elems=64)
+    for one, other in zip(both[0], server[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(one, other) for one, other in zip(both[0][:2], both[1][:2], strict=True))
+    assert torch.equal(both[0][0], both[0][2])  # an evaluation sees the parameters that all have
+
+
+def test_loops_that_run_out_at_different_times_end_together() -> None:
+    """Those that have no data any more take part without samples; the server's weights say what is right."""
+    many = loop_in_threads(partial(loop, uneven=1), workers=3, strategy="allreduce")
+    server = loop_in_threads(partial(loop, uneven=1), workers=3, strategy="synchronous", chunk_elems=64)
+    assert torch.equal(many[0][0], many[2][0])
+    torch.testing.assert_close(many[0][0], server[0][0], rtol=1e-12, atol=1e-12)
