@@ -1,4 +1,4 @@
-"""Runs without servers for real: processes that are killed and resumed, threads, and loops of a user's own."""
+"""Runs without servers for real: processes that are killed and resumed, threads, loops of a user's own."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def job():
         init=lambda seed: {"w": np.zeros(300)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
     )
     return gs.Job(
-        model, gs.from_arrays(X, Y), strategy="allreduce", workers=2, batch_size=8, steps=STEPS, chunk_elems=64,
-        optimizer=gs.Adam(lr=gs.Cosine(0.05)), checkpoint_every=5,
+        model, gs.from_arrays(X, Y), strategy="allreduce", workers=2, batch_size=8, steps=STEPS,
+        chunk_elems=64, optimizer=gs.Adam(lr=gs.Cosine(0.05)), checkpoint_every=5,
         deadlines=gs.Deadlines(lease_s=3.0, silence_s=3.0),
     )
 """
@@ -85,7 +85,7 @@ def test_killed_and_resumed_it_ends_with_the_bytes_of_a_simulation(
 ) -> None:
     """A worker, or everybody, at any instant: the error names the worker that was killed alone.
 
-    With two workers a sum has the same bits in either order, so memory that is shared gives those of messages.
+    With two workers a sum has the same bits in either order: shared memory gives those of messages.
     """
     job = load_job(str(job_file))
     expected = simulate(job).parameters["w"].tobytes()
@@ -118,7 +118,9 @@ def test_nodes_as_threads_and_every_way_of_updating_have_the_same_bits(tmp_path:
     expected = simulate(model, data, strategy=AllReduce(), **options).parameters["w"].tobytes()
     for sharded in (None, False, True):
         run_dir = tmp_path / str(sharded)
-        run = gs.train(model, data, strategy=AllReduce(sharded=sharded), run_dir=run_dir, processes=False, **options)
+        run = gs.train(
+            model, data, strategy=AllReduce(sharded=sharded), run_dir=run_dir, processes=False, **options
+        )
         assert run.parameters["w"].tobytes() == expected, sharded
 
 
@@ -126,7 +128,7 @@ def test_nodes_as_threads_and_every_way_of_updating_have_the_same_bits(tmp_path:
 
 
 def loop(session: gs.Session, *, epochs: int = 3, uneven: int = 0) -> list[torch.Tensor]:
-    """An ordinary loop, with the lines of a session in it. Gives the parameters, and those of an evaluation."""
+    """An ordinary loop, with the lines of a session in it. Gives its parameters, and an evaluation's."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (64, 5), generator=generator).double()
     y = x @ torch.tensor([[1.0], [-2.0], [0.5], [0.0], [3.0]], dtype=torch.float64)

@@ -16,7 +16,9 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.simulate import simulate
 from gradstream.strategies import AllReduce
+from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
+from gradstream.testing.strategies import BrokenLawsError
 
 LR, GRID = 2.0**-7, 2.0**-10
 FEATURES = 300  # with buckets of 128 elements three, the last one short
@@ -216,3 +218,29 @@ def test_buffers_are_averaged_as_through_a_server() -> None:
     name = "layers.1.running_mean"
     assert np.abs(runs[0].parameters[name]).max() > 0
     np.testing.assert_array_equal(runs[1].parameters[name], runs[0].parameters[name])
+
+
+def test_it_obeys_the_laws_of_strategies() -> None:
+    assert not check_strategy(AllReduce, sharded=True).broken
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(AllReduce):
+    """The planted fault: the last bucket is not exchanged, so everybody goes on with its own."""
+
+    bucket_mib: float = 64 * 4 / (1 << 20)
+
+    async def train(self, worker: Any) -> None:
+        group = worker.group
+        async for batch in worker.batches():
+            gradient = worker.gradient_soon(batch)
+            samples = await group.samples(gradient)
+            for bucket in group.buckets[:-1]:
+                await group.allreduce(gradient, bucket, self.weight(worker.rank, samples, worker.reduction))
+            await group.update(gradient)
+
+
+def test_a_bucket_that_is_forgotten_breaks_them() -> None:
+    with pytest.raises(BrokenLawsError) as caught:
+        check_strategy(Forgetful)
+    assert {verdict.law for verdict in caught.value.report.broken} >= {"plain", "complete", "exactly_once"}

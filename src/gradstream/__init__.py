@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from gradstream.runtime.world import Cost, Link, Network, World
     from gradstream.session import Session, join
     from gradstream.simulate.simulate import simulate
-    from gradstream.strategies import Downpour, Strategy, Synchronous
+    from gradstream.strategies import AllReduce, Downpour, Strategy, Synchronous
     from gradstream.train import train
 
 __version__ = "0.1.0"
@@ -68,6 +68,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AllReduce",
     "Batch",
     "Chain",
     "ConfigError",
@@ -143,7 +144,7 @@ _ROOMS = {
     "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
     "gradstream.session": ("Session", "join"),
     "gradstream.simulate": ("simulate",),
-    "gradstream.strategies": ("Downpour", "Strategy", "Synchronous"),
+    "gradstream.strategies": ("AllReduce", "Downpour", "Strategy", "Synchronous"),
     "gradstream.train": ("train",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
