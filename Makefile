@@ -27,6 +27,7 @@ bench: $(READY)
 	$(BIN)/python bench/server_bulk.py --carrier tcp --elems 74770901
 	$(BIN)/python bench/carriers.py
 	$(BIN)/python bench/ping_behind_bulk.py
+	$(BIN)/python bench/ping_behind_bulk.py --carrier tcp
 	$(BIN)/python bench/allreduce.py
 	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
 

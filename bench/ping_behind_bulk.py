@@ -3,11 +3,13 @@
 One process pushes 300 MB to a shard in another, then fetches them back, and all the while asks the
 shard for its status every 20 ms. Goal: a median of at most 5 ms.
 
-    python bench/ping_behind_bulk.py
+    python bench/ping_behind_bulk.py                  # over gRPC
+    python bench/ping_behind_bulk.py --carrier tcp
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import datetime
 import json
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import server_bulk
 import torch
@@ -26,16 +29,16 @@ from gradstream.cluster.machine import describe_machine, git_commit, node_enviro
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import ChunkMap, ServerClient
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1
 
 ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
 
 
-async def measure(address: str) -> dict[str, dict[str, float]]:
+async def measure(address: str, carrier: Any) -> dict[str, dict[str, float]]:
     runtime = RealRuntime("worker-0")
     identity = Identity("bench", "worker-0", 2, fingerprint=server_bulk.FINGERPRINT)
-    endpoint = GrpcEndpoint(identity, runtime)
+    endpoint = make_endpoint(identity, runtime, carrier)
     await endpoint.start()
     endpoint.know("shard-0", address)
     spare, update = (runtime.memory.allocate(ELEMS, torch.float32, name) for name in ("spare", "update"))
@@ -79,30 +82,46 @@ async def measure(address: str) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--carrier", choices=["grpc", "tcp"], default="grpc")
+    carrier = parser.parse_args().carrier
     sys.setswitchinterval(2e-4)
     torch.set_num_threads(1)
     here = Path(__file__).resolve().parent
     server = subprocess.Popen(
-        [sys.executable, str(here / "server_bulk.py"), "--elems", str(ELEMS), "--serve"],
+        [
+            sys.executable,
+            str(here / "server_bulk.py"),
+            "--elems",
+            str(ELEMS),
+            "--carrier",
+            carrier,
+            "--serve",
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **node_environment(2)},
     )
     assert server.stdout is not None and server.stdin is not None
-    rows = asyncio.run(measure(json.loads(server.stdout.readline())[0]))
+    rows = asyncio.run(measure(json.loads(server.stdout.readline())[0], carrier))
     server.stdin.close()
     server.wait(timeout=60)
     for name, row in rows.items():
-        print(f"behind a 300 MB {name}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()))
+        print(
+            f"{carrier}, behind a 300 MB {name}: "
+            + ", ".join(f"{key} {value:.2f}" for key, value in row.items())
+        )
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(here.parent),
         "machine": describe_machine(node_environment(2)),
+        "carrier": carrier,
         "rows": rows,
     }
     (here / "results").mkdir(exist_ok=True)
-    (here / "results" / "ping-behind-bulk.json").write_text(json.dumps(record, indent=2) + "\n")
+    kind = "" if carrier == "grpc" else f"-{carrier}"
+    (here / "results" / f"ping-behind-bulk{kind}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
