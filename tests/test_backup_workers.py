@@ -15,6 +15,8 @@ import torch
 
 import gradstream as gs
 from gradstream.errors import ConfigError, PeerLostError
+from gradstream.report.page import Source, page
+from gradstream.report.uneven import quorums
 from gradstream.run import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
@@ -172,6 +174,17 @@ def test_late_steps_are_told_and_every_samples_fate_is_known() -> None:
     assert run.summary["samples_accounted"] == 3 * 128
     by_epoch = [sum(len(event["ids"]) for event in rounds_of(run) if event["epoch"] == n) for n in range(3)]
     assert by_epoch == [128] * 3
+
+
+def test_the_report_says_who_was_late() -> None:
+    run, _ = backed_up(WORLDS["slow worker"], steps=30)
+    head, rows = quorums(run.events)
+    assert head == ["worker", ">in updates", ">of all", ">late", ">skipped"]
+    late, skipped = int(rows[0][3]), int(rows[0][4])
+    assert rows[0][:3] == ["worker-0", str(30 - late - skipped), f"{(30 - late - skipped) / 30:.0%}"]
+    assert run.summary["late"]["worker-0"] == late
+    assert skipped > late > 0
+    assert "<h2>Backup workers</h2>" in page(Source(title="x", events=run.events))
 
 
 def test_chunks_that_decided_each_for_itself_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

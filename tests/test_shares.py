@@ -19,6 +19,10 @@ from gradstream.data.plan import PartitionPlan, RoundPlan
 from gradstream.data.shares import Speed, begins_stretch, dealt, stretch_end
 from gradstream.errors import ConfigError, InternalError
 from gradstream.membership.balance import Balance
+from gradstream.report.figures import figures_of
+from gradstream.report.page import Source, page
+from gradstream.report.reason import reason_of
+from gradstream.report.uneven import shares_table
 from gradstream.run import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, LogNormal, World
@@ -215,7 +219,9 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
     assert taken[-1] == pytest.approx(20, abs=1.5), taken
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"servers": 3}, {"batch_size": [100, 0, 20, 8]}])
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2, "servers": 3}, {"batch_size": [100, 0, 20, 8]}, {"strategy": "allreduce"}]
+)
 def test_the_bits_are_those_of_equal_shares(options: dict[str, Any]) -> None:
     measured = uneven("measured", spread=0.2, **options)
     assert any(event["changed"] for event in shares_of(measured))
@@ -250,6 +256,19 @@ def test_a_resumed_run_goes_on_with_the_shares_it_had() -> None:
     assert first_size(whole) == 32
     assert first_size(resumed) == 9
     assert resumed.parameters["w"].tobytes() == whole.parameters["w"].tobytes()
+
+
+def test_the_report_shows_the_shares() -> None:
+    run = uneven("measured", steps=6, epochs=None)
+    assert run.summary["shares"] == {f"worker-{rank}": size for rank, size in enumerate((40, 40, 39, 9))}
+    head, (change, speeds) = shares_table(run.events)
+    assert head == ["from", ">worker-0", ">worker-1", ">worker-2", ">worker-3"]
+    assert change == ["epoch 0, round 4", "40", "40", "39", "9"]
+    assert speeds == ["speed, measured last", "1,000/s", "1,000/s", "1,000/s", "250/s"]
+    assert "<h2>Shares</h2>" in page(Source(title="x", events=run.events))
+    equal = uneven(None, steps=6, epochs=None)
+    assert shares_table(equal.events) == ([], [])
+    assert 'shares="measured"' in reason_of(figures_of(equal.events)).remedy
 
 
 # ---- what cannot be -----------------------------------------------------------------------

@@ -70,6 +70,7 @@ def page(source: Source) -> str:
             f'<p class="note">{" ".join(notes)}</p>',
         ),
         sections.workers(figures, styles),
+        sections.uneven(source.events),
         sections.staleness(figures),
         sections.links(figures),
         sections.nodes(figures),

@@ -132,14 +132,15 @@ def _for_computing(workers: Sequence[WorkerFigures], share: float) -> Reason:
             "turns",
             f"Workers wait for one another {share:.0%} of their time, each by turns: the time of a step "
             "varies, and a round takes as long as its slowest worker.",
-            "A strategy that waits for nobody (downpour), or fewer, larger minibatches.",
+            "Backup workers (synchronous, backup=1), a strategy that waits for nobody (downpour), or fewer, "
+            "larger minibatches.",
         )
     return Reason(
         "slow worker",
         f"{worst.name} computes {slowness:.1f} times slower than the median; "
         f"the others waited {waited:.0%} of their time for it.",
-        f"Give {worst.name} a smaller share (batch_size or shares by rank) or a faster machine, "
-        "or take a strategy that waits for nobody (downpour).",
+        f'Give {worst.name} a smaller share (shares="measured" finds it, batch_size by rank sets it) or a '
+        "faster machine, or take a strategy that waits for nobody (downpour).",
         worst.name,
     )
 

@@ -13,6 +13,7 @@ from gradstream.report import curves
 from gradstream.report.charts import Curve, histogram, line_chart, shares, sparkline
 from gradstream.report.figures import Figures, LinkFigures, WorkerFigures
 from gradstream.report.lanes import Styles
+from gradstream.report.uneven import quorums, shares_table
 from gradstream.report.units import count_text, size_text, time_text
 from gradstream.summary import EventDict
 
@@ -24,6 +25,7 @@ __all__ = [
     "section",
     "staleness",
     "story",
+    "uneven",
     "workers",
 ]
 
@@ -164,6 +166,16 @@ def workers(figures: Figures, styles: Styles) -> str:
     ]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
     return section("Workers", _table([*head, ">a push, a fetch"], rows, about) if rows else "")
+
+
+def uneven(events: Sequence[EventDict]) -> str:
+    """How rounds were divided by speed, and which contributions came too late."""
+    about = "Samples of a round by worker, as changed by what was measured."
+    head, rows = shares_table(events)
+    found = section("Shares", _table(head, rows, about) if rows else "")
+    about = "Gradients that came behind their round's update are late; a worker that is late skips rounds."
+    head, rows = quorums(events)
+    return found + section("Backup workers", _table(head, rows, about) if rows else "")
 
 
 def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]]:

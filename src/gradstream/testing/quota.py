@@ -1,0 +1,82 @@
+"""A part of a core for some processes, by a cgroup: an uneven machine for who tests or measures one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["CpuQuota", "no_quota"]
+
+PERIOD_US = 10_000
+"""Short, so that a process is slowed down within each of its computations."""
+
+
+def _root() -> tuple[Path, bool] | None:
+    """Where groups are made, and whether of version 1; None where there are none that limit CPU time."""
+    first = Path("/sys/fs/cgroup/cpu")
+    if (first / "cgroup.procs").is_file():
+        return first, True
+    second = Path("/sys/fs/cgroup")
+    control = second / "cgroup.subtree_control"
+    return (second, False) if control.is_file() and "cpu" in control.read_text().split() else None
+
+
+def no_quota() -> str:
+    """Why no process can be given a part of a core here; "" where one can."""
+    root = _root()
+    if root is None:
+        return "no cgroups that limit CPU time"
+    if not os.access(root[0], os.W_OK):
+        return f"{root[0]} is not writable: needs root"
+    try:
+        with CpuQuota(0.5):
+            return ""
+    except OSError as error:
+        return f"no cgroup can be made: {error}"
+
+
+class CpuQuota:
+    """A context manager: processes that are put in get `cores` of CPU time together.
+
+    Args:
+        cores: 0.5 is half of one.
+
+    Raises:
+        OSError: cgroups cannot be written; see `no_quota`.
+    """
+
+    def __init__(self, cores: float) -> None:
+        found = _root()
+        if found is None:
+            raise OSError(no_quota())
+        self._root, first = found
+        self._group = self._root / f"gradstream-{secrets.token_hex(4)}"
+        self._group.mkdir()
+        quota_us = round(cores * PERIOD_US)
+        if first:
+            (self._group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self._group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            (self._group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+
+    def put(self, pid: int) -> None:
+        """Slows a process down, with all of its threads, until the context ends."""
+        (self._group / "cgroup.procs").write_text(str(pid))
+
+    def __enter__(self) -> CpuQuota:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for pid in (self._group / "cgroup.procs").read_text().split():
+            try:
+                (self._root / "cgroup.procs").write_text(pid)
+            except ProcessLookupError:
+                pass  # it has ended meanwhile
+        self._group.rmdir()
