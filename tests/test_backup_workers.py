@@ -148,10 +148,11 @@ def backed_up(world: World, *, workers: int = 5, backup: int = 1, **options: Any
     return run, run.parameters["w"].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize(
+    ("world", "servers"), [("noisy", 1), ("noisy", 3), ("slow link", 2), ("slow worker", 1), ("lossy", 3)]
+)
 def test_equals_one_node_with_exactly_the_accepted_samples(world: str, servers: int) -> None:
-    for seed in range(2):
+    for seed in range(2 if world == "noisy" else 1):
         run, same = backed_up(WORLDS[world], servers=servers, seed=seed)
         rounds = rounds_of(run)
         assert [event["round"] for event in rounds] == list(range(12))
@@ -203,7 +204,7 @@ def test_chunks_that_decided_each_for_itself_would_be_noticed(monkeypatch: pytes
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_dead_worker_eats_one_of_b_and_the_run_goes_on(victim: int) -> None:
-    for seed in range(4):
+    for seed in range(2):
         at_s = random.Random(seed).uniform(0.0, 0.15)
         run, same = backed_up(WORLDS["noisy"], seed=seed, script=kill_at(f"worker-{victim}", at_s))
         assert run.summary["workers_lost"] == [f"worker-{victim}"]
@@ -307,7 +308,7 @@ def test_a_round_that_all_begin_together_takes_the_order_statistic() -> None:
     """The sheet's figures, 5.19 for 100 of 100 and 3.10 for 96 of 100, are of this formula."""
     assert order_statistic(100, 0) == pytest.approx(5.19, abs=0.005)
     assert order_statistic(96, 4) == pytest.approx(3.10, abs=0.005)
-    needed, backup, seeds = 6, 2, 60
+    needed, backup, seeds = 6, 2, 40
     first = [round_times(needed, backup, 1, seed)[0] for seed in range(seeds)]
     variance = sum(1 / i**2 for i in range(backup + 1, needed + backup + 1))
     assert np.mean(first) == pytest.approx(
@@ -338,7 +339,7 @@ def recursion(needed: int, backup: int, rounds: int, seed: int) -> float:
 
 
 def test_rounds_in_a_row_take_longer_since_who_is_late_still_computes() -> None:
-    needed, backup, steps = 6, 2, 150
+    needed, backup, steps = 6, 2, 100
     times = round_times(needed, backup, steps, seed=1)
     expected = recursion(needed, backup, 20_000, seed=0)
     assert expected > order_statistic(needed, backup)

@@ -194,10 +194,10 @@ def test_a_slow_worker_gets_less_and_rounds_take_what_all_speeds_together_allow(
 
 def test_shares_do_not_follow_noise() -> None:
     """Log-normal times of σ = 0.3: shares come near the ideal ones, and stay."""
-    for seed in range(4):
-        run = uneven("measured", spread=0.3, seed=seed, epochs=10)
+    for seed in range(2):
+        run = uneven("measured", spread=0.3, seed=seed, epochs=8)
         late = [event for event in shares_of(run) if event["epoch"] >= 2]
-        assert len(late) == 8 * 3  # before rounds 0, 4 and 8 of 16
+        assert len(late) == 6 * 3  # before rounds 0, 4 and 8 of 16
         assert sum(event["changed"] for event in late) <= 1, [event["samples"] for event in late]
         longest_s = [max(np.array(event["samples"]) / [1000, 1000, 1000, 250]) for event in late]
         assert max(longest_s) < 1.2 * 128 / 3250

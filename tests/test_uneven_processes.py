@@ -47,7 +47,7 @@ def backed():
     )
 """
 
-BUSY = 3.0
+BUSY = 1.5
 
 
 @pytest.fixture

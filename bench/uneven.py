@@ -1,0 +1,216 @@
+"""Question: what do shares by measured speed and backup workers win on uneven machines?
+
+For real: two processes, of which one has half a core (a cgroup's quota). Seconds of a round with equal
+shares, with measured ones, and as long as a round takes that all speeds together share out.
+On virtual time: seconds of a round of N + b workers with exponential gradients of mean 1, of which N are
+waited for: the order statistic, rounds that all begin together (the first one, over many seeds), and
+rounds in a row, where a late worker first finishes what it computes.
+
+    python bench/uneven.py
+
+Prints figures, and keeps them with machine, commit and date in bench/results/uneven.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gradstream as gs
+from gradstream.cluster import LocalCluster, node_environment
+from gradstream.cluster.machine import describe_machine, git_commit
+from gradstream.config import cast_of
+from gradstream.data.arrays import ArrayDataset
+from gradstream.jobfile import load_job
+from gradstream.model.base import Model
+from gradstream.run import Run
+from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.simulate import simulate
+from gradstream.summary import EventDict
+from gradstream.testing.quota import CpuQuota, no_quota
+from gradstream.testing.runs import Sized, least_squares, numbered
+from gradstream.train import launch
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 80
+BATCH = 128
+PASSES = 150
+"""Of the data, for one gradient: computing is to be what takes the time."""
+
+
+def busy() -> tuple[Model, ArrayDataset]:
+    """A model whose gradient takes some milliseconds, in proportion to its samples."""
+    model, data = least_squares(4096, 2000)
+    inner: Any = model.gradient
+
+    def gradient(parameters: Any, batch: Any, into: Any, **options: Any) -> Any:
+        for _ in range(PASSES):
+            batch.inputs @ parameters.numpy()
+        return inner(parameters, batch, into, **options)
+
+    model.gradient = gradient  # type: ignore[method-assign]
+    return model, data
+
+
+def equal() -> gs.Job:
+    model, data = busy()
+    return gs.Job(model, data, workers=2, batch_size=BATCH, steps=ROUNDS, optimizer=gs.SGD(lr=1e-5))
+
+
+def measured() -> gs.Job:
+    model, data = busy()
+    return gs.Job(
+        model,
+        data,
+        workers=2,
+        batch_size=BATCH,
+        steps=ROUNDS,
+        optimizer=gs.SGD(lr=1e-5),
+        shares="measured",
+    )
+
+
+# ---- for real -----------------------------------------------------------------------------
+
+
+def one_run(kind: str, cores: float | None) -> Run:
+    """One training run; worker-1 has `cores` of a core."""
+    with tempfile.TemporaryDirectory() as folder, LocalCluster(Path(folder), node_environment(2)) as cluster:
+        path = Path(folder) / "run"
+        path.mkdir()
+        job = load_job(f"{__file__}:{kind}")
+        if cores is None:
+            return launch(job, cast_of(job, kind), path, cluster=cluster)
+        with CpuQuota(cores) as quota:
+
+            def slow_down(event: EventDict) -> None:
+                if event["event"] == "started":
+                    quota.put(cluster.running["worker-1"])
+
+            return launch(job, cast_of(job, kind), path, cluster=cluster, on_event=slow_down)
+
+
+def round_s(run: Run) -> float:
+    """Median seconds of a round in the second half of a run."""
+    steps = [e for e in run.events if e["event"] == "step" and e["rank"] == 0 and e["step"] >= ROUNDS // 2]
+    return statistics.median(event["compute_s"] + event["wait_s"] for event in steps)
+
+
+def per_s(run: Run, rank: int) -> float:
+    """Samples a second inside the gradients of a worker."""
+    steps = [e for e in run.events if e["event"] == "step" and e["rank"] == rank and e["step"] >= ROUNDS // 2]
+    return float(sum(e["samples"] for e in steps) / sum(e["compute_s"] for e in steps))
+
+
+def for_real(repeats: int) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for _ in range(repeats):
+        alike, shared = one_run("equal", 0.5), one_run("measured", 0.5)
+        ideal_s = 2 * BATCH / (per_s(shared, 0) + per_s(shared, 1))
+        rows.append(
+            {
+                "equal_s": round_s(alike),
+                "measured_s": round_s(shared),
+                "ideal_s": ideal_s,
+                "shares": shared.summary["shares"],
+            }
+        )
+    middle = {
+        key: statistics.median(row[key] for row in rows) for key in ("equal_s", "measured_s", "ideal_s")
+    }
+    print(
+        f"half a core for one of two: a round takes {1e3 * middle['equal_s']:.1f} ms with equal shares, "
+        f"{1e3 * middle['measured_s']:.1f} ms with measured ones ({rows[-1]['shares']}): "
+        f"{middle['equal_s'] / middle['measured_s']:.2f} times faster; computing alone would take "
+        f"{1e3 * middle['ideal_s']:.1f} ms ({middle['ideal_s'] / middle['measured_s']:.2f} of it)"
+    )
+    return {"median": middle, "runs": rows}
+
+
+# ---- on virtual time ----------------------------------------------------------------------
+
+
+def order_statistic(needed: int, backup: int) -> float:
+    """The N-th of N + b exponential times with mean 1."""
+    return sum(1 / i for i in range(backup + 1, needed + backup + 1))
+
+
+def verdicts(needed: int, backup: int, steps: int, seed: int) -> list[float]:
+    """Seconds of each round."""
+    world = World(
+        costs={"gradient": Cost(base_s=1.0, spread=Exponential())},
+        network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0)),
+        phantom=True,
+    )
+    run = simulate(
+        Sized([64]),
+        numbered(1024),
+        world=world,
+        strategy=gs.Synchronous(backup=backup),
+        workers=needed + backup,
+        batch_size=1,
+        steps=steps,
+        chunk_elems=64,
+        seed=seed,
+    )
+    ends: dict[int, float] = {}
+    for event in run.events:
+        if event["event"] == "step" and not event["late"]:
+            ends[event["step"]] = min(event["time_s"], ends.get(event["step"], math.inf))
+    edges = [0.0, *(ends[step] for step in range(steps))]
+    return [after - before for before, after in itertools.pairwise(edges)]
+
+
+def on_virtual_time(seeds: int, steps: int) -> list[dict[str, Any]]:
+    rows = []
+    for needed, backup in ((100, 0), (96, 4)):
+        first = [verdicts(needed, backup, 1, seed)[0] for seed in range(seeds)]
+        in_a_row = verdicts(needed, backup, steps, seed=0)
+        row = {
+            "of": needed + backup,
+            "needed": needed,
+            "order_statistic_s": order_statistic(needed, backup),
+            "begun_together_s": statistics.fmean(first),
+            "standard_error_s": statistics.stdev(first) / math.sqrt(seeds),
+            "in_a_row_s": statistics.fmean(in_a_row),
+            "in_a_row_standard_error_s": statistics.stdev(in_a_row) / math.sqrt(steps),
+        }
+        rows.append(row)
+        print(
+            f"{needed} of {needed + backup}: order statistic {row['order_statistic_s']:.2f}, begun together "
+            f"{row['begun_together_s']:.2f} ± {row['standard_error_s']:.2f} ({seeds} seeds), in a row "
+            f"{row['in_a_row_s']:.2f} ± {row['in_a_row_standard_error_s']:.2f} ({steps} rounds)"
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=7)
+    given = parser.parse_args()
+    figures: dict[str, Any] = {"backup": on_virtual_time(given.seeds, given.steps)}
+    reason = no_quota()
+    if reason:
+        print(f"not measured for real: {reason}")
+    else:
+        figures["half_a_core"] = for_real(given.repeats)
+    figures |= {
+        "asked": vars(given),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
+        "machine": describe_machine({})["machine"],
+    }
+    (ROOT / "bench" / "results" / "uneven.json").write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
