@@ -2,12 +2,15 @@
 
 Pushes a vector to one shard in another process (which applies it) and fetches it back, beside the
 barest thing that moves the same bytes each way and does nothing with them: for the carrier grpc a
-grpc.aio byte stream, for tcp a blocking socket. All run in the same two processes, alternately; the
-ratio of medians is the answer.
+grpc.aio byte stream, for tcp a blocking socket, for shm a copy of the same size from one vector into
+another on one thread. All run in the same two processes, alternately; the ratio of medians is the
+answer. For shm also: the update alone, as one node would make it, which is the least that a push can
+take; and both nodes' own memory, in which pages that both have mapped count half.
 
     python bench/server_bulk.py                       # gRPC, 20,000,000 float32: 80 MB
     python bench/server_bulk.py --elems 600000000     # 2.4 GB: more than 2 GiB in one vector
     python bench/server_bulk.py --carrier tcp --elems 74770901
+    python bench/server_bulk.py --carrier shm --elems 74770901
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import asyncio
 import datetime
 import json
+import math
 import os
 import resource
 import socket
@@ -37,15 +41,16 @@ import torch
 from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.memory import Vector
 from gradstream.optim import SGD
-from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.real import RealRuntime, own_bytes
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
 from gradstream.transport.base import Identity
-from gradstream.transport.carriers import make_endpoint
+from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
 
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE_BYTES = 1 << 20
 FINGERPRINT = 1
+LISTEN = "127.0.0.1:0"
 OPTIONS = [("grpc.max_receive_message_length", 8 << 20), ("grpc.max_send_message_length", 8 << 20)]
 
 
@@ -107,7 +112,7 @@ def receive_all(connection: socket.socket, into: np.ndarray[Any, Any]) -> None:
 
 
 async def serve(elems: int, chunk_elems: int, carrier: Any) -> None:
-    runtime = RealRuntime("shard-0")
+    runtime = RealRuntime("shard-0", memory=make_memory(carrier, LISTEN))
     endpoint = make_endpoint(Identity("bench", "shard-0", 1), runtime, carrier)
     service = ShardService(runtime, endpoint, ShardConfig(0, 1, Immediate(), SGD(lr=0.1)))
     service.register(
@@ -121,21 +126,30 @@ async def serve(elems: int, chunk_elems: int, carrier: Any) -> None:
     sockets = BareSocket()
     sockets.start()
     print(json.dumps([endpoint.address, f"127.0.0.1:{port}", sockets.port]), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    print(json.dumps(memory_mb(carrier)), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3), flush=True)
     await endpoint.close()
     await bare.stop(None)
 
 
-async def measure(given: argparse.Namespace, ours: str, bare: str, port: int) -> dict[str, list[float]]:
-    runtime = RealRuntime("worker-0")
+def memory_mb(carrier: str) -> dict[str, float]:
+    """Most that was ever resident, and what is now but for files."""
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return {"peak_mb": peak_mb, "own_mb": own_bytes(shared=carrier == "shm") / 1e6}
+
+
+async def measure(
+    given: argparse.Namespace, ask: Callable[[], Any], ours: str, bare: str, port: int
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+    runtime = RealRuntime("worker-0", memory=make_memory(given.carrier, LISTEN))
     identity = Identity("bench", "worker-0", 2, fingerprint=FINGERPRINT)
     endpoint = make_endpoint(identity, runtime, given.carrier)
     await endpoint.start()
     endpoint.know("shard-0", ours)
     chunks = ChunkMap(given.elems, given.chunk, 1)
-    spare = runtime.memory.allocate(given.elems, torch.float32, "spare")
-    update = runtime.memory.allocate(given.elems, torch.float32, "update")
+    spare = runtime.memory.allocate(given.elems, torch.float32, "spare", exchanged=True)
+    update = runtime.memory.allocate(given.elems, torch.float32, "update", exchanged=True)
     client = ServerClient(runtime, endpoint, ["shard-0"], chunks, spare, silence_s=60, retry_s=60)
     update.tensor.uniform_()
     await client.assign(update)
@@ -143,7 +157,7 @@ async def measure(given: argparse.Namespace, ours: str, bare: str, port: int) ->
     connection = socket.create_connection(("127.0.0.1", port))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     times: dict[str, list[float]] = {}
-    source, sink = (np.ones(given.elems * 4, dtype=np.uint8) for _ in range(2))
+    source, sink = (np.ones(given.elems * 4 * (given.carrier != "shm"), dtype=np.uint8) for _ in range(2))
 
     async def timed(name: str, work: Awaitable[None]) -> None:
         begun = time.perf_counter()
@@ -154,16 +168,47 @@ async def measure(given: argparse.Namespace, ours: str, bare: str, port: int) ->
         "grpc": (lambda: bare_put(channel, source), lambda: bare_get(channel, sink)),
         "tcp": (lambda: socket_put(connection, source), lambda: socket_get(connection, sink)),
     }
+    copies = Copies(given.elems if given.carrier == "shm" else 0, given.chunk)
+    if given.carrier == "shm":
+        bare_ones["shm"] = copies.copy, copies.copy
     put, get = bare_ones[given.carrier]
     for _ in range(given.repeats):
         await timed("bare put", put())
         await timed("push", push(client, update))
         await timed("bare get", get())
         await timed("fetch", fetch(client))
+        if given.carrier == "shm":
+            await timed("update", copies.update())
+    source = sink = np.zeros(0, dtype=np.uint8)  # their memory is not that of a worker
+    copies = Copies(0, 1)
+    bare_ones.clear()
+    put = get = copies.copy
+    own = {"worker": memory_mb(given.carrier), "shard": ask()}
     connection.close()
     await channel.close()
     await endpoint.close()
-    return times
+    return times, own
+
+
+class Copies:
+    """What the same memory traffic takes in one process: a copy, and an update."""
+
+    def __init__(self, elems: int, chunk_elems: int) -> None:
+        self.source, self.sink = np.ones(elems, dtype=np.float32), np.ones(elems, dtype=np.float32)
+        self.chunk_elems = chunk_elems
+        self.rule = SGD(lr=1e-3)
+
+    async def copy(self) -> None:
+        """One memcpy, on one thread."""
+        self.sink[...] = self.source
+
+    async def update(self) -> None:
+        """The rule, chunk by chunk, each looked at before: is it finite?"""
+        gradient, parameters = torch.from_numpy(self.source), torch.from_numpy(self.sink)
+        for start in range(0, len(gradient), self.chunk_elems):
+            chunk = slice(start, start + self.chunk_elems)
+            assert math.isfinite(gradient[chunk].sum().item())
+            self.rule.apply(parameters[chunk], gradient[chunk], {}, lr=1e-3, step=1)
 
 
 async def socket_put(connection: socket.socket, source: np.ndarray[Any, Any]) -> None:
@@ -217,7 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--elems", type=int, default=20_000_000)
     parser.add_argument("--chunk", type=int, default=262_144)
-    parser.add_argument("--carrier", choices=["grpc", "tcp"], default="grpc")
+    parser.add_argument("--carrier", choices=["grpc", "tcp", "shm"], default="grpc")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -235,17 +280,27 @@ def main() -> None:
         env=environment,
     )
     assert server.stdout is not None and server.stdin is not None
-    times = asyncio.run(measure(given, *json.loads(server.stdout.readline())))
-    server.stdin.close()
-    shard_mb = json.loads(server.stdout.readline())
+    commands, answers = server.stdin, server.stdout
+
+    def ask() -> Any:
+        commands.write("\n")
+        commands.flush()
+        return json.loads(answers.readline())
+
+    times, memory = asyncio.run(measure(given, ask, *json.loads(answers.readline())))
+    commands.close()
     server.wait(timeout=60)
     median = {name: statistics.median(values) for name, values in times.items()}
     size_gb = given.elems * 4 / 1e9
     for name, seconds in median.items():
         print(f"{name:9s} {seconds:7.3f} s  {size_gb / seconds:5.2f} GB/s")
     ratio = (median["bare put"] + median["bare get"]) / (median["push"] + median["fetch"])
-    barest = {"grpc": "the bare stream", "tcp": "the bare socket"}[given.carrier]
-    print(f"push + fetch at {ratio:.2f} of {barest}; shard's peak {shard_mb:.0f} MB")
+    barest = {"grpc": "the bare stream", "tcp": "the bare socket", "shm": "one copy each way"}[given.carrier]
+    print(f"push + fetch at {ratio:.2f} of {barest}")
+    each = {"push": median["bare put"] / median["push"], "fetch": median["bare get"] / median["fetch"]}
+    print(", ".join(f"{name} {value:.2f}" for name, value in each.items()))
+    for name, figures in memory.items():
+        print(f"{name}: own memory {figures['own_mb']:.0f} MB, peak {figures['peak_mb']:.0f} MB")
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
@@ -254,7 +309,9 @@ def main() -> None:
         "elems": given.elems,
         "median_s": median,
         "ratio": ratio,
-        "shard_peak_mb": shard_mb,
+        "ratio_each": each,
+        "chunk_elems": given.chunk,
+        "memory": memory,
     }
     folder = ROOT / "bench" / "results"
     folder.mkdir(parents=True, exist_ok=True)
