@@ -16,7 +16,7 @@ from gradstream.testing import endpoints
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.transport import network
-from gradstream.transport.base import Stream
+from gradstream.transport.base import Lent, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.memory import _End, _Pipe
 from gradstream.transport.network import Lane, Packet, _Card
@@ -88,6 +88,15 @@ async def _never(stream: StreamCore, on: list[str]) -> None:
     """Says nothing while waiting."""
 
 
+async def _keeps(stream: StreamCore, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
+    """Forgets to give back what was lent."""
+    span.vector.borrow(span.start, span.stop, write=False, to="the carrier")
+    return await _LEND(stream, frame, span, silence_s)
+
+
+_LEND = StreamCore.lend
+
+
 def _drops_nothing(stream: StreamCore, failure: Failure, *, drop: bool) -> None:
     _CLOSE(stream, failure, drop=False)
 
@@ -102,6 +111,7 @@ FAULTS: list[tuple[str, Any, str, Any, Check]] = [
     ("one queue for all", network, "_Card", _FirstComeFirstServed, endpoints.priority),
     ("delivers after a cancel", StreamCore, "_close", _drops_nothing, endpoints.cancel_by_caller),
     ("takes payloads by reference", _End, "transmit", _kept, endpoints.taken_over),
+    ("keeps what it was lent", StreamCore, "lend", _keeps, endpoints.lending),
     ("does not check chunks", StreamCore, "reject", _deaf, endpoints.bad_chunks),
     ("does not check identities", EndpointCore, "_check", _no_refusal, endpoints.identity),
     ("is silent while waiting", StreamCore, "waiting", _never, endpoints.waiting_resets),

@@ -38,6 +38,7 @@ from gradstream.testing.flow_checks import (
 )
 from gradstream.testing.memory_checks import (
     landing,
+    lending,
     lent_while_waiting,
     ownership_after_deadline,
     ownership_after_half,
@@ -84,6 +85,7 @@ __all__ = [
     "identity",
     "independence",
     "landing",
+    "lending",
     "lent_while_waiting",
     "order",
     "ownership_after_deadline",
@@ -144,6 +146,7 @@ CHECKS: tuple[Check, ...] = (
     tensors,
     taken_over,
     landing,
+    lending,
     lent_while_waiting,
     ownership_after_deadline,
     ownership_after_half,

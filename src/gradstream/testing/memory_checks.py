@@ -29,6 +29,7 @@ from gradstream.wire import v1
 
 __all__ = [
     "landing",
+    "lending",
     "lent_while_waiting",
     "ownership_after_deadline",
     "ownership_after_half",
@@ -101,6 +102,31 @@ async def landing(pair: Pair) -> None:
         pass
     await ping(pair, 5)
     expect(bool((memory == 5).all()), "memory was written after the stream was over")
+    held.released.set()
+
+
+async def lending(pair: Pair) -> None:
+    """What was lent is borrowed until it is back: when the peer has let go of it, or can get it no more."""
+    held, elems = Held(), 100_000
+    pair.far.serve("held", held)
+    stream = await pair.near.open("far", "held", v1.Tensor())
+    far_stream = await held.arrived()
+    vector = pair.runtime.memory.allocate(elems, torch.float32, "lent", exchanged=True)
+    for index in range(2 * pair.window):
+        vector.tensor.fill_(index)
+        lent = await stream.lend(chunk_frame(index, elems), vector.all)
+        received = await take_chunk(far_stream)
+        expect(vector.lent is not lent.returned, "the book of loans says something else")
+        expect(received.payload is not None and bool((received.payload == index).all()), "it arrived changed")
+        del received
+        await lent.back(SILENCE_S)
+        expect(not vector.lent, "a span is still lent that has come back")
+    lent = await stream.lend(chunk_frame(0, elems), vector.all)
+    stream.cancel()
+    await lent.back(SILENCE_S)
+    expect(not vector.lent, "a span is still lent that nobody can read any more")
+    await raises(ClosedError, stream.lend(chunk_frame(0, elems), vector.all), "lending on a cancelled stream")
+    expect(not vector.lent, "a span is lent that was never sent")
     held.released.set()
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from gradstream.runtime import Link, Network, RealRuntime, VirtualCluster, World
 from gradstream.runtime.base import Runtime
+from gradstream.segments import SharedMemory
 from gradstream.testing.endpoints import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
@@ -87,8 +88,13 @@ def tcp_pairs(connections: int = 1) -> tuple[Run, MakePair]:
 
 
 def shm_pairs() -> tuple[Run, MakePair]:
-    """The same over shared memory."""
-    return real_pairs(ShmEndpoint)
+    """The same over shared memory, in which vectors of each node lie that others are sent."""
+
+    def make(identity: Identity, runtime: RealRuntime) -> ShmEndpoint:
+        runtime.memory = SharedMemory()
+        return ShmEndpoint(identity, runtime)
+
+    return real_pairs(make)
 
 
 def real_pairs(make: Callable[[Identity, RealRuntime], Known]) -> tuple[Run, MakePair]:
