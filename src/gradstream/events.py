@@ -22,6 +22,7 @@ __all__ = [
     "EvaluatedEvent",
     "Event",
     "ExchangeEvent",
+    "FactorsEvent",
     "FailedEvent",
     "FinishedEvent",
     "GroupEvent",
@@ -365,6 +366,16 @@ class StoppedEvent(Event):
     name: ClassVar[str] = "stopped"
     step: int
     folder: str  # the checkpoint that it resumes from, "" for none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorsEvent(Event):
+    """How the gradients of wide linear layers travel in the first round (worker of the lowest rank)."""
+
+    name: ClassVar[str] = "factors"
+    layers: Mapping[str, str]  # by weight: "factors" or "gradient"
+    factor_elems: Mapping[str, int]  # what a worker has to tell each other one; of those that go as factors
+    gradient_elems: Mapping[str, int]  # what the gradient of each has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import GradientError
 from gradstream.model.base import Layout
+from gradstream.model.factors import Kept, KeptLayers
 from gradstream.runtime.base import Report
 
 __all__ = ["Backprop", "Sink"]
@@ -27,17 +28,20 @@ class Sink:
 
     Args:
         view: the parameter's place in the flat gradient vector, in its own shape.
+        kept: takes the gradient instead, where that is one product; None where it is to be formed.
     """
 
-    __slots__ = ("ready", "view", "written")
+    __slots__ = ("kept", "ready", "view", "written")
 
-    def __init__(self, view: torch.Tensor) -> None:
+    def __init__(self, view: torch.Tensor, kept: Kept | None = None) -> None:
         self.view = view
+        self.kept = kept
         self.written = False
         self.ready = False
 
     def add(self, gradient: torch.Tensor) -> None:
         """Takes a contribution that exists as a tensor."""
+        self._form()
         if self.written:
             self.view.add_(gradient)
         else:
@@ -46,11 +50,27 @@ class Sink:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Takes the contribution left @ right without making a tensor of it."""
+        if self.kept is not None and not self.written and self.kept.take(left, right):
+            self.written = True
+            return
+        self._form()
         if self.written:
             self.view.addmm_(left, right)
         else:
             torch.mm(left, right, out=self.view)
         self.written = True
+
+    def clear(self) -> None:
+        """There is no contribution: zero."""
+        if self.kept is not None:
+            self.kept.clear()
+        else:
+            self.view.zero_()
+
+    def _form(self) -> None:
+        if self.kept is not None:
+            self.kept.refuse(self.view)
+            self.kept = None
 
 
 class Backprop:
@@ -63,6 +83,7 @@ class Backprop:
         parameters: the leaves, one per slot of the layout, in its order.
         gradient: (E,) the flat vector to fill.
         report: told the length of the ready prefix as it grows.
+        kept: whose gradients are to be kept as factors. Their places in `gradient` are left as they are.
     """
 
     def __init__(
@@ -71,13 +92,14 @@ class Backprop:
         parameters: Sequence[nn.Parameter],
         gradient: torch.Tensor,
         report: Report,
+        kept: KeptLayers | None = None,
     ) -> None:
         self._layout = layout
         self._parameters = parameters
         self._report = report
         self._prefix = 0  # how many sinks from the front are ready
         self._hooked: list[tuple[Node, RemovableHandle]] = []  # leaves hold their nodes weakly: we must
-        self.sinks = [Sink(view) for _, view in layout.views(gradient)]
+        self.sinks = [Sink(view, (kept or {}).get(name)) for name, view in layout.views(gradient)]
 
     def __enter__(self) -> Backprop:
         for index, parameter in enumerate(self._parameters):
@@ -109,7 +131,7 @@ class Backprop:
         """Zero where no gradient came (a parameter that the loss does not depend on); all is ready."""
         for sink in self.sinks:
             if not sink.written:
-                sink.view.zero_()
+                sink.clear()
         if self._prefix < len(self.sinks):
             self._report(self._layout.elems)
 
@@ -130,7 +152,7 @@ class Backprop:
             sink.add(parameter.grad)
             parameter.grad = None
         if not sink.written:
-            sink.view.zero_()
+            sink.clear()
         sink.written = sink.ready = True
         self._advance()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from gradstream.errors import ConfigError
 from gradstream.model.backprop import Backprop
-from gradstream.model.base import Layout
+from gradstream.model.base import Layout, Slot
+from gradstream.model.factors import OuterLayer
 from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 
 __all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
@@ -71,11 +73,26 @@ class BuiltModule:
             part.training = False
         self._training = on
 
+    @property
+    def outer_layers(self) -> list[OuterLayer]:
+        """Weights of wide linear layers that have one name: no other layer uses them."""
+        linear = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Linear)}
+        num_names = Counter(self.names.values())
+        return [
+            OuterLayer(slot.name, slot.start, *slot.shape)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+            if _is_wide(slot) and id(parameter) in linear and num_names[slot.name] == 1
+        ]
+
     def wide(self, backprop: Backprop) -> AbstractContextManager[object]:
         """The direct path for wide layers; nothing where the model has none."""
-        pairs = zip(self.parameters, backprop.sinks, strict=True)
-        wide = [(p, sink) for p, sink in pairs if p.dim() == 2 and p.numel() >= WIDE_ELEMS]
+        triples = zip(self.layout.slots, self.parameters, backprop.sinks, strict=True)
+        wide = [(parameter, sink) for slot, parameter, sink in triples if _is_wide(slot)]
         return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
+
+
+def _is_wide(slot: Slot) -> bool:
+    return len(slot.shape) == 2 and slot.stop - slot.start >= WIDE_ELEMS
 
 
 def build_module(build: Build, seed: int) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
+from gradstream.model.factors import KeptLayers, OuterLayer
 from gradstream.model.fixed import Fixed
 from gradstream.runtime.base import Report
 
@@ -93,6 +94,11 @@ class TorchModel:
         """Names and places of the trained parameters. The first use builds the module once."""
         return self._module().layout
 
+    @property
+    def outer_layers(self) -> Sequence[OuterLayer]:
+        """Wide linear layers with a weight of their own: see `model.factors`."""
+        return self._module().outer_layers
+
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with what `build()` gives under this seed; see `Model.init`."""
         layout = self.layout
@@ -113,8 +119,13 @@ class TorchModel:
         *,
         seed: int,
         report: Report,
+        kept: KeptLayers | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
+
+        Args:
+            kept: layers of `outer_layers` whose gradient is to be kept as factors. Their places in
+                `gradient` are left as they are, where they are not refused.
 
         Raises:
             GradientError: the loss is not one finite number that depends on the parameters. The
@@ -127,7 +138,7 @@ class TorchModel:
             return 0.0
         built.point_at(parameters)
         built.training(True)
-        backprop = Backprop(built.layout, built.parameters, gradient, report)
+        backprop = Backprop(built.layout, built.parameters, gradient, report, kept)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             loss = self._loss_of(built, batch)

@@ -33,6 +33,7 @@ from typing import ClassVar, Literal
 from gradstream.collectives.forming import KINDS
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
+from gradstream.model.factors import OuterLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.base import Strategy, Worker
@@ -55,6 +56,8 @@ class AllReduce(Strategy):
         overlap: exchange buckets while backprop goes on; False does one after the other, with the
             same bits.
         bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier.
+        factors: whether the gradients of wide linear layers go as factors; None decides layer by layer,
+            and never between workers of one machine, where bytes cost less than the arithmetic.
     """
 
     algorithm: str = "auto"
@@ -62,6 +65,7 @@ class AllReduce(Strategy):
     sharded: bool | None = None
     overlap: bool = True
     bucket_mib: float = 4.0
+    factors: bool | None = None
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
@@ -74,6 +78,11 @@ class AllReduce(Strategy):
             raise ConfigError(
                 f"AllReduce(exchange={self.exchange!r}, algorithm={self.algorithm!r}): torch.distributed "
                 "chooses its algorithm itself; leave one of the two out"
+            )
+        if self.factors and self.sharded:
+            raise ConfigError(
+                "AllReduce(factors=True, sharded=True): a worker that updates its slices alone needs "
+                "no other part of the gradient; leave one of the two out"
             )
         if self.algorithm not in KINDS:
             raise UnknownNameError("algorithm of AllReduce", self.algorithm, KINDS)
@@ -104,6 +113,18 @@ class AllReduce(Strategy):
         """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
         total = sum(samples)
         return (samples[rank] if reduction == "mean" else 1) / total if total else 0.0
+
+    def as_factors(self, layer: OuterLayer, rows: int, workers: int, near: bool) -> bool:
+        """Whether K(M+Q)(W-1) is less than 2·M·Q·(W-1)/W, of a layer of Q inputs and M outputs.
+
+        That is what a worker sends in an all-gather of the factors, and in an allreduce of the gradient by
+        ring or halving-doubling. (By one server it sends M·Q and gets as much, by the butterfly lg W · M·Q,
+        at the root of a tree up to ⌈lg W⌉·M·Q.) Every worker then forms the product of the joined batch:
+        2·K·W·M·Q operations where 2·K·M·Q made its own.
+        """
+        if self.factors is not None:
+            return self.factors
+        return not near and layer.factor_elems(rows) * workers < 2 * layer.elems
 
     def bucket_elems(self, itemsize_bytes: int) -> int:
         """`bucket_mib`, in whole blocks of 64 elements."""

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, Protocol
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.model.base import Reduction
+from gradstream.model.factors import OuterLayer
 from gradstream.optim.base import Optimizer
 from gradstream.server.client import Arrival, Update
 from gradstream.server.rule import Rule
@@ -204,6 +205,9 @@ class Strategy(ABC):
     None leaves it to the group: where its workers share memory, slices need not be moved.
     """
 
+    factors: bool | None = None
+    """In a group: whether gradients of wide layers go as factors; None where that pays."""
+
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""
 
@@ -227,6 +231,18 @@ class Strategy(ABC):
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """The server: a pure rule, the same on each shard. None of a strategy that goes through a group."""
         raise InternalError(f"{type(self).__name__} has no rule: what does its server do with a push?")
+
+    def as_factors(self, layer: OuterLayer, rows: int, workers: int, near: bool) -> bool:
+        """In a group: whether the gradient of a linear layer goes as its factors; see `AllReduce`.
+
+        Args:
+            layer: its shape.
+            rows: samples of a worker, at most.
+            workers: how many.
+            near: they are on one machine.
+        """
+        del layer, rows, workers, near
+        return False
 
     def bucket_elems(self, itemsize_bytes: int) -> int:
         """In a group: about how many elements are exchanged at once; a multiple of 64."""

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.model.check import finite
+from gradstream.model.factors import KeptLayers
 from gradstream.runtime.base import Report
 
 __all__ = ["Clip", "Differentiator", "GradientSource", "Result", "hash_seed"]
@@ -112,8 +113,9 @@ class GradientSource(Protocol):
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
+        kept: KeptLayers | None = None,
     ) -> Result:
-        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,)."""
+        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,), or into `kept`."""
         ...
 
 
@@ -172,6 +174,7 @@ class Differentiator:
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
+        kept: KeptLayers | None = None,
     ) -> Result:
         """The gradient of a minibatch.
 
@@ -185,18 +188,19 @@ class Differentiator:
             report: called as `into` becomes final from the front.
             samples: what `read` gave; None reads them now.
             sums: (E,) to sum up parts in; needed where there are several.
+            kept: layers whose gradient is kept as factors; not of a minibatch in parts, nor of a mean.
 
         Raises:
             UserCodeError, GradientError, DataError: naming worker, step, data epoch and minibatch.
         """
         read = samples or (self._read(part, step) for part in parts_of(self._plan, ref))
         hold: Report = (lambda _: None) if self._held(mean) else report
-        loss = self._summed(_Place(parameters, ref, step), read, num_samples, into, sums, hold)
+        loss = self._summed(_Place(parameters, ref, step, kept or {}), read, num_samples, into, sums, hold)
         num_summed = num_samples if self._model.reduction == "sum" else 1
         if mean and num_summed > 1:
             into.mul_(1 / num_summed)
             num_summed = 1
-        if math.isinf(loss) or not finite(into):
+        if math.isinf(loss) or not all(map(finite, _parts(into, kept or {}))):
             what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
             raise GradientError(
                 f"{self._where(ref, step)}: the {what}; lower the learning rate, scale the inputs, or "
@@ -241,8 +245,9 @@ class Differentiator:
         self, at: _Place, part: Batch, index: int, into: torch.Tensor, report: Report
     ) -> float:
         seed = hash_seed(self._seed, self._rank, at.step, index)
+        kept: dict[str, Any] = {"kept": at.kept} if at.kept else {}  # only some models know of it
         with self._users_code(at.ref, at.step, "model"):
-            return self._model.gradient(at.parameters, part, into, seed=seed, report=report)
+            return self._model.gradient(at.parameters, part, into, seed=seed, report=report, **kept)
 
     def _read(self, ref: BatchRef, step: int) -> Batch:
         with self._users_code(ref, step, "data set"):
@@ -266,11 +271,12 @@ class Differentiator:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a gradient is taken: parameters (E,), minibatch, step of the worker."""
+    """Where a gradient is taken: parameters (E,), minibatch, step of the worker; and what is kept of it."""
 
     parameters: torch.Tensor
     ref: BatchRef
     step: int
+    kept: KeptLayers
 
 
 @dataclass(slots=True)
@@ -291,6 +297,18 @@ class _Final:
             self.into[block].add_(self.sums[block])
             self.done = elems
         self.report(elems)
+
+
+def _parts(gradient: torch.Tensor, kept: KeptLayers) -> Iterator[torch.Tensor]:
+    """All numbers of a gradient: factors stand for the places of what was kept."""
+    done = 0
+    for one in kept.values():
+        if one.state != "refused":
+            yield gradient[done : one.layer.start]
+            yield one.delta
+            yield one.x
+            done = one.layer.stop
+    yield gradient[done:]
 
 
 def hash_seed(seed: int, rank: int, step: int, part: int = 0) -> int:

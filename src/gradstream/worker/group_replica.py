@@ -10,12 +10,14 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
+from gradstream.model.factors import KeptLayers
 from gradstream.server.client import Transfer
 from gradstream.server.waits import Claims
+from gradstream.worker.outer import OuterProducts
 from gradstream.worker.peers import Peers
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.updater import Updater
-from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts
+from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
 
 __all__ = ["GroupReplica"]
 
@@ -32,6 +34,7 @@ class GroupReplica(Replica):
         updater: the update rule.
         sharded: each worker updates its slices alone.
         parameters: of this worker, or of all.
+        outer: layers that may be exchanged as factors.
         on_transfer: see `Peers`.
     """
 
@@ -43,10 +46,12 @@ class GroupReplica(Replica):
         updater: Updater,
         sharded: bool,
         parameters: Vector,
+        outer: OuterProducts | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
         super().__init__(parts, group.allocate, Claims(), parameters)
-        self._peers = Peers(parts.runtime, group, buckets, updater, sharded, self, on_transfer)
+        self._outer = outer
+        self._peers = Peers(parts.runtime, group, buckets, updater, sharded, self, outer, on_transfer)
 
     @property
     def group(self) -> Peers:
@@ -56,6 +61,13 @@ class GroupReplica(Replica):
     async def newest(self) -> torch.Tensor:
         """See `Replica.newest`: this worker's own, which between two rounds are those of all."""
         return self.parameters.tensor
+
+    def _kept(self, batch: SampleBatch, *, mean: bool) -> KeptLayers | None:
+        """See `Replica._kept`: as the workers decide it for this round."""
+        if self._outer is None:
+            return None
+        said = None if mean else self.planned(batch.ref)
+        return self._outer.begin(None if said is None else [samples for samples, _ in said])
 
     async def _flush(self) -> None:
         """A round is in the model when the strategy has gone on from it."""

@@ -19,6 +19,7 @@ from gradstream.errors import GradientError, InternalError
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
+from gradstream.model.factors import KeptLayers
 from gradstream.runtime.base import Report
 from gradstream.strategies import base
 from gradstream.worker.gradient import Result
@@ -109,8 +110,9 @@ class _Turns:
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
+        kept: KeptLayers | None = None,
     ) -> Result:
-        del ref, num_samples, mean, samples, sums
+        del ref, num_samples, mean, samples, sums, kept
         turn = self._loop.turn(parameters, into)
         if not finite(into):
             raise GradientError(

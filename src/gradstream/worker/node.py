@@ -20,12 +20,13 @@ from gradstream.data.base import BatchRef, Dataset, Plan
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.data.plan import RoundPlan
-from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.errors import ConfigError, GradstreamError, UserCodeError
 from gradstream.events import EvaluatedEvent, Event, StepEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector, trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import buffers_of, load_buffers, with_buffers
+from gradstream.model.factors import outer_layers_of
 from gradstream.model.fixed import fixed_of, load_fixed
 from gradstream.optim.schedules import Rate
 from gradstream.runtime.base import Runtime, Work
@@ -42,6 +43,7 @@ from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.group_exchange import GroupExchange, UpdateRule
 from gradstream.worker.group_replica import GroupReplica
 from gradstream.worker.loop import Loop, LoopGroupReplica, LoopServerReplica, nothing
+from gradstream.worker.outer import OuterProducts
 from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.server_exchange import ServerExchange
@@ -313,7 +315,7 @@ class WorkerNode:
         config, layout = self._config, self._config.model.layout
         strategy, sharded = config.strategy, config.strategy.sharded
         if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
-            sharded = group.shares_memory and config.loop is None
+            sharded = group.shares_memory and config.loop is None and not strategy.factors
         buckets = Buckets(layout.elems, strategy.bucket_elems(layout.dtype.itemsize), config.num_workers)
         owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
         assert config.update_rule is not None
@@ -322,7 +324,29 @@ class WorkerNode:
             parameters = await group.common(layout.elems, layout.dtype, "parameters")
         else:
             parameters = group.allocate(layout.elems, layout.dtype, "parameters")
-        return partial(make, self._parts(), group, buckets, updater, sharded, parameters)
+        outer = None if sharded else self._outer_products(group)
+        return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
+
+    def _outer_products(self, group: Group) -> OuterProducts | None:
+        """The layers that may be exchanged as factors; None where there are none."""
+        config, layers = self._config, outer_layers_of(self._config.model)
+        several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
+        if config.strategy.factors and (several or not layers):
+            why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
+            raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
+        if several or not layers or config.num_workers == 1:
+            return None
+        hosts = {_host_of(node.address) for node in self._member.notice.nodes if node.role == "worker"}
+        near = group.shares_memory or len(hosts) == 1
+        strategy, num_workers = config.strategy, config.num_workers
+        return OuterProducts(
+            self._runtime,
+            group,
+            layers,
+            lambda layer, rows: strategy.as_factors(layer, rows, num_workers, near),
+            config.model.layout.dtype,
+            lambda event: self._member.emit(event) if config.rank == 0 else None,
+        )
 
     def _parts(self) -> ReplicaParts:
         config = self._config
@@ -478,6 +502,13 @@ def _built(model: Model) -> None:
     """Makes the model look at its layout, and lets go of what that took."""
     if model.layout.elems:
         trim()
+
+
+def _host_of(address: str) -> str:
+    """The host of host:port, or all of an address that is none."""
+    first = address.split(" ")[0]
+    host, _, port = first.rpartition(":")
+    return host if port.isdigit() else first
 
 
 def _traceback_of(error: BaseException) -> str:

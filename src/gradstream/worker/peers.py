@@ -15,9 +15,11 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.memory import Span, Vector
+from gradstream.model.factors import OuterLayer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.client import Transfer
 from gradstream.strategies import base
+from gradstream.worker.outer import OuterProducts, outside
 from gradstream.worker.updater import Updater
 from gradstream.worker.worker import ComputedGradient
 
@@ -49,6 +51,7 @@ class Peers:
         updater: the update rule, with the state that this worker keeps.
         sharded: of its own slices alone.
         replica: whose gradients these are.
+        outer: layers that may be exchanged as factors.
         on_transfer: told of each exchange of a whole gradient.
     """
 
@@ -60,6 +63,7 @@ class Peers:
         updater: Updater,
         sharded: bool,
         replica: Rounds,
+        outer: OuterProducts | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
         self.updater = updater
@@ -71,6 +75,7 @@ class Peers:
         self._buckets = buckets
         self._bounds = buckets.bounds
         self._replica = replica
+        self._outer = outer
         self._on_transfer = on_transfer
         self._sums: list[tuple[int, Span]] = []  # of this round: where each begins, and where it lies
         self._total = 0  # samples of all workers in this round
@@ -118,10 +123,15 @@ class Peers:
 
     async def allreduce(self, gradient: base.Gradient, bucket: base.Bucket, weight: float) -> None:
         """See `strategies.base.Peers`."""
-        if self._total:
-            span = await self._ready(gradient, bucket)
-            total = await self._timed(span, self._group.allreduce(span, weight=weight))
-            self._sums.append((bucket[0], total))
+        if not self._total:
+            return
+        layers = await self._as_factors(gradient, bucket)
+        if layers:
+            await self._allreduce_around(gradient, bucket, weight, layers)
+            return
+        span = await self._ready(gradient, bucket)
+        total = await self._timed(span, self._group.allreduce(span, weight=weight))
+        self._sums.append((bucket[0], total))
 
     async def reduce_scatter(self, gradient: base.Gradient, bucket: base.Bucket, weight: float) -> None:
         """See `strategies.base.Peers`."""
@@ -129,6 +139,34 @@ class Peers:
             span = await self._ready(gradient, bucket)
             mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
             self._sums.append((self._buckets.slice_in(bucket, self._group.rank)[0], mine))
+
+    async def _as_factors(self, gradient: base.Gradient, bucket: base.Bucket) -> Sequence[OuterLayer]:
+        """The layers in this bucket that are exchanged as factors."""
+        if self._outer is None:
+            return ()
+        if bucket[0] == 0 and not self._outer.agreed:
+            await gradient.done()
+            await self._outer.agree(gradient.vector, gradient.samples)
+        return [one for one in self._outer.layers if one.start < bucket[1] and bucket[0] < one.stop]
+
+    async def _allreduce_around(
+        self, gradient: base.Gradient, bucket: base.Bucket, weight: float, layers: Sequence[OuterLayer]
+    ) -> None:
+        """The bucket without these layers, and the layers that end in it: into the gradient's own vector."""
+        assert self._outer is not None
+        await self._ready(gradient, bucket)
+        vector = gradient.vector
+        for start, stop in outside(bucket, layers):
+            span = vector[start:stop]
+            total = await self._timed(span, self._group.allreduce(span, weight=weight))
+            if total != span:
+                await self._copy(total, span)
+        for layer in layers:
+            if layer.stop <= bucket[1]:
+                begun_ns = self._runtime.now()
+                sent = await self._outer.exchange(layer, vector, weight)
+                self._exchanged(sent, begun_ns)
+        self._sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
     async def _ready(self, gradient: base.Gradient, bucket: base.Bucket) -> Span:
         """The bucket, once nobody writes it any more.
@@ -149,12 +187,24 @@ class Peers:
             await gradient.ready.reached(stop)
         return span
 
+    async def _copy(self, source: Span, target: Span) -> None:
+        await self._runtime.compute(
+            lambda _: target.tensor.copy_(source.tensor),
+            work=Work("copy", elems=len(target)),
+            reads=[source],
+            writes=[target],
+            lane="exchange",
+        )
+
     async def _timed(self, span: Span, exchange: Awaitable[Span]) -> Span:
         begun_ns = self._runtime.now()
         total = await exchange
+        self._exchanged(span, begun_ns)
+        return total
+
+    def _exchanged(self, span: Span, begun_ns: int) -> None:
         self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
         self.exchanged_bytes += span.tensor.nbytes
-        return total
 
     async def update(self, gradient: base.Gradient) -> None:
         """See `strategies.base.Peers`."""

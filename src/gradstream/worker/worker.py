@@ -24,6 +24,7 @@ from gradstream.events import StepEvent
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
+from gradstream.model.factors import KeptLayers
 from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
 from gradstream.server.waits import Claims
@@ -61,6 +62,7 @@ class ComputedGradient:
         ready: how many elements from the front are final.
         task: computes it; None where there are no samples.
         on_known: called by `know`.
+        kept: layers whose part of it is kept as factors.
     """
 
     vector: Vector
@@ -70,6 +72,7 @@ class ComputedGradient:
     ready: Progress = field(default_factory=Progress)
     task: asyncio.Task[Result] | None = None
     on_known: Callable[[], None] | None = None
+    kept: KeptLayers | None = None
 
     @property
     def samples(self) -> int:
@@ -199,6 +202,11 @@ class Replica(ABC):
         del mean
         return None
 
+    def _kept(self, batch: SampleBatch, *, mean: bool) -> KeptLayers | None:
+        """The layers whose part of the next gradient is to be kept as factors; None for none."""
+        del batch, mean
+        return None
+
     @property
     def server(self) -> base.Server:
         """See `strategies.base.Worker`."""
@@ -312,6 +320,7 @@ class Replica(ABC):
         assert isinstance(batch, SampleBatch)
         rate = self._rate(batch.ref)
         gradient = ComputedGradient(self._gradient, batch, (batch.ref,), rate)
+        gradient.kept = self._kept(batch, mean=mean)
         if batch.num_samples:
             work = self._compute(batch, gradient, self._memory_free(mean=mean), mean=mean)
             name = f"worker-{self.rank}-gradient-{self.step}"
@@ -341,6 +350,7 @@ class Replica(ABC):
                     report=report,
                     samples=batch.samples,
                     sums=None if self._sums is None else self._sums.tensor,
+                    kept=gradient.kept,
                 ),
                 work=Work("gradient", samples=batch.num_samples, elems=len(gradient.vector)),
                 reads=[self.parameters.all],

@@ -1,0 +1,219 @@
+"""Gradients of wide layers as factors: what is kept, what is sent, and that the updates are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradstream as gs
+from gradstream.errors import ConfigError, GradientError
+from gradstream.model import built_module
+from gradstream.model.batch import Batch
+from gradstream.model.factors import Kept, OuterLayer, outer_layers_of
+from gradstream.strategies import AllReduce
+from gradstream.worker.outer import outside
+
+WIDE, CLASSES, SAMPLES = 72, 4, 48
+BUCKET = 1 / 256  # MiB: 1024 elements; the layer has 5184, and begins and ends in the middle of one
+
+
+@pytest.fixture(autouse=True)
+def _wide_is_not_so_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(built_module, "WIDE_ELEMS", WIDE * WIDE)
+
+
+class Whole(nn.Module):
+    """A wide layer between two others, of small integers: all sums are exact."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.times = times
+        self.narrow = nn.Linear(8, WIDE)
+        self.wide = nn.Linear(WIDE, WIDE)
+        self.last = nn.Linear(WIDE, CLASSES)
+        for parameter in self.parameters():
+            parameter.data = torch.randint(-1, 2, parameter.shape, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.narrow(x)
+        for _ in range(self.times):
+            x = self.wide(x)
+        outputs: torch.Tensor = self.last(x)
+        return outputs
+
+
+def linear(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs * targets).sum()
+
+
+def model_of(**options: Any) -> Any:
+    return gs.from_torch(lambda: Whole(**options), linear, reduction="sum")
+
+
+def data() -> Any:
+    rng = np.random.default_rng(0)
+    x = rng.integers(-1, 2, (SAMPLES, 8)).astype("float32")
+    return gs.from_arrays(x, rng.integers(-1, 2, (SAMPLES, CLASSES)).astype("float32"))
+
+
+def trained(strategy: Any, sizes: list[int], model: Any = None, **options: Any) -> gs.Run:
+    options = {"steps": 1, "optimizer": gs.SGD(lr=1.0), **options}
+    return gs.simulate(
+        model or model_of(), data(), workers=len(sizes), batch_size=sizes, strategy=strategy, **options
+    )
+
+
+def same(one: gs.Run, other: gs.Run) -> bool:
+    return all(np.array_equal(value, other.parameters[name]) for name, value in one.parameters.items())
+
+
+def bytes_of(run: gs.Run) -> int:
+    return sum(event["pushed_bytes"] for event in run.events if event["event"] == "exchange")
+
+
+# ---- what a model keeps -----------------------------------------------------------------
+
+
+def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> None:
+    model = model_of()
+    (layer,) = outer_layers_of(model)
+    assert (layer.name, layer.outputs, layer.inputs) == ("wide.weight", WIDE, WIDE)
+    flat = torch.empty(model.layout.elems)
+    model.init(0, flat)
+    batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
+    expected, gradient = torch.empty_like(flat), torch.full_like(flat, 7.0)
+    model.gradient(flat, batch, expected, seed=0, report=lambda _: None)
+    kept = Kept(layer, torch.empty(3, WIDE), torch.empty(3, WIDE))
+    model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, kept={layer.name: kept})
+    assert kept.state == "kept"
+    assert (layer.place(gradient) == 7.0).all()  # left as it was
+    layer.place(gradient).copy_(kept.delta.t() @ kept.x)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize(("times", "rows"), [(2, 3), (1, 4)])
+def test_what_is_no_single_product_is_refused_and_formed(times: int, rows: int) -> None:
+    model = model_of(times=times)
+    (layer,) = outer_layers_of(model)
+    flat = torch.empty(model.layout.elems)
+    model.init(0, flat)
+    batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
+    expected, gradient = torch.empty_like(flat), torch.empty_like(flat)
+    model.gradient(flat, batch, expected, seed=0, report=lambda _: None)
+    kept = Kept(layer, torch.empty(rows, WIDE), torch.empty(rows, WIDE))
+    model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, kept={layer.name: kept})
+    assert kept.state == "refused"
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_tied_and_narrow_layers_are_not_offered() -> None:
+    def tied() -> nn.Module:
+        module = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 8))
+        module[1].weight = module[0].weight
+        return module
+
+    assert not outer_layers_of(gs.from_torch(tied, linear))
+    assert not outer_layers_of(object())
+
+
+def test_what_a_bucket_has_besides() -> None:
+    layers = [OuterLayer("a", 10, 5, 4), OuterLayer("b", 40, 2, 5)]  # [10, 30) and [40, 50)
+    assert outside((0, 64), layers) == [(0, 10), (30, 40), (50, 64)]
+    assert outside((12, 20), layers) == []
+    assert outside((20, 45), layers) == [(30, 40)]
+    assert outside((50, 60), layers) == [(50, 60)]
+
+
+# ---- whole runs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_update_is_that_of_gradients_bit_for_bit_and_fewer_bytes_are_sent(overlap: bool) -> None:
+    sizes = [3, 0, 5]  # 8: the weights are exact
+    expected = trained(AllReduce(factors=False, overlap=overlap, bucket_mib=BUCKET), sizes)
+    found = trained(AllReduce(overlap=overlap, bucket_mib=BUCKET), sizes)
+    assert same(found, expected)
+    assert same(expected, trained(gs.Synchronous(), sizes))
+    (event,) = (event for event in found.events if event["event"] == "factors")
+    assert event["layers"] == {"wide.weight": "factors"}
+    part = 768  # 5 x (72 + 72), of the largest minibatch, in whole blocks of 64
+    assert event["factor_elems"] == {"wide.weight": part}
+    assert event["gradient_elems"] == {"wide.weight": WIDE * WIDE}
+    assert bytes_of(expected) - bytes_of(found) == 3 * 4 * (WIDE * WIDE - part)
+
+
+def test_steps_of_several_sizes_go_on_in_the_same_memory() -> None:
+    sizes, options = [7, 2], {"epochs": 1, "optimizer": gs.SGD(lr=2.0**-40)}
+    expected = trained(AllReduce(factors=False), sizes, steps=None, **options)
+    found = trained(AllReduce(factors=True, bucket_mib=BUCKET), sizes, steps=None, **options)
+    for name, value in expected.parameters.items():
+        np.testing.assert_allclose(found.parameters[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_layer_that_no_product_describes_goes_the_usual_way_on_all_workers() -> None:
+    options = {"model": model_of(times=2), "optimizer": gs.SGD(lr=2.0**-60), "steps": 2}
+    found = trained(AllReduce(bucket_mib=BUCKET), [3, 4], **options)
+    (event,) = (event for event in found.events if event["event"] == "factors")
+    assert event["layers"] == {"wide.weight": "gradient"}
+    expected = trained(AllReduce(factors=False, bucket_mib=BUCKET), [3, 4], **options)
+    for name, value in expected.parameters.items():
+        np.testing.assert_allclose(found.parameters[name], value, rtol=1e-5, atol=1e-7)
+
+
+class Turning(Whole):
+    """Goes through its wide layer twice from the third minibatch on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = getattr(self, "seen", 0) + 1
+        self.times = 2 if self.seen > 2 else 1
+        return super().forward(x)
+
+
+def test_a_layer_that_is_a_product_no_more_is_an_error_that_says_what_to_do() -> None:
+    model = gs.from_torch(Turning, linear, reduction="sum")
+    with pytest.raises(GradientError, match=r"wide.weight: its gradient was one product.*factors=False"):
+        trained(AllReduce(), [3, 4], model=model, optimizer=gs.SGD(lr=2.0**-60), steps=4)
+
+
+class Bursting(Whole):
+    """Only the factors of its wide layer are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide.bias = None  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(self.narrow(x).detach())
+        x.register_hook(lambda gradient: gradient * torch.inf)  # type: ignore[no-untyped-call]
+        outputs: torch.Tensor = self.last(x)
+        return outputs
+
+
+@pytest.mark.parametrize("factors", [None, False])
+def test_factors_that_are_not_finite_are_a_gradient_that_is_not(factors: bool | None) -> None:
+    model = gs.from_torch(Bursting, linear, reduction="sum")
+    with pytest.raises(GradientError, match="gradient has a NaN or an infinity"):
+        trained(AllReduce(factors=factors), [3, 5], model=model)
+
+
+def test_bytes_decide_and_one_machine_does_not() -> None:
+    wide, strategy = OuterLayer("fc", 0, 8000, 9216), AllReduce()
+    assert wide.elems == 73_728_000
+    assert wide.factor_elems(256) == 4_407_296
+    assert strategy.as_factors(wide, 256, workers=2, near=False)
+    assert strategy.as_factors(wide, 256, workers=33, near=False)
+    assert not strategy.as_factors(wide, 256, workers=34, near=False)  # 34·4,407,296 > 2·73,728,000
+    assert not strategy.as_factors(wide, 256, workers=2, near=True)
+    assert AllReduce(factors=True).as_factors(wide, 256, workers=2, near=True)
+    assert not AllReduce(factors=False).as_factors(wide, 1, workers=2, near=False)
+
+
+def test_what_cannot_go_as_factors_is_said() -> None:
+    with pytest.raises(ConfigError, match="factors=True, sharded=True"):
+        AllReduce(factors=True, sharded=True)
+    with pytest.raises(ConfigError, match="no layer of this model can be exchanged as factors: gradients"):
+        trained(AllReduce(factors=True), [3, 4], clip_norm=1.0)
