@@ -207,7 +207,7 @@ class Launcher:
             message = self._hear()
             if message is None:
                 waited += 1
-            elif "address" in message:
+            elif "address" in message and message.get("from") == COORDINATOR:  # not that of a machine
                 self._reachable = True
                 return str(message["address"])
             if self._ended:
