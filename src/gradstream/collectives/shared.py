@@ -46,7 +46,8 @@ class SharedGroup:
         self._core = core
         self._beat_s = beat_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{runtime.node}-exchange")
-        self._results: dict[Vector, Vector] = {}  # where the sums of a vector's spans have been handed out
+        # Of the group's own vectors: where their sums have been handed out, if they have.
+        self._sums: dict[Vector, Vector | None] = {}
         self._timer: Timer | None = None
 
     @classmethod
@@ -75,6 +76,7 @@ class SharedGroup:
     def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.allocate`."""
         vector = self._core.allocate(elems, dtype, name)
+        self._sums[vector] = None
         bill = self._runtime.memory.allocated_bytes
         bill[name] = bill.get(name, 0) + vector.tensor.nbytes
         return vector
@@ -85,14 +87,14 @@ class SharedGroup:
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`, and `SharedCore.allreduce_` for how long the result stays."""
-        sums = self._results.get(span.vector)
+        sums = self._sums.get(span.vector)
         with Loans() as loans:
             loans.add(span, write=True, to="allreduce")
             if sums is not None:  # who still reads what was handed out
                 loans.add(sums[span.start : span.stop], write=True, to="allreduce")
             result = await self._run(lambda: self._core.allreduce_(span, weight=weight))
-        if result.vector is not span.vector and (result.start, result.stop) == (span.start, span.stop):
-            self._results[span.vector] = result.vector
+        if span.vector in self._sums and result.vector is not span.vector:
+            self._sums[span.vector] = result.vector
         return result
 
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
@@ -119,6 +121,7 @@ class SharedGroup:
         if self._timer is not None:
             self._timer.cancel()
         self._core.close()
+        self._sums.clear()
         self._thread.shutdown(wait=False)
 
     async def _run(self, operation: Callable[[], T]) -> T:

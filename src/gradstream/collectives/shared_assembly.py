@@ -26,6 +26,7 @@ __all__ = [
     "NOT_DONE",
     "RANK",
     "RANKS",
+    "RING",
     "SPINS",
     "TURN",
     "YIELD_MASK",
@@ -34,7 +35,9 @@ __all__ = [
 
 DONE = 0
 NOT_DONE = 1
-"""Somebody sleeps and has to be rung for, has not come in time, or asks for something else: see to it."""
+"""Somebody has not come in time, or asks for something else: see to it."""
+RING = 2
+"""Done; this rank came last, and others sleep: ring for them."""
 
 COUNT, TURN, RANK, RANKS, SPINS, YIELD_MASK = range(6)
 """Words of a rank's state: how often it came, whose turn the next call is, and what does not change."""
@@ -66,24 +69,11 @@ entry:
   %arrived = getelementptr i64, ptr %mine, i64 {ARRIVED}
   store atomic i64 %count, ptr %arrived release, align 8
   fence seq_cst
-  br label %sleeper
-
-sleeper:  ; does anybody sleep?
-  %s = phi i64 [ 0, %entry ], [ %s.next, %awake ]
-  %s.at = getelementptr ptr, ptr %boards, i64 %s
-  %s.board = load ptr, ptr %s.at
-  %s.asleep = getelementptr i64, ptr %s.board, i64 {ASLEEP}
-  %s.word = load atomic i64, ptr %s.asleep monotonic, align 8
-  %s.is = icmp ne i64 %s.word, 0
-  br i1 %s.is, label %late, label %awake
-awake:
-  %s.next = add i64 %s, 1
-  %s.more = icmp ult i64 %s.next, %ranks
-  br i1 %s.more, label %sleeper, label %other
+  br label %other
 
 other:  ; has everybody come?
-  %o = phi i64 [ 0, %awake ], [ %o.next, %come ]
-  %left = phi i64 [ %spins, %awake ], [ %left.now, %come ]
+  %o = phi i64 [ 0, %entry ], [ %o.next, %come ]
+  %left = phi i64 [ %spins, %entry ], [ %left.now, %come ]
   %o.at = getelementptr ptr, ptr %boards, i64 %o
   %o.board = load ptr, ptr %o.at
   %o.arrived = getelementptr i64, ptr %o.board, i64 {ARRIVED}
@@ -111,8 +101,25 @@ come:
   %o.next = add i64 %o, 1
   %o.more = icmp ult i64 %o.next, %ranks
   br i1 %o.more, label %other, label %done
-done:
+done:  ; who comes last, and so waits for nobody, looks for those who sleep
+  %last = icmp eq i64 %left.now, %spins
+  br i1 %last, label %sleeper, label %passed
+sleeper:
+  %s = phi i64 [ 0, %done ], [ %s.next, %awake ]
+  %s.at = getelementptr ptr, ptr %boards, i64 %s
+  %s.board = load ptr, ptr %s.at
+  %s.asleep = getelementptr i64, ptr %s.board, i64 {ASLEEP}
+  %s.word = load atomic i64, ptr %s.asleep monotonic, align 8
+  %s.is = icmp ne i64 %s.word, 0
+  br i1 %s.is, label %ring, label %awake
+awake:
+  %s.next = add i64 %s, 1
+  %s.more = icmp ult i64 %s.next, %ranks
+  br i1 %s.more, label %sleeper, label %passed
+passed:
   ret i64 {DONE}
+ring:
+  ret i64 {RING}
 late:
   ret i64 {NOT_DONE}
 }}
@@ -214,8 +221,8 @@ entry:
   %bytes = mul i64 %elems, {align}
   call void @llvm.memcpy.p0.p0.i64(ptr %slot, ptr %data, i64 %bytes, i1 false)
   %come = call i64 @come(ptr %state)
-  %came = icmp eq i64 %come, {DONE}
-  br i1 %came, label %other, label %late
+  %not.done = icmp eq i64 %come, {NOT_DONE}
+  br i1 %not.done, label %late, label %other
 other:
   %o = phi i64 [ 0, %entry ], [ %o.next, %equal ]
   %o.at = getelementptr ptr, ptr %boards, i64 %o
@@ -240,7 +247,7 @@ equal:
   br i1 %o.more, label %other, label %add
 add:
   call void @sum.{name}(ptr %data, ptr %parts, ptr %weights, i64 %ranks, i64 %elems, i64 0)
-  ret i64 {DONE}
+  ret i64 %come
 late:
   ret i64 {NOT_DONE}
 unequal:
@@ -260,6 +267,7 @@ _NUMBERS = {
     "SLOTS_AT": SLOTS_AT,
     "DONE": DONE,
     "NOT_DONE": NOT_DONE,
+    "RING": RING,
 }
 
 

@@ -2,8 +2,10 @@
 
 A rank comes to the barrier by counting up a word on its board; it may pass once the words of all others
 have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one
-rings, or a socket ends. Whoever finds the group broken says so on its board and rings for all, so that
-every survivor names the same rank, also where the survivors end one after the other.
+rings, or a socket ends. The last one to come, who finds all others there, rings for those who sleep.
+
+Whoever finds the group broken says so on its board and rings for all, so that every survivor names the
+same rank, also where the survivors end one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from gradstream.collectives.shared_assembly import COUNT, DONE
+from gradstream.collectives.shared_assembly import COUNT, DONE, RING
 from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, TROUBLE, Board, fence
 from gradstream.collectives.shared_meeting import MESSAGE_BYTES
 from gradstream.collectives.shared_native import State, native
@@ -160,22 +162,25 @@ class Barrier:
             ClosedError: this rank was closed meanwhile.
         """
         if self._native is not None:
-            if self._native.come(self.state.address) != DONE:
-                self.go_on(doing)
+            status = self._native.come(self.state.address)
+            if status != DONE:
+                self.finish(status, doing)
             return
         count = self.state.words[COUNT] + 1
         self.state.words[COUNT] = self._words[ARRIVED] = count
         fence(self._lock)
-        self._ring()
-        for peer in self._peers:
-            if peer.words[ARRIVED] < count and not self._spin(peer.words, count):
-                self._sleep(doing)
-                return
+        missing = [peer for peer in self._peers if peer.words[ARRIVED] < count]
+        if not missing:
+            self._ring()
+        elif not all(self._spin(peer.words, count) for peer in missing):
+            self._sleep(doing)
 
-    def go_on(self, doing: object) -> None:
-        """What is left of `wait` once this rank has come: wakes the others and sleeps. Raises as `wait`."""
-        self._ring()
-        self._sleep(doing)
+    def finish(self, status: int, doing: object) -> None:
+        """What machine code leaves of a `wait`: to ring for others, or to sleep. Raises as `wait`."""
+        if status == RING:
+            self._ring()
+        else:
+            self._sleep(doing)
 
     def _ring(self) -> None:
         for peer in self._peers:

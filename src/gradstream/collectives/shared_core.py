@@ -24,7 +24,7 @@ from types import TracebackType
 import torch
 
 from gradstream.collectives.group import slice_of
-from gradstream.collectives.shared_assembly import DONE, TURN
+from gradstream.collectives.shared_assembly import DONE, RING, TURN
 from gradstream.collectives.shared_barrier import Barrier, Peer, Trouble
 from gradstream.collectives.shared_board import (
     BEATS,
@@ -214,14 +214,14 @@ class SharedCore:
         """
         with self._lock:  # the short way, for what has been here before: microseconds count
             quick = self._quick.get((span.vector, span.start, span.stop))
-            if quick is not None and quick(weight) == DONE:
+            if quick is not None and (status := quick(weight)) == DONE:
                 return span
         if quick is None:
             self._check_sum(span, weight)
         with self._guard:
             if quick is None:
                 return self._allreduce(span, weight)
-            self._catch_up(span)
+            self._finish_small(span, status)
             return span
 
     def reduce_scatter_(self, span: Span, *, weight: float = 1.0) -> Span:
@@ -268,20 +268,22 @@ class SharedCore:
             quick = partial(code, self._state.address, mine.data_ptr(), elems)
             if self._vectors.is_own(span.vector) and len(self._quick) < _MAX_KEPT:
                 self._quick[span.vector, span.start, span.stop] = quick
-            if quick(weight) != DONE:
-                self._catch_up(span)
+            self._finish_small(span, quick(weight))
             return
         slots = self._slots(self._state.words[TURN], elems, mine.dtype)
         slots[self.rank].copy_(mine)
         calls = self._come(Call(Operation.ALLREDUCE, number_of(mine.dtype), elems, weight=weight))
         weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
 
-    def _catch_up(self, span: Span) -> None:
-        """The rest of a small allreduce that machine code has begun, and has not waited any longer for."""
+    def _finish_small(self, span: Span, status: int) -> None:
+        """What machine code leaves of a small allreduce."""
+        if status == DONE:
+            return
         turn, mine = 1 - self._state.words[TURN], _tensor(span)
-        self._barrier.go_on(self._board.read(turn))
-        weights = [call.weight for call in self._calls(turn)]
-        weighted_sum(self._slots(turn, len(span), mine.dtype), weights, mine, self._room(mine.dtype))
+        self._barrier.finish(status, self._board.read(turn))
+        if status != RING:
+            weights = [call.weight for call in self._calls(turn)]
+            weighted_sum(self._slots(turn, len(span), mine.dtype), weights, mine, self._room(mine.dtype))
 
     def _reduce_scatter(self, span: Span, weight: float) -> Span:
         elems, number = len(span), number_of(span.vector.tensor.dtype)

@@ -52,8 +52,8 @@ class Native:
     """The functions.
 
     Args:
-        come: (state) → DONE or NOT_DONE; keeps the GIL, since it is short.
-        small: by dtype: (state, data, elems, weight) → DONE or NOT_DONE.
+        come: (state) → DONE, NOT_DONE or RING; keeps the GIL, since it is short.
+        small: by dtype: (state, data, elems, weight) → DONE, NOT_DONE or RING.
         sum: by dtype: (out, parts, weights, ranks, elems, whether past the cache); lets the GIL go.
         engine: keeps the code.
     """
