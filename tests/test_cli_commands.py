@@ -347,3 +347,30 @@ def test_what_is_wrong_with_machines(recorder: Recorder, arguments: list[str], p
     result = call(*arguments)
     assert result.exit_code == 2
     assert part in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "last"),
+    [
+        ("", ["trian", "mine.py"], "Did you mean 'train'?"),
+        ("x = 1\nopen('nowhere.npy')\n", ["train", "mine.py"], "FileNotFoundError: "),
+        ("def job():\n    return undefined\n", ["train", "mine.py"], "NameError: name 'undefined'"),
+        ("def job(): pass\n", ["train", "mine.py:jobb"], "did you mean 'job'?"),
+        (
+            "import gradstream as gs, torch\n"
+            "def job(): return gs.Job(torch.nn.Linear(1, 1), gs.fashion_mnist(), epochs=1)\n",
+            ["train", "mine.py"],
+            "gradstream.from_torch(build, loss)",
+        ),
+    ],
+)
+def test_a_slip_of_the_users_is_named_in_the_last_line(
+    text: str, words: list[str], last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(text)
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code in (1, 2)
+    assert last in result.stderr.rstrip().splitlines()[-1]
+    assert "registry.py" not in result.stderr  # their traceback begins in their file
+    assert not Path("runs").exists()

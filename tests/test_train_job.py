@@ -107,7 +107,7 @@ def test_a_module_and_a_function(write: Callable[..., str], monkeypatch: pytest.
         ("nowhere.py", "no such file"),
         ("nowhere_at_all:job", "nowhere_at_all"),
         ("linear", "module:function"),
-        ("linear.py:jib", "no function 'jib'"),
+        ("linear.py:jib", "'jib' (did you mean 'job'?)"),
         ("linear.py:dictionary", "returned dict; expected a gradstream.Job"),
         ("empty.py", "found neither"),
     ],

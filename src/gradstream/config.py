@@ -381,6 +381,11 @@ def check(job: Job) -> None:
     if job.servers is not None:
         _whole("servers", job.servers, least=0)
     _whole("seed", job.seed, least=0)
+    if hasattr(job.model, "state_dict"):
+        raise ConfigError(
+            f"model is a torch module, {type(job.model).__name__}; expected a function that builds it, and a "
+            "loss: gradstream.from_torch(build, loss)"
+        )
     if not is_open_ended(job):
         _check_length(job)
     if isinstance(job.shares, str) and job.shares != MEASURED:

@@ -15,6 +15,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,11 +23,19 @@ from types import ModuleType
 from typing import TypeAlias, cast
 
 from gradstream.config import Job
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.registry import load_module
 
-__all__ = ["JOB_MODULE", "Asked", "intercept", "job_of", "load_job", "script_of_caller"]
+__all__ = [
+    "JOB_MODULE",
+    "Asked",
+    "intercept",
+    "job_of",
+    "load_job",
+    "script_of_caller",
+    "traceback_in",
+]
 
 Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
 """What `train` and `simulate` take first."""
@@ -93,6 +102,7 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None) -> Job:
 
     Raises:
         ConfigError: no such file or function, or no job comes of it.
+        UserCodeError: what the file itself has raised.
     """
     place, colon, function = spec.rpartition(":")
     if not colon:
@@ -120,7 +130,7 @@ def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job
     sys.modules.pop(JOB_MODULE, None)
     try:
         with _capturing(earlier):
-            module = load_module(path, JOB_MODULE)
+            module = _read(path, JOB_MODULE)
     except _Captured as captured:
         return captured.job
     if function:
@@ -130,12 +140,30 @@ def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job
     return _from_guarded(path, earlier)
 
 
+def _read(path: Path, name: str) -> ModuleType:
+    """Runs a job file. Raises UserCodeError, with what of the traceback is the user's, where it fails."""
+    try:
+        return load_module(path, name)
+    except GradstreamError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{path}: {type(error).__name__}: {error}", traceback_in(path, error)) from error
+
+
+def traceback_in(path: Path, error: BaseException) -> str:
+    """The traceback of an error from the first line of this file on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
 def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
     main = sys.modules.get("__main__")
     sys.modules.pop("__main__", None)
     try:
         with _capturing(earlier):
-            load_module(path, "__main__")
+            _read(path, "__main__")
     except _Captured as captured:
         # The job's own classes go on living in the module they were defined in.
         return captured.job
@@ -148,8 +176,15 @@ def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
 def _call(module: ModuleType, function: str, spec: str) -> Job:
     maker = getattr(module, function, None)
     if not callable(maker):
-        raise ConfigError(f"job {spec!r}: {module.__name__} has no function {function!r}")
-    job = maker()
+        here = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise UnknownNameError(f"function of {module.__file__ or module.__name__}", function, here)
+    try:
+        job = maker()
+    except GradstreamError:
+        raise
+    except Exception as error:
+        text = traceback_in(Path(str(module.__file__)), error)
+        raise UserCodeError(f"{spec}: {type(error).__name__}: {error}", text) from error
     if not isinstance(job, Job):
         raise ConfigError(
             f"job {spec!r}: {function}() returned {type(job).__name__}; expected a gradstream.Job"

@@ -115,6 +115,8 @@ class Launcher:
         except GradstreamError as error:
             self._note_failure(error)
             error.add_note(f"run directory: {self._run_dir}")
+            if self._folder:
+                error.add_note(f"it resumes from {self._folder}: {self._command}")
             if isinstance(error, UserCodeError) and error.traceback_text:
                 error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
             raise
@@ -229,16 +231,26 @@ class Launcher:
         self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _interrupted(self) -> Interrupted:
-        resumed = self._cast.resume
-        folder = self._last.get("stopped", {}).get("folder", resumed.folder if resumed is not None else "")
-        command = f"gradstream resume {shlex.quote(str(self._run_dir))}"
-        if self._job.spec is None:  # in nobody's file
-            command = f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
-        error = Interrupted(self._run_dir, folder, command)
+        error = Interrupted(self._run_dir, self._folder, self._command)
         if self._signals.asked:
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
         return error
+
+    @property
+    def _folder(self) -> str:
+        """The newest checkpoint, as far as is known; "" without one."""
+        resumed = self._cast.resume
+        first = "" if resumed is None else resumed.folder
+        last: str = self._last.get("checkpoint", {}).get("folder", first)
+        return last
+
+    @property
+    def _command(self) -> str:
+        """What resumes the run."""
+        if self._job.spec is None:  # in nobody's file
+            return f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
+        return f"gradstream resume {shlex.quote(str(self._run_dir))}"
 
     def _hear(self) -> dict[str, Any] | None:
         self._heed()

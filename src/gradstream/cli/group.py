@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import pkgutil
 from typing import Any
@@ -32,6 +33,16 @@ class Commands(click.Group):
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(importlib.import_module(f"{commands.__name__}.{name}"), name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does; one that there is not is answered with the nearest."""
+        known = self.list_commands(ctx)
+        near = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
+        if args[0] not in known and near:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs a command. What goes wrong is said on stderr, and ends with its `exit_code`."""

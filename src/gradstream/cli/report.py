@@ -21,8 +21,9 @@ __all__ = ["error_text", "evaluate", "evaluation_rows", "figures", "json_text", 
 
 
 def error_text(error: GradstreamError) -> str:
-    """The message of an error; of a user's error, its own traceback at the very end."""
-    text = f"error: {error}"
+    """The message of an error and what helps; of a user's error, its own traceback at the very end."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    text = "\n".join([f"error: {error}", *notes])
     trace = error.traceback_text.rstrip() if isinstance(error, UserCodeError) else ""
     return f"{text}\n\n{trace}" if trace else text
 

@@ -6,13 +6,13 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeError
+from gradstream.jobfile import traceback_in
 from gradstream.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
 from gradstream.registry import load_module
 from gradstream.session.place import Assignment, assign
@@ -56,7 +56,7 @@ def _run(script: Path, name: str, say: Say) -> int:
         # The run has failed, here or elsewhere, or the script has misused the session.
         return _failed(error, name, say)
     except BaseException as error:
-        text = traceback.format_exc()
+        text = traceback_in(script.resolve(), error)
         message = f"{name}: the script raised {type(error).__name__}: {error}"
         return _failed(UserCodeError(message, text), name, say)
     session = running()

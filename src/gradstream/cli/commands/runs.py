@@ -21,6 +21,7 @@ def runs(folder: Path, as_json: bool) -> None:
       gradstream runs elsewhere/runs --json
     """
     import json
+    import sys
 
     from rich.console import Console
     from rich.table import Table
@@ -44,4 +45,5 @@ def runs(folder: Path, as_json: bool) -> None:
             "" if rate is None else f"{rate:,.0f}",
             "" if seconds is None else f"{seconds:.1f} s",
         )
-    Console(highlight=False).print(table)
+    width = None if sys.stdout.isatty() else 160  # elsewhere nothing is cut off
+    Console(highlight=False, width=width).print(table)
