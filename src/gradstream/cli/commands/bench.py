@@ -1,0 +1,84 @@
+"""`gradstream bench`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from gradstream.cli.options import json_option
+
+if TYPE_CHECKING:
+    from gradstream.bench import AllreduceResult
+
+__all__ = ["bench"]
+
+
+@click.group()
+def bench() -> None:
+    """Measures parts of gradstream on this machine."""
+
+
+@bench.command()
+@click.option("--ranks", type=int, default=2, show_default=True, help="Processes.")
+@click.option("--elements", type=int, default=1_000_000, show_default=True, help="float32 of the vector.")
+@click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="auto (in place on one host), messages (the cheapest that sends), or one by name: ring.",
+)
+@click.option("--carrier", metavar="NAME", default="auto", show_default=True, help="auto, grpc, tcp or shm.")
+@click.option("--times", type=int, default=9, show_default=True, help="Repetitions.")
+@json_option
+def allreduce(ranks: int, elements: int, algorithm: str, carrier: str, times: int, as_json: bool) -> None:
+    """Starts RANKS processes that sum up a vector, and shows how long that takes.
+
+    Beside the median: bandwidth, and what the algorithm's formula predicts with the alpha (seconds of a
+    message) and beta (seconds of a byte) that were measured before.
+
+    \b
+    Examples:
+      gradstream bench allreduce
+      gradstream bench allreduce --ranks 4 --algorithm ring --carrier tcp --json
+    """
+    from gradstream.bench import AllreducePlan, measure_here
+
+    plan = AllreducePlan(ranks=ranks, elements=elements, algorithm=algorithm, carrier=carrier, times=times)
+    result = measure_here(plan)
+    if as_json:
+        click.echo(json.dumps(result.record()))
+        return
+    for line in lines_of(result):
+        click.echo(line)
+
+
+def lines_of(result: AllreduceResult) -> list[str]:
+    """For people."""
+    plan = result.plan
+    how = result.algorithm if result.kind == "shared" else f"{result.algorithm} over {plan.carrier}"
+    lines = [
+        f"allreduce of {plan.elements:,} float32, {plan.ranks} ranks, {result.kind}: {how}",
+        f"  median     {duration(result.median_s)} of {len(result.times_s)}, "
+        f"{duration(min(result.times_s))} to {duration(max(result.times_s))}",
+        f"  bandwidth  {result.bytes_s / 1e9:.3g} GB/s of the vector, {result.bus_bytes_s / 1e9:.3g} GB/s of "
+        "what each rank has to send",
+    ]
+    if result.predicted_s is not None:
+        alpha_s, beta_s_byte = result.figures["alpha_s"], result.figures["beta_s_byte"]
+        lines.append(
+            f"  predicted  {duration(result.predicted_s)} from alpha {duration(alpha_s)}, "
+            f"beta {beta_s_byte * 1e9:.3g} s/GB, gamma {result.figures['gamma_s_byte'] * 1e9:.3g} s/GB, "
+            f"{duration(result.figures['message_s'])} for each message more"
+        )
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """In a unit that fits."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} µs"
