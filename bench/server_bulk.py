@@ -261,11 +261,12 @@ async def bare_get(channel: grpc.aio.Channel, into: np.ndarray[Any, Any]) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--elems", type=int, default=20_000_000)
-    parser.add_argument("--chunk", type=int, default=262_144)
+    parser.add_argument("--chunk", type=int, help="elements; 262,144, over shm 1,048,576")
     parser.add_argument("--carrier", choices=["grpc", "tcp", "shm"], default="grpc")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.chunk = given.chunk or (1_048_576 if given.carrier == "shm" else 262_144)
     sys.setswitchinterval(2e-4)
     torch.set_num_threads(1)
     if given.serve:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,10 +26,11 @@ from gradstream.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update, readers
 from gradstream.testing.pieces import Held, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
-from gradstream.transport.lending import SHELF_BYTES
+from gradstream.transport.loans import SHELF_BYTES
 from gradstream.transport.shelf import Shelf
 from gradstream.transport.shm import ShmEndpoint
 from gradstream.transport.stream import StreamCore
+from gradstream.transport.unix import send_descriptors
 from gradstream.wire import v1
 
 ELEMS = 1 << 16
@@ -240,6 +242,51 @@ async def test_a_reference_without_shared_memory_is_refused() -> None:
         both.stream._carrier.transmit(v1.Frame(chunk=chunk), None)
         with pytest.raises(PeerLostError, match="memory that it shared is gone"):
             await both.far_stream.recv(20)
+
+
+HELLO = v1.Lending.Hello(job="job", sender="stranger", incarnation=1, channel=1)
+STRANGERS = {
+    "noise": [b"\xff" * 9],
+    "another job": [v1.Lending(hello=v1.Lending.Hello(job="other", sender="x")).SerializeToString()],
+    "nothing but a segment": [v1.Lending(segment=3).SerializeToString()],
+    "noise behind a hello": [v1.Lending(hello=HELLO).SerializeToString(), b"\xff" * 9],
+    "two hellos": [v1.Lending(hello=HELLO).SerializeToString()] * 2,
+}
+
+
+@pytest.mark.parametrize("packets", STRANGERS.values(), ids=STRANGERS)
+def test_who_is_not_one_of_ours_is_sent_away(packets: list[bytes]) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with pair() as both:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+                stranger.setblocking(False)
+                await loop.sock_connect(stranger, f"\0gradstream/{both.far.address}/memory")
+                for packet in packets:
+                    await loop.sock_sendall(stranger, packet)
+                assert await loop.sock_recv(stranger, 100) == b""
+            await both.lend()
+
+    asyncio.run(main())
+
+
+@in_a_loop
+async def test_a_segment_that_is_not_sealed_ends_the_channel() -> None:
+    async with pair() as both:
+        await both.lend()
+        (channel,) = both.near._lending._outgoing.values()  # type: ignore[union-attr]
+        descriptor = os.memfd_create("unsealed")
+        os.ftruncate(descriptor, 8192)
+        before = len(os.listdir("/proc/self/fd"))
+        send_descriptors(channel._connection, v1.Lending(segment=500).SerializeToString(), [descriptor])
+        for _ in range(100_000):
+            if channel.closed:
+                break
+            await asyncio.sleep(0)
+        os.close(descriptor)
+        assert len(os.listdir("/proc/self/fd")) < before, "nothing is kept of it"
+        stream = await both.near.open("far", "held", v1.Tensor())  # and over a new channel it goes on
+        await stream.send(chunk_frame(0, ELEMS), both.vector.all)
 
 
 # ---- the parameter server ---------------------------------------------------------------

@@ -91,7 +91,7 @@ class ReferenceLostError(Exception):
 
 
 class Depot(Protocol):
-    """Memory that both ends of a stream share (`lending.Channel`)."""
+    """Memory that both ends of a stream share (`channel.Channel`)."""
 
     def lend(
         self, stream: StreamCore, span: Span, end: Callable[[], None]
@@ -104,7 +104,7 @@ class Depot(Protocol):
         ...
 
     def find(self, reference: v1.Reference) -> memoryview:
-        """The bytes meant; the loan is over when nothing refers to them. Raises what `lending` says."""
+        """The bytes meant; the loan is over when nothing refers to them. Raises what `Borrowed.find` says."""
         ...
 
     def intact(self) -> bool:
