@@ -12,7 +12,7 @@ from pathlib import Path
 from gradstream.data.archive import extract_file
 from gradstream.data.download import RemoteFile, download
 from gradstream.data.lock import machine_lock
-from gradstream.errors import DataError
+from gradstream.errors import ConfigError, DataError
 
 __all__ = [
     "CALTECH101",
@@ -111,9 +111,16 @@ SOURCES = {source.name: source for source in (CALTECH101, FASHION_MNIST)}
 
 
 def cache_home() -> Path:
-    """Where caches go by default: $XDG_CACHE_HOME/gradstream, or ~/.cache/gradstream."""
+    """Where caches go by default: $XDG_CACHE_HOME/gradstream, or ~/.cache/gradstream.
+
+    Raises:
+        ConfigError: this user has no home directory, as in some containers.
+    """
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "gradstream"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "gradstream"
+    except RuntimeError as error:
+        raise ConfigError(f"{error}: set XDG_CACHE_HOME to a folder that you may write to") from error
 
 
 def stored_at(source: Source, home: Path | None = None) -> Path:
