@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream.report.figures import figures_of
+from gradstream.report.reason import reason_of
 from gradstream.runtime.world import Cost, Link, Network, World
 from gradstream.simulate import simulate
 from gradstream.strategies import AllReduce
@@ -86,3 +89,33 @@ def test_a_round_is_told_of_as_one_transfer_of_the_whole_gradient() -> None:
     )  # fmt: skip
     transfers = [event for event in run.events if event["event"] == "transfer"]
     assert [event["size_bytes"] for event in transfers] == [4 * sum(LAYERS)] * 2 * 3
+
+
+def test_waiting_is_due_to_the_slowest_worker_and_what_is_left_to_the_exchange() -> None:
+    """Worker 2 takes twice as long: the others wait 0.4 s for it, and all for the exchange that follows."""
+    slow = World(
+        costs={"gradient": Cost(base_s=GRADIENT_S)},
+        speeds={"worker-2": 0.5},
+        network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-2)),
+        phantom=True,
+    )
+    run = simulate(
+        Sized([1000]), numbered(64), strategy=AllReduce(algorithm="ring"), workers=3, batch_size=1, steps=8,
+        world=slow,
+    )  # fmt: skip
+    figures = figures_of(run.events)
+    for worker in figures.workers:
+        waited = worker.waited_for
+        assert waited.get("worker-2", 0.0) == pytest.approx(
+            8 * GRADIENT_S * (worker.name != "worker-2"), rel=0.1
+        )
+        assert waited["group"] == pytest.approx(8 * 4 * 1e-2, rel=0.4)
+        assert sum(waited.values()) == pytest.approx(worker.wait_s, rel=0.05)
+    reason = reason_of(figures)
+    assert (reason.kind, reason.culprit) == ("slow worker", "worker-2")
+    fast = dataclasses.replace(slow, speeds={}, network=Network(link=Link(latency_s=0.1)))
+    run = simulate(
+        Sized([1000]), numbered(64), strategy=AllReduce(algorithm="ring"), workers=3, batch_size=1, steps=8,
+        world=fast,
+    )  # fmt: skip
+    assert reason_of(figures_of(run.events)).kind == "network"

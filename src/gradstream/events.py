@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 __all__ = [
+    "GROUP",
     "AppliedEvent",
     "CarriersEvent",
     "CheckpointEvent",
@@ -44,6 +45,9 @@ __all__ = [
     "WaitingEvent",
     "encode",
 ]
+
+GROUP = "group"
+"""For whom a worker waits in an exchange without servers, as far as it can tell (`StepEvent.waited_for`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

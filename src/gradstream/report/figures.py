@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gradstream.report.grouped import attributed
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.summary import EventDict, begin_s, carriers_of, summary_of
 
@@ -153,7 +154,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
     for event in events:
         by_kind[event["event"]].append(event)
     nodes = _nodes(by_kind)
-    steps = by_kind["step"]
+    steps = by_kind["step"] = attributed(by_kind["step"])
     last_s = [event["time_s"] for event in (*steps, *by_kind["finished"])]
     return Figures(
         summary=summary_of(events),

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
 
+from gradstream.events import GROUP
 from gradstream.report.figures import Figures
 from gradstream.report.timeline import REST, Band, Lane, StepSpan, Timeline, pieces
 from gradstream.report.units import time_text
@@ -34,7 +35,7 @@ def styles_of(figures: Figures) -> dict[str, str]:
     names = [worker.name for worker in figures.workers]
     for worker in figures.workers:
         waited.update({name: s for name, s in worker.waited_for.items() if name != worker.name})
-    found = {shard.name: "shard" for shard in figures.shards}
+    found = {GROUP: "shard", **{shard.name: "shard" for shard in figures.shards}}
     ranked = sorted(names, key=lambda name: -waited[name])
     found.update({name: f"wait{min(index, NUM_COLOURS - 1)}" for index, name in enumerate(ranked)})
     return {**found, REST: "rest"}
@@ -56,7 +57,8 @@ def keys(figures: Figures, styles: Styles) -> str:
         last = workers[NUM_COLOURS - 1] if len(workers) == NUM_COLOURS else "other workers"
         entries.append((f"wait{NUM_COLOURS - 1}", f"waiting for {last}"))
     if any(styles.get(name) == "shard" for name in seen):
-        entries.append(("shard", "waiting for the parameter server"))
+        whom = "the exchange with the other workers" if GROUP in seen else "the parameter server"
+        entries.append(("shard", f"waiting for {whom}"))
     entries.append(("rest", "waiting, nobody named"))
     if any(worker.evaluate_s for worker in figures.workers):
         entries.append(("look", "evaluating"))

@@ -205,6 +205,8 @@ def _for_exchange(
             busiest,
         )
     moved = sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
+    if not figures.links:  # a group of workers tells of its bytes without saying between whom
+        moved = figures.summary.get("pushed_bytes", 0)
     steps = sum(worker.steps for worker in workers)
     beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
     return Reason(

@@ -49,9 +49,10 @@ class GroupReplica(Replica):
         outer: OuterProducts | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
-        super().__init__(parts, group.allocate, Claims(), parameters)
+        claims = Claims()
+        super().__init__(parts, group.allocate, claims, parameters)
         self._outer = outer
-        self._peers = Peers(parts.runtime, group, buckets, updater, sharded, self, outer, on_transfer)
+        self._peers = Peers(parts.runtime, group, buckets, claims, updater, sharded, self, outer, on_transfer)
 
     @property
     def group(self) -> Peers:

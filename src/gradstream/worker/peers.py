@@ -14,10 +14,12 @@ import torch
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
+from gradstream.events import GROUP
 from gradstream.memory import Span, Vector
 from gradstream.model.factors import OuterLayer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.client import Transfer
+from gradstream.server.waits import Claims, Kind
 from gradstream.strategies import base
 from gradstream.worker.outer import OuterProducts, outside
 from gradstream.worker.updater import Updater
@@ -48,6 +50,7 @@ class Peers:
         runtime: of this node.
         group: the workers.
         buckets: how the vector is cut.
+        claims: told for what this worker has waited: the exchange, or its own update.
         updater: the update rule, with the state that this worker keeps.
         sharded: of its own slices alone.
         replica: whose gradients these are.
@@ -60,6 +63,7 @@ class Peers:
         runtime: Runtime,
         group: Group,
         buckets: Buckets,
+        claims: Claims,
         updater: Updater,
         sharded: bool,
         replica: Rounds,
@@ -74,6 +78,7 @@ class Peers:
         self._group = group
         self._buckets = buckets
         self._bounds = buckets.bounds
+        self._claims = claims
         self._replica = replica
         self._outer = outer
         self._on_transfer = on_transfer
@@ -204,6 +209,7 @@ class Peers:
 
     def _exchanged(self, span: Span, begun_ns: int) -> None:
         self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
+        self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
         self.exchanged_bytes += span.tensor.nbytes
 
     async def update(self, gradient: base.Gradient) -> None:
@@ -218,7 +224,7 @@ class Peers:
     async def _apply(self) -> None:
         sums, parameters = self._sums, self._replica.parameters
         elems = sum(len(span) for _, span in sums)
-        state = self.updater.state.values()
+        state, begun_ns = self.updater.state.values(), self._runtime.now()
         changed = [parameters[start : start + len(span)] for start, span in sums]
         await self._runtime.compute(
             lambda _: self.updater.update(
@@ -231,6 +237,7 @@ class Peers:
             reads=[span for _, span in sums],
             writes=[*changed, *(vector.all for vector in state)],
         )
+        self._claims.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
         self.num_rounds += 1
         if self._on_transfer is not None:
             self._on_transfer(Transfer("push", self._exchange_s, parameters.tensor.nbytes))
@@ -238,8 +245,10 @@ class Peers:
 
     async def all_gather(self) -> None:
         """See `strategies.base.Peers`."""
+        begun_ns = self._runtime.now()
         for start, stop in self._bounds:
             await self._group.all_gather(self._replica.parameters[start:stop])
+        self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
 
     async def broadcast(self, vector: Vector) -> None:
         """The elements that the worker of rank 0 has, to all."""
