@@ -21,8 +21,7 @@ from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
-from gradstream.transport import framing
-from gradstream.transport import link as links
+from gradstream.transport import framing, posted
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.framing import PREFIX, Inbox, Parcel, Place
 from gradstream.transport.tcp import TcpEndpoint
@@ -357,7 +356,7 @@ class Deaf:
 
 def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than any socket's buffer: `send` returns all the same, and what is sent is what was given."""
-    monkeypatch.setattr(links, "PATIENCE_S", 1e-3)
+    monkeypatch.setattr(posted, "PATIENCE_S", 1e-3)
 
     async def main() -> None:
         peer, elems = Deaf(), 1 << 20
@@ -381,7 +380,7 @@ def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.Monk
         before = -1
         while before != num_sent:  # until it is stuck
             before = num_sent
-            await asyncio.sleep(20 * links.PATIENCE_S)
+            await asyncio.sleep(20 * posted.PATIENCE_S)
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
         reader, writer = await asyncio.open_connection(sock=connected)

@@ -137,8 +137,8 @@ class Stream(Protocol):
         """As `send`, but the peer may read the span where it lies, if the carrier can do that.
 
         The span is borrowed for reading until it has come back: after the call returns, and after the
-        stream is over. It comes back when the peer has let go of the payload, or is gone. Carriers
-        that copy have returned it when the call returns.
+        stream is over. It comes back when the peer has let go of the payload, or is gone; from carriers
+        that copy, when they have, which is soon or has happened already.
         """
         ...
 

@@ -130,9 +130,6 @@ class _GrpcCarrier:
         self._outbox.append((encode(frame, view), droppable))
         self._filled.ring()
 
-    async def taken(self) -> None:
-        """See `Carrier.taken`: `transmit` has copied it."""
-
     async def drained(self) -> None:
         """See `Carrier.drained`."""
         while self._outbox and not self._stopped:  # one is encoded while gRPC takes the one before

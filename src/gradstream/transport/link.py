@@ -15,7 +15,8 @@ import torch
 from gradstream.runtime.base import Runtime
 from gradstream.transport.connection import Connection
 from gradstream.transport.framing import Parcel, Place
-from gradstream.transport.stream import Bell, StreamCore
+from gradstream.transport.posted import PostedPayload
+from gradstream.transport.stream import Bell, Posted, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
@@ -23,13 +24,13 @@ from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
 if TYPE_CHECKING:
     from gradstream.transport.sockets import SocketEndpoint
 
-__all__ = ["GREETING", "PATIENCE_S", "Link", "LinkCarrier", "bytes_of"]
+__all__ = ["GREETING", "Link", "LinkCarrier", "bytes_of"]
 
 GREETING = 0
 """The number of the stream that a connection begins with: no stream, but who is calling."""
 
-PATIENCE_S = 0.02
-"""A payload that the peer does not take in this time is copied: its owner may need the memory."""
+AHEAD = 1
+"""Payloads of a stream that may wait behind one another."""
 
 MAX_EARLY = 4096
 """Frames of a stream that may be here before one of lower number."""
@@ -53,7 +54,7 @@ class LinkCarrier:
         self._num_sent = self._num_arrived = 0
         self._early: dict[int, tuple[v1.Frame, Place | None]] = {}
         self._queued = 0  # parcels that have not left
-        self._lent: dict[Parcel, None] = {}  # those of them whose payload is still the sender's
+        self._lent: dict[Parcel, PostedPayload] = {}  # those of them that have a payload
         self._left = Bell()
 
     # ---- out ----------------------------------------------------------------------------
@@ -63,46 +64,30 @@ class LinkCarrier:
         self.stream = stream
         self.transmit(v1.Frame(open=opened), None)
 
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
         """See `Carrier.transmit`."""
         if self._is_over:
-            return
+            return None
         view = None if payload is None else bytes_of(payload)
         parcel = Parcel(self.number, self._num_sent, frame, view, on_sent=self._sent)
         self._num_sent += 1
         self._queued += 1
+        posted = None
         if view is not None:
-            self._lent[parcel] = None
+            posted = self._lent[parcel] = PostedPayload(self._runtime, parcel)
         self._link.post(parcel)
+        return posted
 
     def _sent(self, parcel: Parcel) -> None:
         self._queued -= 1
-        self._lent.pop(parcel, None)
-        if not self._queued or not self._lent:
-            self._left.ring()
-
-    async def taken(self) -> None:
-        """See `Carrier.taken`."""
-        if not self._lent:
-            return
-        timer = self._runtime.call_later(PATIENCE_S, self._own_all)
-        try:
-            while self._lent:
-                await self._left.wait()
-        finally:
-            timer.cancel()
-            self._own_all()
-
-    def _own_all(self) -> None:
-        """Copies what has not left: the sender's memory is its own again."""
-        for parcel in self._lent:
-            parcel.own()
-        self._lent.clear()
+        posted = self._lent.pop(parcel, None)
+        if posted is not None and not posted.returned:
+            posted.come_back()
         self._left.ring()
 
     async def drained(self) -> None:
-        """See `Carrier.drained`."""
-        while self._queued and not self._is_over:
+        """See `Carrier.drained`. One payload may be on its way out while the next one is prepared."""
+        while self._queued - min(AHEAD, len(self._lent)) > 0 and not self._is_over:
             await self._left.wait()
 
     def drop(self) -> None:
@@ -112,7 +97,9 @@ class LinkCarrier:
     def over(self) -> None:
         """See `Carrier.over`; what was transmitted still goes out."""
         self._is_over = True
-        self._own_all()
+        for posted in self._lent.values():
+            posted.own()
+        self._left.ring()
         self._early.clear()
         self._link.forget(self.number)
 

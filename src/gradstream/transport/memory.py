@@ -114,9 +114,6 @@ class _End:
         droppable = frame.HasField("chunk") or frame.HasField("body")
         self.out.send(Packet(size_bytes, partial(self.far.take, header, taken), droppable))
 
-    async def taken(self) -> None:
-        """See `Carrier.taken`: `transmit` has copied it."""
-
     async def drained(self) -> None:
         """See `Carrier.drained`: credit bounds what waits for the card."""
 
@@ -280,9 +277,6 @@ class _Nowhere:
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
         """Nobody is there."""
-
-    async def taken(self) -> None:
-        """At once."""
 
     async def drained(self) -> None:
         """At once."""

@@ -52,9 +52,6 @@ class Unreachable:
     def transmit(self, frame: v1.Frame, payload: object) -> None:
         """There is nobody."""
 
-    async def taken(self) -> None:
-        """At once."""
-
     async def drained(self) -> None:
         """At once."""
 

@@ -36,10 +36,14 @@ __all__ = [
     "Carrier",
     "Depot",
     "OutgoingCarrier",
+    "Posted",
     "ReferenceLostError",
     "StreamCore",
     "code_of",
 ]
+
+PATIENCE_S = 1.0
+"""A carrier has taken a payload over in less; where the peer does not read, by copying it."""
 
 _NS = 1_000_000_000
 _CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
@@ -48,20 +52,22 @@ Failure = Callable[[], GradstreamError]
 """Makes the exception anew for each who meets it: a raised exception carries its own traceback."""
 
 
+class Posted(Lent, Protocol):
+    """A payload that leaves from where it lies. It is back soon, however slow the peer is."""
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Calls back when it is back; at once if it is."""
+        ...
+
+
 class Carrier(Protocol):
     """Moves one stream's frames."""
 
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """Takes a frame over, in order, without waiting.
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
+        """Takes a frame over, in order, without waiting. The header may change afterwards.
 
-        The header may change afterwards, the payload once `taken` has returned.
-        """
-        ...
-
-    async def taken(self) -> None:
-        """Returns once no payload is needed any more where it lay: copied or written, soon in any case.
-
-        Cancelled, it has copied first what it still needs.
+        Returns:
+            None where the payload may change as well; else what tells when that is so.
         """
         ...
 
@@ -236,14 +242,19 @@ class StreamCore:
             await self._carrier.drained()
             return
         await self.credit(silence_s)
+        posted = self._post(frame, payload)
+        # Room in the carrier's own queue is waited for before the next chunk: the payload is free earlier.
+        if posted is not None:
+            await posted.back(PATIENCE_S)
+
+    def _post(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
+        """Transmits a chunk, its payload through shared memory where there is any."""
         self._credit -= 1
         depot = None if payload is None else self._depot()
         reference = None if payload is None or depot is None else depot.stow(self, payload)
         if reference is not None:
             frame, payload = _referring(frame, reference), None
-        self._carrier.transmit(frame, payload)
-        # Room in the carrier's own queue is waited for before the next chunk: the payload is free earlier.
-        await self._carrier.taken()
+        return self._carrier.transmit(frame, payload)
 
     async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
         """See `Stream.lend`."""
@@ -259,9 +270,12 @@ class StreamCore:
             end()
             raise
         if lent is None:
-            end()
-            await self.send(frame, span, silence_s)
-            return _KEPT
+            posted = self._post(frame, span.tensor)
+            if posted is None:
+                end()
+                return _KEPT
+            posted.then(end)
+            return posted
         self._credit -= 1
         self._carrier.transmit(_referring(frame, lent[0]), None)
         return lent[1]
