@@ -198,7 +198,7 @@ async def our_sender(carrier: str, address: str) -> Callable[[int], Awaitable[Se
 
     async def of_size(size: int) -> Send:
         elems = size // 4
-        vector = runtime.memory.allocate(elems, torch.float32, "message")
+        vector = runtime.memory.allocate(elems, torch.float32, "message", exchanged=True)
         vector.tensor.fill_(1)
         stream = await endpoint.open("server", "take", v1.Tensor(elems=elems))
 
@@ -212,11 +212,14 @@ async def our_sender(carrier: str, address: str) -> Callable[[int], Awaitable[Se
 
 
 async def send_once(stream: Stream, vector: Vector) -> None:
+    lent = []
     for index, start in enumerate(range(0, len(vector), CHUNK_ELEMS)):
         span = vector[start : start + CHUNK_ELEMS]
         chunk = v1.Chunk(index=index, elems=len(span), dtype=v1.FLOAT32)
-        await stream.send(v1.Frame(chunk=chunk), span, 60)
+        lent.append(await stream.lend(v1.Frame(chunk=chunk), span, 60))
     await stream.recv(60)
+    for one in lent:  # the memory is the sender's again
+        await one.back(60)
 
 
 async def unary_sender(address: str) -> Callable[[int], Awaitable[Send]]:

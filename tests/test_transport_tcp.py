@@ -139,6 +139,20 @@ def test_a_port_in_use_names_the_address() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
+def test_addresses_of_loopback(listen: str) -> None:
+    async def main() -> None:
+        async with serving("reply", reply_once, listen=listen) as server:
+            await still_serves(server)
+
+    if listen.startswith("["):
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError as error:
+            pytest.skip(f"this system has no IPv6 on loopback: {error}")
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("count", [0, 17])
 def test_numbers_of_connections(count: int) -> None:
     with pytest.raises(ConfigError, match="expected from 1 to 16"):
@@ -354,8 +368,9 @@ class Deaf:
         return connected
 
 
-def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than any socket's buffer: `send` returns all the same, and what is sent is what was given."""
+@pytest.mark.parametrize("lends", [False, True], ids=["send", "lend"])
+def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
+    """More than any socket's buffer: memory comes back all the same, and what is sent is what was given."""
     monkeypatch.setattr(posted, "PATIENCE_S", 1e-3)
 
     async def main() -> None:
@@ -371,7 +386,10 @@ def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.Monk
             nonlocal num_sent
             while True:
                 vector.tensor.fill_(num_sent)
-                await stream.send(chunk_frame(num_sent, elems), vector.all)
+                if lends:
+                    await (await stream.lend(chunk_frame(num_sent, elems), vector.all)).back(20)
+                else:
+                    await stream.send(chunk_frame(num_sent, elems), vector.all)
                 assert not vector.lent
                 vector.tensor.fill_(-1)
                 num_sent += 1

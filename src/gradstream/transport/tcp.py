@@ -62,8 +62,7 @@ class TcpEndpoint(SocketEndpoint):
             )
 
     def _listen(self) -> tuple[socket.socket, str]:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(_family(self._host), socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self._host.strip("[]"), self._port))
@@ -80,14 +79,11 @@ class TcpEndpoint(SocketEndpoint):
 
     async def _connect(self, address: str) -> socket.socket:
         host, port = host_and_port(address)
-        loop = asyncio.get_running_loop()
-        places = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = places[0]
-        connected = socket.socket(family, kind, protocol)
+        connected = socket.socket(_family(host), socket.SOCK_STREAM)
         try:
             connected.setblocking(False)
             self._admit(connected)
-            await loop.sock_connect(connected, place)
+            await asyncio.get_running_loop().sock_connect(connected, (host.strip("[]"), port))
         except BaseException:
             connected.close()
             raise
@@ -104,3 +100,7 @@ class TcpEndpoint(SocketEndpoint):
         ):
             if hasattr(socket, name):  # not all systems have all of them
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
