@@ -243,8 +243,12 @@ class Mesh:
 
     # ---- losing a rank ------------------------------------------------------------------
 
-    async def guarded(self, work: Coroutine[Any, Any, T]) -> T:
+    async def guarded(self, work: Coroutine[Any, Any, T], *, streams_alone: bool = False) -> T:
         """Carries out what needs all ranks; if one is lost meanwhile, `work` is cancelled.
+
+        Args:
+            work: what to do.
+            streams_alone: it waits for nothing but the mesh's streams, which end then: no task is needed.
 
         Whoever gives it up (a cancellation, an error) breaks the group: the others cannot go on
         without this rank.
@@ -256,9 +260,12 @@ class Mesh:
         if self.loss is not None or self._closed:
             work.close()
             raise self._over()
-        task = self.runtime.spawn(work, name=f"{self._me}/group")
-        self._working[task] = None
+        task: asyncio.Task[T] | None = None
         try:
+            if streams_alone:
+                return await work
+            task = self.runtime.spawn(work, name=f"{self._me}/group")
+            self._working[task] = None
             return await task
         except asyncio.CancelledError:
             if self.loss is None:
@@ -274,7 +281,8 @@ class Mesh:
             await self._told()
             raise
         finally:
-            self._working.pop(task, None)
+            if task is not None:
+                self._working.pop(task, None)
         await self._told()
         raise self._over()
 
@@ -322,6 +330,7 @@ class Mesh:
         await self.runtime.gather(*(self._tell_one(name, loss) for name in others))
         for task in list(self._working):
             task.cancel()
+        self._cut()
 
     async def _tell_one(self, name: str, loss: Loss) -> None:
         broken = v1.Broken(epoch=self._epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message)
@@ -334,7 +343,6 @@ class Mesh:
     async def _told(self) -> None:
         if self._telling is not None:
             await self._telling
-        self._cut()
 
     def _cut(self) -> None:
         """From here on nothing writes the memory that streams were to receive into."""

@@ -141,7 +141,7 @@ class MessageGroup:
         with span.borrowed(write=True, to=f"{self.names[self.rank]}: {text}") as tensor:
             async with self._turn:
                 plan = _plan(verb, how, self.rank, self.size, len(span), self._hosts)
-                await self._mesh.guarded(self._play(operation, plan, tensor, weight))
+                await self._mesh.guarded(self._play(operation, plan, tensor, weight), streams_alone=True)
 
     async def _play(self, operation: Operation, plan: Plan, tensor: torch.Tensor, weight: float) -> None:
         if weight != 1.0:

@@ -7,6 +7,7 @@ arrives, in both directions at once, and what is added in which order depends on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from gradstream.collectives.plan import Plan
-from gradstream.collectives.schedule import Recv
+from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
 from gradstream.runtime.base import Progress, Runtime, Work
 from gradstream.transport.base import Received, Stream
@@ -26,7 +27,8 @@ from gradstream.wire.dtypes import to_wire
 __all__ = ["Operation", "Player"]
 
 BRIEF_ELEMS = 1 << 14
-"""Sums of so few elements are made on the event loop: another thread would take longer to wake."""
+"""Sums of so few elements are made on the event loop, and such messages sent one after the other: another
+thread, or a task, would take longer to wake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Player:
         self._tensor = tensor
         self._piece_elems = piece_elems
         self._stream = stream
-        self._passed = [Progress(step.start) for step in plan.steps]  # elements below are done with
+        self._passed: list[Progress] = []  # of each step: elements below are done with
         self._dtype = to_wire(tensor.dtype)
 
     async def play(self) -> None:
@@ -81,9 +83,32 @@ class Player:
             PeerLostError: a rank is gone, or has left before it was done.
             ConfigError: another rank does something else.
         """
+        if all(step.stop - step.start <= min(BRIEF_ELEMS, self._piece_elems) for step in self._plan.steps):
+            await self._in_order()
+            return
+        self._passed = [Progress(step.start) for step in self._plan.steps]
         sends = (self._with(peer, self._send_all(peer, own)) for peer, own in self._plan.sends.items())
         recvs = (self._with(peer, self._recv_all(peer, own)) for peer, own in self._plan.recvs.items())
         await self._runtime.gather(*sends, *recvs)
+
+    async def _in_order(self) -> None:
+        """Short messages, one step after the other: tasks would take longer than they save."""
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for step in self._plan.steps:
+            counts, one = (sent, self._send_step) if isinstance(step, Send) else (received, self._recv_step)
+            await self._with(step.peer, one(step, counts[step.peer]))
+            counts[step.peer] += 1
+
+    async def _send_step(self, step: Step, index: int) -> None:
+        await self._stream(step.peer).send(
+            self._frame(index, step.stop - step.start), self._tensor[step.start : step.stop]
+        )
+
+    async def _recv_step(self, step: Step, index: int) -> None:
+        stream = self._stream(step.peer)
+        payload = self._checked(stream.peer, await stream.recv(), index, step.stop - step.start)
+        await self._take(step, self._tensor[step.start : step.stop], payload)
 
     async def _with(self, peer: int, lane: Coroutine[Any, Any, None]) -> None:
         try:
@@ -98,18 +123,22 @@ class Player:
             await self._passed[earlier].reached(min(stop, self._plan.steps[earlier].stop))
 
     async def _send_all(self, peer: int, numbers: Sequence[int]) -> None:
-        stream, operation = self._stream(peer), self._operation
+        stream = self._stream(peer)
         for index, (number, start, stop) in enumerate(self._pieces(numbers)):
             await self._turn(number, stop)
-            chunk = v1.Chunk(
-                index=index,
-                sequence=operation.number,
-                elems=stop - start,
-                dtype=self._dtype,
-                version=operation.digest,
-            )
-            await stream.send(v1.Frame(chunk=chunk), self._tensor[start:stop])
+            await stream.send(self._frame(index, stop - start), self._tensor[start:stop])
             self._passed[number].advance(stop)
+
+    def _frame(self, index: int, elems: int) -> v1.Frame:
+        operation = self._operation
+        chunk = v1.Chunk(
+            index=index,
+            sequence=operation.number,
+            elems=elems,
+            dtype=self._dtype,
+            version=operation.digest,
+        )
+        return v1.Frame(chunk=chunk)
 
     async def _recv_all(self, peer: int, numbers: Sequence[int]) -> None:
         stream, pieces = self._stream(peer), list(self._pieces(numbers))
@@ -119,7 +148,7 @@ class Player:
             payload = self._checked(stream.peer, received, index, stop - start)
             if received is not None and not received.landed:
                 await self._turn(number, stop)
-                await self._take(number, self._tensor[start:stop], payload)
+                await self._take(self._plan.steps[number], self._tensor[start:stop], payload)
             self._passed[number].advance(stop)
         stream.land(None)
 
@@ -154,8 +183,7 @@ class Player:
         steps, passed = self._plan.steps, self._passed
         return all(passed[other].value >= min(stop, steps[other].stop) for other in self._plan.after[number])
 
-    async def _take(self, number: int, target: torch.Tensor, payload: torch.Tensor) -> None:
-        step = self._plan.steps[number]
+    async def _take(self, step: Step, target: torch.Tensor, payload: torch.Tensor) -> None:
         if isinstance(step, Recv) and step.add:
             await self._add(target, payload)
         else:
