@@ -19,13 +19,13 @@ from gradstream.collectives.measuring import measure
 from gradstream.collectives.mesh import Mesh
 from gradstream.collectives.message_group import PIECE_BYTES, MessageGroup
 from gradstream.collectives.shared import SharedGroup
+from gradstream.collectives.shared_board import available
 from gradstream.collectives.shared_meeting import Party
 from gradstream.collectives.torch_group import TorchGroup
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.events import Event, GroupEvent
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.real import RealRuntime
-from gradstream.segments import supported
 from gradstream.transport.base import Endpoint
 from gradstream.transport.unix import host_id
 
@@ -108,7 +108,7 @@ class _Place:
     @classmethod
     def here(cls, runtime: Runtime, name: str, host: str) -> _Place:
         memory = ""
-        if isinstance(runtime, RealRuntime) and supported():
+        if isinstance(runtime, RealRuntime) and available():
             try:
                 memory = host_id()
             except ConfigError:
