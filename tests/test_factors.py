@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.model import built_module
 from gradstream.model.batch import Batch
 from gradstream.model.factors import Kept, OuterLayer, outer_layers_of
+from gradstream.runtime.world import Network, World
 from gradstream.strategies import AllReduce
 from gradstream.worker.outer import outside
 
@@ -146,6 +148,20 @@ def test_the_update_is_that_of_gradients_bit_for_bit_and_fewer_bytes_are_sent(ov
     assert bytes_of(expected) - bytes_of(found) == 3 * 4 * (WIDE * WIDE - part)
 
 
+@pytest.mark.parametrize("exchange", ["auto", "torch"])
+def test_for_real_too_where_it_is_asked_for(exchange: str, tmp_path: Path) -> None:
+    sizes = [3, 5]
+    expected = trained(AllReduce(factors=False), sizes)
+    strategy = AllReduce(factors=True, exchange=exchange, bucket_mib=BUCKET)
+    options: Any = {"workers": 2, "batch_size": sizes, "steps": 1, "optimizer": gs.SGD(lr=1.0)}
+    found = gs.train(
+        model_of(), data(), strategy=strategy, processes=False, run_dir=tmp_path / "run", **options
+    )
+    assert same(found, expected)
+    (event,) = (event for event in found.events if event["event"] == "factors")
+    assert event["layers"] == {"wide.weight": "factors"}
+
+
 def test_steps_of_several_sizes_go_on_in_the_same_memory() -> None:
     sizes, options = [7, 2], {"epochs": 1, "optimizer": gs.SGD(lr=2.0**-40)}
     expected = trained(AllReduce(factors=False), sizes, steps=None, **options)
@@ -210,6 +226,16 @@ def test_bytes_decide_and_one_machine_does_not() -> None:
     assert not strategy.as_factors(wide, 256, workers=2, near=True)
     assert AllReduce(factors=True).as_factors(wide, 256, workers=2, near=True)
     assert not AllReduce(factors=False).as_factors(wide, 1, workers=2, near=False)
+
+
+def test_a_phantom_runs_no_backward_pass_that_would_tell_but_can_be_told() -> None:
+    world = World(network=Network(bandwidth_bytes_s=1e6), phantom=True)
+    told, guessed, plain = (
+        trained(AllReduce(factors=factors), [4, 4], world=world) for factors in (True, None, False)
+    )
+    assert bytes_of(guessed) == bytes_of(plain) > bytes_of(told)
+    assert not [event for event in guessed.events if event["event"] == "factors"]
+    assert told.info["virtual_s"] < plain.info["virtual_s"]
 
 
 def test_what_cannot_go_as_factors_is_said() -> None:

@@ -166,6 +166,7 @@ def _no_costs() -> Mapping[str, Cost]:
         "apply": Cost(per_elem_s=4e-10),
         "copy": Cost(per_elem_s=4e-10),
         "reduce": Cost(per_elem_s=4e-10),
+        "product": Cost(per_elem_s=2e-11),  # of matrices: a multiplication and an addition
     }
 
 

@@ -334,7 +334,8 @@ class WorkerNode:
         if config.strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
-        if several or not layers or config.num_workers == 1:
+        guessed = config.strategy.factors is None and self._runtime.memory.phantom
+        if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
             return None
         hosts = {_host_of(node.address) for node in self._member.notice.nodes if node.role == "worker"}
         near = group.shares_memory or len(hosts) == 1

@@ -207,7 +207,8 @@ class OuterProducts:
                 place.tensor.zero_()
             one.kept.refuse(one.layer.place(gradient.tensor))
 
-        await self._runtime.compute(form, work=Work("product", elems=len(place)), writes=[place])
+        work = Work("product", elems=len(one.kept.x) * len(place))
+        await self._runtime.compute(form, work=work, writes=[place])
         self._refused.add(one.layer.name)
         del self._round[one.layer.name]
 
@@ -243,7 +244,7 @@ class OuterProducts:
         place = gradient[layer.start : layer.stop]
         await self._runtime.compute(
             lambda _: one.form(gradient.tensor),
-            work=Work("product", samples=sum(one.sizes), elems=len(place)),
+            work=Work("product", elems=sum(one.sizes) * len(place)),
             reads=[one.span],
             writes=[place],
             lane="exchange",
