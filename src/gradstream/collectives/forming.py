@@ -29,7 +29,7 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
 from gradstream.transport.unix import host_id
 
-__all__ = ["KINDS", "form_group"]
+__all__ = ["KINDS", "TORCH", "form_group"]
 
 TORCH = {"torch": "auto", "gloo": "gloo", "nccl": "nccl", "mpi": "mpi"}
 """Kinds that torch.distributed carries out, and the backend that each asks for."""

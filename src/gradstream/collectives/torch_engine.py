@@ -199,9 +199,7 @@ class HostEngine(Engine):
         if not works:
             done(None, hold)
             return
-        left = itertools.count(
-            len(works) - 1, -1
-        )  # torch's threads count down, in one step of the interpreter
+        left = itertools.count(len(works) - 1, -1)  # several threads count down: `next` is one step to Python
         errors: list[BaseException] = []
 
         def one_is_over(future: Any) -> None:  # on a thread of torch's: nothing but `hold` refers to self

@@ -12,8 +12,7 @@ another engine. gloo and NCCL sum in a ring: each of p ranks sends 2n(p-1)/p byt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -102,10 +101,13 @@ class TorchGroup:
         try:
             store = Store(None, host, silence_s) if rank == 0 else None
             told = await mesh.swap(store.address.encode() if store is not None else b"")
-            at = store or Store(told[0].decode(), host, silence_s)
-            make = partial(
-                make_engine, chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
-            )
+
+            def make() -> Engine:
+                at = store or Store(told[0].decode(), host, silence_s)
+                return make_engine(
+                    chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
+                )
+
             engine = await mesh.guarded(_made(mesh, make))
         except BaseException:
             await mesh.close()
@@ -181,7 +183,10 @@ class TorchGroup:
                 return
             lent.to_torch = True
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._engine.start(verb, span.tensor, root, _on_loop(lent, over))
+            try:
+                self._engine.start(verb, span.tensor, root, _on_loop(lent, over))
+            except Exception as error:  # refused, or begun in part: the memory stays lent
+                over.set_exception(error)
         try:
             await over
         except asyncio.CancelledError:
@@ -251,7 +256,7 @@ def _on_loop(lent: _Lent, over: asyncio.Future[None]) -> Done:
     return done
 
 
-async def _made(mesh: Mesh, make: partial[Engine]) -> Engine:
+async def _made(mesh: Mesh, make: Callable[[], Engine]) -> Engine:
     """Makes the engine. A rank that is lost meanwhile is what the mesh will say."""
     try:
         return await mesh.runtime.beside(make, work=Work("form"))

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.collectives.forming import KINDS
+from gradstream.collectives.forming import KINDS, TORCH
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
@@ -40,7 +40,8 @@ from gradstream.strategies.base import Strategy, Worker
 
 __all__ = ["EXCHANGES", "AllReduce"]
 
-EXCHANGES = ("auto", "torch", "gloo", "nccl", "mpi")
+EXCHANGES = ("auto", *TORCH)
+ALGORITHMS = tuple(kind for kind in KINDS if kind not in TORCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ class AllReduce(Strategy):
                 "AllReduce(factors=True, sharded=True): a worker that updates its slices alone needs "
                 "no other part of the gradient; leave one of the two out"
             )
-        if self.algorithm not in KINDS:
-            raise UnknownNameError("algorithm of AllReduce", self.algorithm, KINDS)
+        if self.algorithm not in ALGORITHMS:
+            raise UnknownNameError("algorithm of AllReduce", self.algorithm, ALGORITHMS)
         if not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
 
