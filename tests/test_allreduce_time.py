@@ -71,14 +71,14 @@ def test_a_step_takes_what_the_recursion_of_wait_free_backprop_says(workers: int
     assert overlapped < 0.75 * serial
 
 
-def test_sixty_four_workers_in_a_phantom_world() -> None:
+def test_many_workers_in_a_phantom_world() -> None:
     """A ring's time with so many is latency: 2 (W - 1) messages one after the other, for each bucket."""
     run = simulate(
-        Sized([1000, 1000]), numbered(640), strategy=AllReduce(algorithm="ring"), workers=64,
+        Sized([1000, 1000]), numbered(640), strategy=AllReduce(algorithm="ring"), workers=32,
         batch_size=1, steps=1, world=world([0.5, 1.0]),
     )  # fmt: skip
-    assert run.summary["steps"] == 64
-    per_step_s = GRADIENT_S + APPLY_S + 2 * 63 * 1e-3
+    assert run.summary["steps"] == 32
+    per_step_s = GRADIENT_S + APPLY_S + 2 * 31 * 1e-3
     assert run.summary["train_s"] == pytest.approx(per_step_s, rel=0.03)
 
 
