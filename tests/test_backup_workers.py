@@ -164,6 +164,9 @@ def test_equals_one_node_with_exactly_the_accepted_samples(world: str, servers: 
 
 def test_late_steps_are_told_and_every_samples_fate_is_known() -> None:
     strategy = gs.Synchronous(backup=1, overlap=False)
+    joined, _ = backed_up(WORLDS["noisy"], epochs=2, steps=None, accumulate=2)
+    assert [len(event["ids"]) for event in rounds_of(joined)] == [32] * 8
+    assert joined.summary["samples_accounted"] == 2 * 128
     run, same = backed_up(WORLDS["slow worker"], epochs=3, steps=None, strategy=strategy)
     assert same
     steps = [event for event in run.events if event["event"] == "step"]

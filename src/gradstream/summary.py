@@ -100,7 +100,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         Of a run that was resumed, these are of the part that came last; all else is of all its parts.
         steps: minibatches over all workers, without those that a resumed run has computed again.
         samples: samples of those, counted with repeats.
-        samples_accounted: samples with a receipt, of all data epochs; None if it did not finish.
+        samples_accounted: samples with a receipt, of all data epochs: they are in the model; None if it did
+            not finish.
         samples_dropped: samples that updates were made without, where there are backup workers.
         late: by worker, how many of its gradients came too late.
         shares: by worker, its samples of a round at the end, where shares are measured; else empty.

@@ -98,6 +98,8 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
         ("ended by", _of(s.get("reason"), "{}")),
         ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
+        ("dropped", _of(s.get("samples_dropped") or None, "{:,} samples, of workers that came late")),
+        ("shares", ", ".join(f"{who} {size:,}" for who, size in s.get("shares", {}).items())),
         ("time", _of(s["train_s"], "{:.2f} s")),
         ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),
         ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
