@@ -12,7 +12,8 @@ import torch
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
-from gradstream.testing.endpoints import CHECKS, Check, run_check
+from gradstream.testing import endpoints
+from gradstream.testing.endpoints import Check, run_check
 from gradstream.testing.pairs import real_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
@@ -174,7 +175,20 @@ def test_the_first_carrier_reaches_who_is_not_known() -> None:
     assert RoutedEndpoint(carriers).routes == {}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_carrier(check: Check) -> None:
+@pytest.mark.parametrize(
+    "check",
+    [
+        endpoints.order,
+        endpoints.concurrent_calls,
+        endpoints.identity,
+        endpoints.tensors,
+        endpoints.landing,
+        endpoints.peer_death,
+        endpoints.unknown_peer,
+        endpoints.closing,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_it_is_an_endpoint_like_those_of_its_carriers(check: Check) -> None:
     run, make_pair = real_pairs(lambda identity, runtime: make_endpoint(identity, runtime))
     run(run_check(check, make_pair))
