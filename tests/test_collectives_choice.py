@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import gradstream as gs
 from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
 from gradstream.collectives.checking import play
 from gradstream.collectives.choice import Choice, Figures
@@ -25,6 +27,7 @@ from gradstream.events import GroupEvent
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, Link, Network, RealRuntime, World
 from gradstream.testing.group_runs import VirtualRanks
+from gradstream.testing.runs import least_squares
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 
@@ -239,3 +242,13 @@ def test_what_cannot_be_had_is_said() -> None:
         really(2, kind_and_sum, hosts="ab", how="shared")
     with pytest.raises(UnknownNameError, match="did you mean 'ring'"):
         really(1, kind_and_sum, how="rong")
+
+
+def test_a_run_says_how_its_group_sums() -> None:
+    model, data = least_squares(16, 4)
+    options: dict[str, Any] = {"workers": 4, "batch_size": 2, "epochs": 1, "optimizer": gs.SGD(lr=0.01)}
+    run = gs.simulate(model, data, strategy=gs.AllReduce(), **options)
+    assert re.fullmatch(r"messages: .*; alpha [\d.]+ µs, beta [\d.]+ s/GB", run.summary["group"])
+    run = gs.simulate(model, data, strategy=gs.AllReduce(algorithm="ring"), **options)
+    assert run.summary["group"] == "messages: ring"
+    assert gs.simulate(model, data, strategy="synchronous", **options).summary["group"] is None

@@ -96,6 +96,23 @@ def test_who_is_slow_is_not_silent() -> None:
     assert ranks.run(work, silence_s=SILENCE_S) == [4.0] * SIZE
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "abbb"])
+def test_killed_in_two_storeys(hosts: str) -> None:
+    messages, failed = 12, 0
+    for number, victim in itertools.product(range(1, messages + 1), range(SIZE)):
+        ranks = VirtualRanks(SIZE, seed=number, world=World(network=NETWORK))
+        ranks.kill_at_chunk(victim, number)
+        outcomes = ranks.run(twice, how="hierarchical", hosts=hosts, silence_s=SILENCE_S)
+        assert ranks.killed is not None
+        for rank in {0, 1, 2, 3} - {victim}:
+            if outcomes[rank] == [24.0] * ELEMS:
+                continue  # it has got all it needed before
+            failed += 1
+            assert isinstance(outcomes[rank], PeerLostError), (number, rank, outcomes[rank])
+            assert outcomes[rank].peer == f"worker-{victim}"
+    assert failed > 2 * messages * SIZE
+
+
 def test_who_never_comes_is_named() -> None:
     async def work(group: Group) -> None:
         raise AssertionError("there is no group")

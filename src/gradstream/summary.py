@@ -113,6 +113,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
         staleness_mean, staleness_max, staleness: over chunks; the last is the histogram.
         carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
+        group: how workers without servers sum: kind, algorithm, and by size where it was measured; or None.
         updates, duplicates, dropped, refused: of all shards, in chunks.
         peak_memory_bytes: by node, file pages included. peak_own_bytes: by node, without them.
         cpu_s: by role. cpu_work_s: by role, then by kind of work.
@@ -127,11 +128,25 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **_totals(events, "exchange", ("pushed_bytes", "fetched_bytes", "pushes", "fetches", "retries")),
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
+        "group": _group(events),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
         **_machines(events),
         "workers_lost": _workers_lost(events),
         "failed": _failed(events),
     }
+
+
+def _group(events: Sequence[EventDict]) -> str | None:
+    """Such as "messages: butterfly, from 131,072 bytes on ring; alpha 85 µs, beta 0.4 s/GB"."""
+    formed = next(iter(_of(events, "group")[-1:]), None)
+    if formed is None:
+        return None
+    if not formed["choices"]:
+        return f"{formed['kind']}: {formed['algorithm']}"
+    (_, first), *later = sorted(formed["choices"].items(), key=lambda item: int(item[0]))
+    chosen = ", ".join([first, *(f"from {int(size):,} bytes on {name}" for size, name in later)])
+    measured = f"alpha {formed['alpha_s'] * 1e6:.3g} µs, beta {formed['beta_s_byte'] * 1e9:.3g} s/GB"
+    return f"{formed['kind']}: {chosen}; {measured}"
 
 
 _STARTED = ("job", "strategy", "optimizer", "workers", "servers", "num_parameters", "num_samples")

@@ -94,6 +94,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("model", _of(s["num_parameters"], "{:,} parameters")),
         ("strategy", _of(s["strategy"], f"{{}}, {s['workers']} workers, {s['servers']} servers")),
+        ("group", _of(s.get("group"), "{}")),
         ("optimizer", _of(s["optimizer"], "{}")),
         ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
         ("ended by", _of(s.get("reason"), "{}")),
