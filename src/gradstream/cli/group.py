@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import pkgutil
 from typing import Any
 
@@ -76,3 +77,4 @@ def main() -> None:
       gradstream train mine.py --workers 4
       gradstream simulate mine.py --workers 64
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would write to stderr comes in our words
