@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="rate of SGD")
     parser.add_argument("--downpour-lr", type=float, default=0.02, help="rate of Downpour's local steps")
     parser.add_argument("--downpour-momentum", type=float, default=0.9, help="momentum of these")
+    parser.add_argument("--carrier", default="auto", help="between workers and servers")
     parser.add_argument("--seed", type=int, default=0, help="of parameters and order of samples")
     parser.add_argument("--plain", metavar="THREADS", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -58,6 +59,8 @@ def main() -> None:
         "side-by-side": lambda: peers(given, [1] * WORKERS),
         "synchronous-half": lambda: ours(given, "synchronous", {}, batch=given.batch // WORKERS),
         "synchronous": lambda: ours(given, "synchronous", {}),
+        "allreduce-half": lambda: ours(given, "allreduce", {}, batch=given.batch // WORKERS),
+        "allreduce": lambda: ours(given, "allreduce", {}),
         "downpour-1-half": lambda: ours(
             given, "downpour", period_1, lr=mean_lr, batch=given.batch // WORKERS
         ),
@@ -165,7 +168,7 @@ def ours(
 
     described = job(given.model)
     optimizer: Any = gs.SGD(lr=lr or 0.01, weight_decay=1e-4)
-    if strategy == "synchronous":
+    if strategy != "downpour":
         rate = given.lr or described_lr(described)
         optimizer = gs.SGD(lr=rate, momentum=0.9, weight_decay=1e-4)
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +178,8 @@ def ours(
             strategy_options=options,
             optimizer=optimizer,
             workers=WORKERS,
-            servers=1,
+            servers=0 if strategy == "allreduce" else 1,
+            carrier=given.carrier,
             batch_size=batch or given.batch,
             epochs=given.epochs,
             seed=given.seed,
@@ -187,6 +191,7 @@ def ours(
             "train_s": summary["train_s"],
             "accuracy": run.evaluate().accuracy,
             "optimizer": str(optimizer),
+            "carriers": summary["carriers"],
             "options": options,
             "steps": summary["steps"],
             "pushed_gb": summary["pushed_bytes"] / 1e9,
