@@ -28,6 +28,7 @@ from gradstream.cluster.machine import describe_machine, git_commit, node_enviro
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 2
+CHUNK_ELEMS = 1 << 20  # over shared memory a chunk costs more than its elements
 
 
 def main() -> None:
@@ -180,6 +181,7 @@ def ours(
             workers=WORKERS,
             servers=0 if strategy == "allreduce" else 1,
             carrier=given.carrier,
+            chunk_elems=CHUNK_ELEMS,
             batch_size=batch or given.batch,
             epochs=given.epochs,
             seed=given.seed,

@@ -7,6 +7,8 @@ import torch
 
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Memory, Vector, borrow_all
+from gradstream.model.base import Layout
+from gradstream.segments import SharedMemory
 
 
 def vector(elems: int = 10, name: str = "parameters") -> Vector:
@@ -123,3 +125,15 @@ def test_phantom_memory_has_a_bill_and_no_elements() -> None:
     made.borrow(0, 1 << 39, write=True, to="gradient")
     with pytest.raises(LentMemoryError):
         made.borrow(0, 1, write=False, to="push")
+
+
+@pytest.mark.parametrize("memory", [Memory(), SharedMemory()])
+def test_the_largest_tensor_of_a_flat_vector_begins_at_a_cache_line(memory: Memory) -> None:
+    layout = Layout.of([("bias", (5,)), ("weight", (300, 64)), ("first", (7,))], torch.float32)
+    vector = memory.allocate(
+        layout.elems, layout.dtype, "gradient", exchanged=True, lead_bytes=layout.lead_bytes
+    )
+    views = dict(layout.views(vector.tensor))
+    assert views["weight"].data_ptr() % 64 == 0
+    assert views["bias"].data_ptr() % 64 == layout.lead_bytes == 44
+    assert not vector.tensor.any()

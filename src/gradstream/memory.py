@@ -201,7 +201,9 @@ class Memory:
     phantom: bool = False
     allocated_bytes: dict[str, int] = field(default_factory=dict)
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool = False) -> Vector:
+    def allocate(
+        self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool = False, lead_bytes: int = 0
+    ) -> Vector:
         """A vector of zeros, aligned to 64 bytes (phantom: of no storage).
 
         Pages are taken from the system when they are first written, not here.
@@ -209,18 +211,21 @@ class Memory:
         Args:
             exchanged: peers are sent what lies in it, so it is put where they can read it in place, if
                 this memory has such a place (`segments.SharedMemory`).
+            lead_bytes: how far past a multiple of 64 bytes it begins; see `Layout.lead_bytes`.
         """
         used_bytes = self.allocated_bytes.get(name, 0)
         self.allocated_bytes[name] = used_bytes + elems * dtype.itemsize
-        return self._allocate(elems, dtype, name, exchanged=exchanged)
+        return self._allocate(elems, dtype, name, exchanged=exchanged, lead_bytes=lead_bytes)
 
-    def _allocate(self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool) -> Vector:
+    def _allocate(
+        self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool, lead_bytes: int
+    ) -> Vector:
         del exchanged  # nobody else sees this memory
         itemsize_bytes = dtype.itemsize
         if self.phantom:
             return Vector(name, torch.empty(elems, dtype=dtype, device="meta"))
         raw = np.zeros(elems * itemsize_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
-        skip_bytes = -raw.ctypes.data % ALIGNMENT_BYTES
+        skip_bytes = (lead_bytes - raw.ctypes.data) % ALIGNMENT_BYTES
         aligned = torch.from_numpy(raw[skip_bytes : skip_bytes + elems * itemsize_bytes])
         return Vector(name, aligned.view(dtype))
 

@@ -21,7 +21,7 @@ from types import TracebackType
 import torch
 
 from gradstream.errors import ConfigError
-from gradstream.memory import ALIGNMENT_BYTES, Memory, Vector
+from gradstream.memory import Memory, Vector
 
 __all__ = ["SHARED_BYTES", "Segment", "SharedMemory", "supported"]
 
@@ -115,12 +115,12 @@ class Segment:
             raise
 
     def vector(self, offset_bytes: int, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """A part of it as a flat vector; `offset_bytes` is a multiple of `ALIGNMENT_BYTES`."""
+        """A part of it as a flat vector; `offset_bytes` is a multiple of its elements' size."""
         return Vector(name, self.tensor(offset_bytes, elems, dtype), self, offset_bytes)
 
     def tensor(self, offset_bytes: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
         """The same as a tensor (elems,), which keeps the memory mapped for as long as it lives."""
-        assert offset_bytes % ALIGNMENT_BYTES == 0
+        assert offset_bytes % dtype.itemsize == 0
         if elems == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=elems, offset=offset_bytes)
@@ -160,8 +160,11 @@ class SharedMemory(Memory):
         ConfigError: when allocating, the system has no such memory.
     """
 
-    def _allocate(self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool) -> Vector:
+    def _allocate(
+        self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool, lead_bytes: int
+    ) -> Vector:
         size_bytes = elems * dtype.itemsize
         if self.phantom or not exchanged or size_bytes < SHARED_BYTES:
-            return Memory._allocate(self, elems, dtype, name, exchanged=exchanged)
-        return Segment.create(size_bytes, f"gradstream {name}").vector(0, elems, dtype, name)
+            return Memory._allocate(self, elems, dtype, name, exchanged=exchanged, lead_bytes=lead_bytes)
+        segment = Segment.create(lead_bytes + size_bytes, f"gradstream {name}")
+        return segment.vector(lead_bytes, elems, dtype, name)

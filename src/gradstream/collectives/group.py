@@ -40,11 +40,14 @@ class Group(Protocol):
     names: Sequence[str]  # of the nodes, by rank
     shares_memory: bool  # what `common` gives is one vector for all
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """A vector of zeros, where this group works best in place.
 
         Every rank allocates the same vectors in the same order. Spans of other vectors can be given to
         every operation too; a carrier of shared memory copies them first.
+
+        Args:
+            lead_bytes: how far past a multiple of 64 bytes it begins, where the group can choose.
         """
         ...
 

@@ -42,9 +42,9 @@ class HierarchicalGroup:
         self._whole = whole
         self._turn = asyncio.Lock()  # serves in the order of coming
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """See `Group.allocate`: where the host's own group works in place."""
-        return self._inside.allocate(elems, dtype, name)
+        return self._inside.allocate(elems, dtype, name, lead_bytes=lead_bytes)
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.common`: each rank has its own."""

@@ -74,9 +74,9 @@ class MessageGroup:
         self._turn = asyncio.Lock()  # serves in the order of coming
         self._count = 0
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """See `Group.allocate`: any memory does."""
-        return self._runtime.memory.allocate(elems, dtype, name)
+        return self._runtime.memory.allocate(elems, dtype, name, lead_bytes=lead_bytes)
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.common`: each rank has its own."""

@@ -73,9 +73,9 @@ class SharedGroup:
         group._beat()
         return group
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """See `Group.allocate`."""
-        vector = self._core.allocate(elems, dtype, name)
+        vector = self._core.allocate(elems, dtype, name, lead_bytes=lead_bytes)
         self._sums[vector] = None
         bill = self._runtime.memory.allocated_bytes
         bill[name] = bill.get(name, 0) + vector.tensor.nbytes

@@ -164,7 +164,7 @@ class SharedCore:
 
     # ---- memory ----------------------------------------------------------------------------------
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """A vector of zeros that the others can read: operations on its spans copy nothing.
 
         A sum over all ranks' spans of it stays to be read until the next operation on the same elements.
@@ -173,7 +173,7 @@ class SharedCore:
             ConfigError: a dtype that is not summed here.
         """
         self._check()
-        return self._vectors.make(elems, dtype, name)
+        return self._vectors.make(elems, dtype, name, lead_bytes=lead_bytes)
 
     def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """One vector of zeros that all ranks have. Each rank asks for the same, in the same order.

@@ -66,16 +66,19 @@ class Vectors:
             peer.on_letter = partial(self._open_letter, owner)
         self._making = Lock()  # at the same time on the loop's thread, and as staging on that of an operation
 
-    def make(self, elems: int, dtype: torch.dtype, name: str, *, common: bool = False) -> Vector:
+    def make(
+        self, elems: int, dtype: torch.dtype, name: str, *, common: bool = False, lead_bytes: int = 0
+    ) -> Vector:
         """A vector of this rank's; the others are told."""
-        letter = {"elems": elems, "dtype": number_of(dtype), "name": name, "common": common}
-        size_bytes = _size_bytes(elems, dtype, sums=self._rank == 0 and not common)
+        number = number_of(dtype)
+        letter = {"elems": elems, "dtype": number, "name": name, "common": common, "lead": lead_bytes}
+        size_bytes = _size_bytes(lead_bytes, elems, dtype, sums=self._rank == 0 and not common)
         with (
             self._making,
             Segment.create(size_bytes, f"gradstream {self._names[self._rank]} {name}") as segment,
         ):
             self._tell(letter, [segment.fd])
-            return self._hold(self._rank, segment, elems, dtype, name, common=common)
+            return self._hold(self._rank, segment, lead_bytes, elems, dtype, name, common=common)
 
     def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """The next vector that all ranks have; rank 0 makes it."""
@@ -148,12 +151,21 @@ class Vectors:
         return held
 
     def _hold(
-        self, owner: int, segment: Segment, elems: int, dtype: torch.dtype, name: str, *, common: bool
+        self,
+        owner: int,
+        segment: Segment,
+        lead_bytes: int,
+        elems: int,
+        dtype: torch.dtype,
+        name: str,
+        *,
+        common: bool,
     ) -> Vector:
-        vector = segment.vector(0, elems, dtype, name)
+        vector = segment.vector(lead_bytes, elems, dtype, name)
         sums = None
-        if owner == 0 and not common:
-            sums = segment.vector(_padded_bytes(elems, dtype), elems, dtype, f"{name}, summed up")
+        if owner == 0 and not common:  # at a multiple of 64 bytes: stores past the cache need that
+            behind_bytes = _padded_bytes(lead_bytes, elems, dtype)
+            sums = segment.vector(behind_bytes, elems, dtype, f"{name}, summed up")
         if owner == self._rank or common:
             self._places[vector] = owner, len(self._tables[owner])
         if common:
@@ -168,9 +180,10 @@ class Vectors:
             self._tables[owner][letter["drop"]] = None
             return
         dtype, common = DTYPES[letter["dtype"]], bool(letter["common"])
-        size_bytes = _size_bytes(letter["elems"], dtype, sums=owner == 0 and not common)
+        elems, lead_bytes = letter["elems"], letter["lead"]
+        size_bytes = _size_bytes(lead_bytes, elems, dtype, sums=owner == 0 and not common)
         with Segment.attach(descriptors[0], size_bytes) as segment:
-            self._hold(owner, segment, letter["elems"], dtype, letter["name"], common=common)
+            self._hold(owner, segment, lead_bytes, elems, dtype, letter["name"], common=common)
 
     def _drop(self, vector: Vector) -> None:
         with self._making:
@@ -190,9 +203,10 @@ def number_of(dtype: torch.dtype) -> int:
     return NUMBERS[dtype]
 
 
-def _padded_bytes(elems: int, dtype: torch.dtype) -> int:
-    return max(1, -(-elems * dtype.itemsize // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+def _padded_bytes(lead_bytes: int, elems: int, dtype: torch.dtype) -> int:
+    used_bytes = lead_bytes + elems * dtype.itemsize
+    return max(1, -(-used_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
 
-def _size_bytes(elems: int, dtype: torch.dtype, *, sums: bool) -> int:
-    return _padded_bytes(elems, dtype) * (2 if sums else 1)
+def _size_bytes(lead_bytes: int, elems: int, dtype: torch.dtype, *, sums: bool) -> int:
+    return _padded_bytes(lead_bytes, elems, dtype) * (2 if sums else 1)

@@ -116,11 +116,11 @@ class TorchGroup:
 
     # ---- the protocol -------------------------------------------------------------------
 
-    def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
         """See `Group.allocate`: main memory; pinned where it goes to a GPU and back."""
         tensor = None if self._engine is None else self._engine.allocate(elems, dtype)
         if tensor is None:
-            return self._runtime.memory.allocate(elems, dtype, name)
+            return self._runtime.memory.allocate(elems, dtype, name, lead_bytes=lead_bytes)
         return Vector(name, tensor)
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:

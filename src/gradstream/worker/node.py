@@ -323,7 +323,9 @@ class WorkerNode:
         if sharded:
             parameters = await group.common(layout.elems, layout.dtype, "parameters")
         else:
-            parameters = group.allocate(layout.elems, layout.dtype, "parameters")
+            parameters = group.allocate(
+                layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
+            )
         outer = None if sharded else self._outer_products(group)
         return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
 

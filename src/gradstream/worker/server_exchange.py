@@ -42,7 +42,9 @@ class ServerExchange:
             around.endpoint,
             shards,
             ChunkMap(layout.elems, chunk_elems, len(shards)),
-            around.runtime.memory.allocate(layout.elems, layout.dtype, "spare", exchanged=True),
+            around.runtime.memory.allocate(
+                layout.elems, layout.dtype, "spare", exchanged=True, lead_bytes=layout.lead_bytes
+            ),
             silence_s=around.silence_s,
             retry_s=around.retry_s,
             on_transfer=self._transfers,

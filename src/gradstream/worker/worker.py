@@ -138,7 +138,7 @@ class Replica(ABC):
 
     Args:
         parts: see there.
-        allocate: where vectors come from: (elems, dtype, name).
+        allocate: where vectors come from: (elems, dtype, name, lead_bytes=).
         parameters: its parameters; None allocates them.
         claims: where the exchange notes for whom this worker had to wait.
     """
@@ -146,7 +146,7 @@ class Replica(ABC):
     def __init__(
         self,
         parts: ReplicaParts,
-        allocate: Callable[[int, torch.dtype, str], Vector],
+        allocate: Callable[..., Vector],
         claims: Claims,
         parameters: Vector | None = None,
     ) -> None:
@@ -178,7 +178,8 @@ class Replica(ABC):
         self._result = Result(math.nan)
 
     def _allocate(self, name: str) -> Vector:
-        return self._allocate_elems(self._layout.elems, self._layout.dtype, name)
+        layout = self._layout
+        return self._allocate_elems(layout.elems, layout.dtype, name, lead_bytes=layout.lead_bytes)
 
     @property
     def progress(self) -> tuple[int, int]:
