@@ -36,7 +36,9 @@ from gradstream.collectives.shared_meeting import Party
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = (1_000, 250_000, 11_000_000, 74_770_901)
 GOALS = {2: (1, 1, 8, 6), 4: (1, 1, 6, 5)}  # times the faster of the two peers, by size
-OURS, COPIED, GLOO, OPENMPI = "shared", "shared + copy out", "gloo", "openmpi"
+OURS, COPIED, GLOO = "shared", "shared + copy out", "gloo"
+OPENMPI, OPENMPI_APART = "openmpi", "openmpi, 2 buffers"
+PEERS = (GLOO, OPENMPI, OPENMPI_APART)
 BATCH_ELEMS = 1_000_000  # about so many in a round, in 100 calls at most
 
 Allreduce = Callable[[], None]
@@ -69,6 +71,7 @@ class Contenders:
             yield GLOO, self.own, self.over_gloo, lambda: self.own
         if self.mpi is not None:
             yield OPENMPI, self.own, self.over_mpi, lambda: self.own
+            yield OPENMPI_APART, self.own, self.over_mpi_apart, lambda: self.received
 
     def shared(self) -> None:
         """In place: what is returned is the group's."""
@@ -83,8 +86,12 @@ class Contenders:
         torch.distributed.all_reduce(self.own)
 
     def over_mpi(self) -> None:
-        """In place, which is faster than from one vector to another."""
+        """In place, which is faster for large vectors than from one to another."""
         self.mpi.COMM_WORLD.Allreduce(self.mpi.IN_PLACE, self.array)
+
+    def over_mpi_apart(self) -> None:
+        """From one vector to another."""
+        self.mpi.COMM_WORLD.Allreduce(self.array, self.received.numpy())
 
 
 def measure(given: argparse.Namespace, rank: int, size: int) -> None:
@@ -179,12 +186,12 @@ def mpirun_path() -> str | None:
 def show(size: int, medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """Prints a table of one number of ranks; its rows with ratios."""
     rows = []
-    names = [name for name in (OURS, COPIED, GLOO, OPENMPI) if name in medians]
+    names = [name for name in (OURS, COPIED, *PEERS) if name in medians]
     print(
         f"{size} ranks{'':8s}" + "".join(f"{name:>20s}" for name in names) + f"{'ratio':>10s}{'copied':>10s}"
     )
     for elems, ours_s in medians[OURS].items():
-        peers = {name: medians[name][elems] for name in (GLOO, OPENMPI) if name in medians}
+        peers = {name: medians[name][elems] for name in PEERS if name in medians}
         best_s = min(peers.values(), default=float("nan"))
         row = {
             "elems": int(elems),
