@@ -30,15 +30,18 @@ import gradstream as gs
 rng = np.random.default_rng(0)
 X = rng.standard_normal((120, 40_000), dtype="float32") / 100
 Y = X @ rng.standard_normal(40_000, dtype="float32")
+EDGES = {"a": np.zeros(3, "float32"), "w": None, "z": np.zeros(5, "float32")}  # only "w" is aligned
 
 def gradients(p, x, y):
     time.sleep(0.01)
     error = x @ p["w"] - y
-    return float(error @ error) / len(y), {"w": 2 * error @ x / len(y)}
+    return float(error @ error) / len(y), {**EDGES, "w": 2 * error @ x / len(y)}
 
 def job(strategy="synchronous", steps=120, carrier="shm"):
     model = gs.from_functions(
-        init=lambda seed: {"w": np.zeros(40_000)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
+        init=lambda seed: {**EDGES, "w": np.zeros(40_000)},
+        outputs=lambda p, x: x @ p["w"],
+        gradients=gradients,
     )
     return gs.Job(
         model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=1, batch_size=8, steps=steps,

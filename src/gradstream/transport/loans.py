@@ -223,7 +223,7 @@ class Borrowed:
         segment, size_bytes = self._segments.get(reference.segment), reference.size_bytes
         start_bytes, stop_bytes = reference.offset_bytes, reference.offset_bytes + size_bytes
         room_bytes = 0 if segment is None else segment.size_bytes
-        if segment is None or not _lendable(size_bytes) or stop_bytes > room_bytes or start_bytes % 8:
+        if segment is None or not _lendable(size_bytes) or stop_bytes > room_bytes or start_bytes % 4:
             raise FrameError(
                 f"a reference to bytes {start_bytes} to {stop_bytes} of shared memory {reference.segment}, "
                 f"of which {room_bytes} bytes are mapped here: expected {LEAST_BYTES} to {MAX_PAYLOAD_BYTES} "
