@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.errors import ConfigError, GradientError
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.simulate import simulate
@@ -49,6 +50,21 @@ def test_equals_the_joined_batch_through_a_server_bit_for_bit(workers: int, rule
     for sharded, overlap in itertools.product((False, True), repeat=2):
         strategy = AllReduce(sharded=sharded, overlap=overlap, bucket_mib=SMALL)
         assert bits(model, data, sizes, strategy, optimizer=optimizer) == expected, strategy
+
+
+WAYS: dict[str, tuple[Any, int]] = {
+    **{name: (AllReduce(algorithm=name, bucket_mib=SMALL), 0) for name in ALGORITHMS},
+    "ring, sharded": (AllReduce(algorithm="ring", sharded=True, bucket_mib=SMALL), 0),
+    "1 server": (gs.Synchronous(), 1),
+    "4 servers": (gs.Synchronous(), 4),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_32_workers_are_one_node_with_the_joined_batch_by_every_scheme(way: str) -> None:
+    model, data = least_squares(128, FEATURES, grid=GRID)
+    strategy, servers = WAYS[way]
+    assert bits(model, data, [2] * 32, strategy, servers=servers) == bits(model, data, [64], gs.Synchronous())
 
 
 def test_means_are_weighted_by_samples_and_parts_of_a_step_are_joined() -> None:
