@@ -83,9 +83,12 @@ class ServerExchange:
         await self._client.settle()
 
     async def finish(self) -> None:
-        """See `Exchange`: fetched once more, with what all have pushed."""
+        """See `Exchange`: fetched once more, with what all have pushed.
+
+        Into the gradient's memory: where fetches never overlap compute, the spare vector was never touched.
+        """
         await self._client.reclaim_spare()
-        await self.replica.adopt(self._client.fetch_soon())
+        await self.replica.refresh()
 
     def report(self) -> Sequence[Event]:
         """See `Exchange`."""
