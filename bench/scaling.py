@@ -167,7 +167,7 @@ def scaling(most: int, only: str) -> dict[str, Any]:
     return found
 
 
-def divided(most: int) -> list[dict[str, Any]]:
+def divided() -> list[dict[str, Any]]:
     """One joined batch of 1,024 samples in ever more parts: what is left of the exchange beside compute.
 
     A deep network of the smaller model's size and speed: 16 layers alike, so that most gradients are ready
@@ -177,10 +177,8 @@ def divided(most: int) -> list[dict[str, Any]]:
     layers = [sum(shallow.layers) // 16] * 16
     for bandwidth in (12.5e6, 125e6, 1.25e9):
         where = world(shallow.batch_s, bandwidth_bytes_s=bandwidth)
-        for workers in (1, 4, 16, 64, 256, 1024):
+        for workers in (1, 4, 16, 64):
             batch = 1024 // workers
-            if workers > most:
-                continue
             row: dict[str, Any] = {"workers": workers, "batch": batch, "bandwidth_bytes_s": bandwidth}
             row["compute_s"] = shallow.batch_s / BATCH * batch
             for overlap in (False, True):
@@ -215,15 +213,20 @@ def plot(found: Mapping[str, Any], most: int, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def keep(result: dict[str, Any]) -> None:
-    """Writes it down."""
-    RESULTS.mkdir(exist_ok=True)
+def keep(result: dict[str, Any]) -> dict[str, Any]:
+    """Writes it down, beside what was found before of other schemes; returns all of it."""
+    path = RESULTS / "scaling.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    for name, rows in before.get("scaling", {}).items():
+        result["scaling"][name] = {**rows, **result["scaling"][name]}
     record = {
+        **before,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": git_commit(ROOT),
-        **result,
     }
-    (RESULTS / "scaling.json").write_text(json.dumps(record, indent=1) + "\n")
+    record |= {name: part for name, part in result.items() if part}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return record
 
 
 def main() -> None:
@@ -231,11 +234,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--most", type=int, default=64, help="workers")
-    parser.add_argument("--only", help="schemes whose names have this in them")
+    parser.add_argument("--only", default="", help="schemes whose names have this in them")
     given = parser.parse_args()
-    result = {"scaling": scaling(given.most, given.only or ""), "divided": divided(16 * given.most)}
-    keep(result)
-    plot(result["scaling"], given.most, RESULTS / "scaling.png")
+    found = {"scaling": scaling(given.most, given.only), "divided": [] if given.only else divided()}
+    plot(keep(found)["scaling"], given.most, RESULTS / "scaling.png")
 
 
 if __name__ == "__main__":
