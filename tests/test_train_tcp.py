@@ -22,6 +22,7 @@ from gradstream.train import launch
 resume_module = sys.modules["gradstream.resume"]
 
 JOB = """
+import time
 import numpy as np
 import gradstream as gs
 
@@ -30,10 +31,11 @@ X = rng.standard_normal((120, 40_000), dtype="float32") / 100
 Y = X @ rng.standard_normal(40_000, dtype="float32")
 
 def gradients(p, x, y):
+    time.sleep(0.01)  # of arithmetic, so that there is a run to be killed in
     error = x @ p["w"] - y
     return float(error @ error) / len(y), {"w": 2 * error @ x / len(y)}
 
-def job(strategy="synchronous", steps=40, carrier="tcp", connections=1):
+def job(strategy="synchronous", steps=120, carrier="tcp", connections=1):
     model = gs.from_functions(
         init=lambda seed: {"w": np.zeros(40_000)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
     )
