@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -18,6 +17,7 @@ from gradstream.cluster import LocalCluster, node_environment
 from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.run import FINAL_MODEL
+from gradstream.testing.killing import Killer
 from gradstream.train import launch
 
 resume_module = sys.modules["gradstream.resume"]
@@ -75,25 +75,6 @@ def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) ->
     path.mkdir()
     job = load_job(spec)
     return launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=on_event)
-
-
-class Killer:
-    """SIGKILL to some nodes, at an event of a kind that comes for so many times."""
-
-    def __init__(self, cluster: LocalCluster, kind: str, times: int, *victims: str) -> None:
-        self._cluster, self._kind, self._left, self._victims = cluster, kind, times, victims
-
-    def __call__(self, event: Any) -> None:
-        self._left -= event["event"] == self._kind
-        if self._left == 0:
-            self._left = -1
-            for name in self._victims or tuple(self._cluster.running):
-                self._cluster.signal(name, signal.SIGKILL)
-
-    def bury(self) -> None:
-        """Hears of every death, so that the next run does not."""
-        while self._cluster.message(0.2) is not None or self._cluster.running:
-            pass
 
 
 @pytest.mark.limit_s(240)

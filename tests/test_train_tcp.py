@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +16,7 @@ from gradstream.cluster import LocalCluster, node_environment
 from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.run import FINAL_MODEL
+from gradstream.testing.killing import Killer
 from gradstream.train import launch
 
 resume_module = sys.modules["gradstream.resume"]
@@ -76,25 +76,6 @@ def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) ->
     return launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=on_event)
 
 
-def killer(cluster: LocalCluster, victim: str, num_events: int) -> Any:
-    """SIGKILL to a node, a number of events after the start."""
-    left = num_events
-
-    def on_event(event: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            cluster.signal(victim, signal.SIGKILL)
-
-    return on_event
-
-
-def bury(cluster: LocalCluster) -> None:
-    """Hears of every death, so that the next run does not."""
-    while cluster.message(0.2) is not None or cluster.running:
-        pass
-
-
 @pytest.mark.limit_s(240)
 def test_killed_and_resumed_over_tcp_a_run_has_the_bytes_of_one_over_grpc(
     spec: str, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
@@ -103,9 +84,10 @@ def test_killed_and_resumed_over_tcp_a_run_has_the_bytes_of_one_over_grpc(
     reference = train(f"{spec}:over_grpc", tmp_path / "grpc", warm)
     assert reference.summary["carriers"] == {"grpc": 12}  # of each of four nodes to three others
     path = tmp_path / "tcp"
+    killer = Killer(warm, "step", 30, "shard-0")
     with pytest.raises(gs.PeerLostError, match="shard-0"):
-        train(f"{spec}:over_three", path, warm, killer(warm, "shard-0", 40))
-    bury(warm)
+        train(f"{spec}:over_three", path, warm, killer)
+    killer.bury()
     run = gs.resume(path)
     assert run.summary["carriers"] == {"tcp": 12}
     assert run.info["carriers"]["worker-0"]["shard-1"] == "tcp"
@@ -113,6 +95,6 @@ def test_killed_and_resumed_over_tcp_a_run_has_the_bytes_of_one_over_grpc(
 
 
 def test_downpour_over_tcp_goes_on_without_a_worker(spec: str, tmp_path: Path, warm: LocalCluster) -> None:
-    run = train(f"{spec}:downpour", tmp_path / "run", warm, killer(warm, "worker-1", 40))
+    run = train(f"{spec}:downpour", tmp_path / "run", warm, Killer(warm, "step", 40, "worker-1"))
     assert run.summary["workers_lost"] == ["worker-1"]
     assert run.summary["failed"] is None
