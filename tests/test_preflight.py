@@ -6,15 +6,15 @@ import json
 import re
 import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 import gradstream as gs
-from gradstream import preflight
 from gradstream.cli import main
-from gradstream.preflight import estimate, samples_per_s
+from gradstream.preflight import estimate, job_trial, samples_per_s, trial
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.testing.runs import Sized, numbered
 
@@ -105,12 +105,15 @@ def test_a_wrong_configuration() -> None:
     assert dry_run("nowhere.py").exit_code == 2
 
 
-@pytest.mark.parametrize(("what", "free"), [("free_memory_bytes", 600_000_000), ("free_disk_bytes", 11)])
+@pytest.mark.parametrize(
+    ("where", "what", "free"),
+    [(job_trial, "free_memory_bytes", 600_000_000), (trial, "free_disk_bytes", 11)],
+)
 def test_too_little_memory_or_disk_starts_no_node(
-    what: str, free: int, monkeypatch: pytest.MonkeyPatch
+    where: ModuleType, what: str, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, what, lambda *_: free)
-    monkeypatch.setattr(preflight, "launch", None)
+    monkeypatch.setattr(where, what, lambda *_: free)
+    monkeypatch.setattr(trial, "launch", None)
     result = dry_run("mine.py")
     assert result.exit_code == 3
     assert "free, too little" in result.stdout or "too little: 11 B free" in result.stdout

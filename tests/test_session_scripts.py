@@ -19,7 +19,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.jobfile import load_job
-from gradstream.preflight import dry_run
+from gradstream.preflight import Finding, dry_run
 from gradstream.testing.sessions import loop_in_threads
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -249,7 +249,47 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
         gs.train(job, optimizer="adam")
     with pytest.raises(gs.ConfigError, match="cannot be simulated"):
         gs.simulate(job)
-    with pytest.raises(gs.ConfigError, match="fewer steps"):
-        dry_run(job)
     with pytest.raises(gs.ConfigError, match="processes of one machine"):
         gs.train(job, processes=False)
+
+
+TRIED = (
+    SETUP
+    + """
+for step in range(100_000):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).square().mean().backward()
+    {}
+    optimizer.step()
+"""
+)
+
+
+def tried(folder: Path, line: str) -> list[Finding]:
+    path = folder / "tried.py"
+    path.write_text(TRIED.format(line))
+    return dry_run(load_job(str(path)))
+
+
+def test_a_dry_run_of_a_loop_stops_it_after_its_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    findings = tried(tmp_path, "pass")
+    assert all(one.ok for one in findings), findings
+    details = {one.name: one.detail for one in findings}
+    assert details["configuration"] == "synchronous, the script's optimizer, 2 workers, 1 server"
+    assert details["model"] == "5 parameters, 20 B"
+    assert re.search(r"\d+ minibatches, \d+ pushes, \d+ fetches", details["processes"])
+    assert details["disk"].endswith("80 B = 20 B for the final parameters + 3 checkpoints of 20 B")
+    assert details["checkpoint"].endswith("verified")
+    assert details["pace"].endswith("after each worker's first")
+    assert {path.name for path in tmp_path.iterdir()} <= {"tried.py", "__pycache__"}
+
+
+def test_a_dry_run_of_a_loop_with_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    *_, last = tried(tmp_path, "raise LookupError('a fault of mine')")
+    assert (last.name, last.ok) == ("processes", False)
+    assert "a fault of mine" in last.detail
+    assert "raise LookupError" in last.trace

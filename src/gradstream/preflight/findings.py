@@ -1,0 +1,55 @@
+"""What the checks of a dry run find."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gradstream.errors import UserCodeError
+
+__all__ = ["Check", "Finding", "carry_out"]
+
+Check = Callable[[], str]
+"""Returns its figures, or raises what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check has found.
+
+    Args:
+        name: of the check.
+        ok: whether it is fine.
+        detail: figures, or what is wrong.
+        seconds: how long it took.
+        trace: the user's own traceback, where their code failed.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float = 0.0
+    trace: str = ""
+
+
+def carry_out(checks: Mapping[str, Check]) -> list[Finding]:
+    """All checks in turn, up to the first that fails."""
+    findings = []
+    for name, check in checks.items():
+        begun_s = time.perf_counter()
+        try:
+            detail = check()
+            findings.append(Finding(name, True, detail, time.perf_counter() - begun_s))
+        except Exception as error:
+            findings.append(_failure(name, error, time.perf_counter() - begun_s))
+            break
+    return findings
+
+
+def _failure(name: str, error: Exception, seconds: float) -> Finding:
+    ours = hasattr(error, "exit_status")
+    own_code = isinstance(error, UserCodeError) or not ours
+    trace = getattr(error, "traceback_text", "") or (traceback.format_exc() if own_code else "")
+    return Finding(name, False, str(error) if ours else f"{type(error).__name__}: {error}", seconds, trace)

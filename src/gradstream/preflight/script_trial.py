@@ -1,0 +1,83 @@
+"""A dry run of a script with a training loop of its own.
+
+Only the script knows its model, and only while it runs: so its first steps come first. It is stopped as
+Ctrl-C would stop it, with a checkpoint, in the middle of its loop. What it prints or writes on the way
+there it prints and writes; how it evaluates is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradstream.errors import PreflightError
+from gradstream.preflight.estimates import by_role
+from gradstream.preflight.findings import Check
+from gradstream.preflight.trial import Trial
+from gradstream.report.units import size_text
+from gradstream.runtime.resources import free_memory_bytes
+from gradstream.summary import EventDict
+
+__all__ = ["ScriptTrial"]
+
+
+class ScriptTrial(Trial):
+    """See `Trial`."""
+
+    @property
+    def checks(self) -> Mapping[str, Check]:
+        """See `Trial`."""
+        return {
+            "configuration": self.configuration,
+            "processes": self.processes,
+            "model": self._look_at_model,
+            "memory": self._memory,
+            "disk": lambda: self.disk(self._vector_bytes, self._states),
+            "checkpoint": self.checkpoint,
+            "pace": self._pace,
+        }
+
+    def rule(self) -> str:
+        """See `Trial`."""
+        return "the script's optimizer"
+
+    def processes(self) -> str:
+        """See `Trial`."""
+        self._free_bytes = free_memory_bytes()
+        return super().processes()
+
+    def _look_at_model(self) -> str:
+        return f"{self._started['num_parameters']:,} parameters, {size_text(self._vector_bytes)}"
+
+    def _memory(self) -> str:
+        """Against what was free before: nobody is stopped for it, the run has fitted in."""
+        peaks: Mapping[str, int] = self.run.summary["peak_own_bytes"]
+        text = f"{size_text(sum(peaks.values()))} at the peak of the first steps, in all processes together"
+        return text if self._free_bytes is None else f"{size_text(self._free_bytes)} were free; {text}"
+
+    def _pace(self) -> str:
+        pace = self.pace()
+        return "too few steps to say" if pace is None else pace[1]
+
+    @property
+    def _started(self) -> EventDict:
+        started = [event for event in self.run.events if event["event"] == "started"]
+        if not started:
+            raise PreflightError("the run has not begun")
+        return started[-1]
+
+    def _vectors(self, role: str) -> Mapping[str, int]:
+        """Bytes by name, on the first node of a role that has told."""
+        told = {
+            event["node"]: event["vectors_bytes"] for event in self.run.events if event["event"] == "memory"
+        }
+        found: Mapping[str, int] = by_role(told).get(role, {})
+        return found
+
+    @property
+    def _vector_bytes(self) -> int:
+        return self._vectors("worker").get("parameters", 0)
+
+    @property
+    def _states(self) -> int:
+        """Vectors of the update rule, which the checkpoint has as files."""
+        return sum(1 for file in self.kept.parent.iterdir() if file.name.startswith("optimizer-"))
