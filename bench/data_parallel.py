@@ -4,6 +4,8 @@ Two workers of one thread each on two cores, the Caltech-101 models of the examp
 and the same allocator settings for all. Rows:
 
     side-by-side   two plain PyTorch loops at the same time that exchange nothing: the physical limit
+    in-step        the same, waiting for each other after each step: what keeping step alone costs, since one
+                   waits for the slower, and both want the memory, or both the arithmetic, at the same time
     allreduce      AllReduce of gradstream as it comes: in shared memory, overlapping backprop
     serial         the same without overlap; whole: every worker updates all parameters
     ddp            torch's DistributedDataParallel over gloo
@@ -58,6 +60,7 @@ def main() -> None:
     bucket = {} if given.bucket_mib is None else {"bucket_mib": given.bucket_mib}
     rows: dict[str, Callable[[], float]] = {
         "side-by-side": lambda: peers(given, ["plain"] * WORKERS),
+        "in-step": lambda: peers(given, [f"step-{rank}" for rank in range(WORKERS)]),
         "allreduce": lambda: ours(given, WORKERS, bucket),
         "serial": lambda: ours(given, WORKERS, {**bucket, "overlap": False}),
         "whole": lambda: ours(given, WORKERS, {**bucket, "sharded": False}),
@@ -146,9 +149,10 @@ def peer(given: argparse.Namespace) -> None:
     torch.manual_seed(0)
     module: Any = {"large": caltech101.large_network, "cnn": caltech101.conv_network}[given.model]()
     kind, _, rank = given.peer.partition("-")
-    if kind == "ddp":
+    if kind in ("ddp", "step"):
         store = torch.distributed.FileStore(given.store, WORKERS)
         torch.distributed.init_process_group("gloo", store=store, rank=int(rank), world_size=WORKERS)
+    if kind == "ddp":
         module = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(
         module.parameters(), lr=rule.lr, momentum=rule.momentum, weight_decay=rule.weight_decay, fused=True
@@ -163,6 +167,8 @@ def peer(given: argparse.Namespace) -> None:
         loss = caltech101.loss(module(torch.from_numpy(batch.inputs)), torch.from_numpy(batch.targets))
         loss.backward()
         optimizer.step()
+        if kind == "step":
+            torch.distributed.barrier()
 
     print("ready", flush=True)
     sys.stdin.readline()

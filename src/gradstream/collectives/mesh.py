@@ -27,7 +27,7 @@ from gradstream.errors import (
 )
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
-from gradstream.transport.stream import Bell
+from gradstream.transport.silence import Bell
 from gradstream.wire import v1
 
 __all__ = ["Loss", "Mesh"]

@@ -22,8 +22,9 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.segments import Segment
+from gradstream.transport.carrier import ReferenceLostError
 from gradstream.transport.loans import Borrowed, Given, Loaned
-from gradstream.transport.stream import ReferenceLostError, StreamCore
+from gradstream.transport.stream import StreamCore
 from gradstream.transport.unix import recv_descriptors, send_descriptors
 from gradstream.wire import v1
 

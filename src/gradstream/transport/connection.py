@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gradstream.transport import framing
 from gradstream.transport.framing import Inbox, Parcel, Receiver
-from gradstream.transport.stream import Bell
+from gradstream.transport.silence import Bell
 from gradstream.wire.frames import FrameError
 
 __all__ = ["Connection", "Owner"]

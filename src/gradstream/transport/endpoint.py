@@ -30,9 +30,10 @@ from gradstream.errors import (
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Handler, Identity, Priority, Stream
+from gradstream.transport.carrier import Carrier, Depot, OutgoingCarrier
 from gradstream.transport.lending import Lending
 from gradstream.transport.mailbox import Arrival, Mailbox
-from gradstream.transport.stream import Carrier, Depot, OutgoingCarrier, StreamCore, code_of
+from gradstream.transport.stream import StreamCore, code_of
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.frames import PROTOCOL

@@ -27,7 +27,8 @@ from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.security import Tls, explain
-from gradstream.transport.stream import Bell, StreamCore
+from gradstream.transport.silence import Bell
+from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, decode, encode, payload_tensor
 

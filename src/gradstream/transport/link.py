@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradstream.runtime.base import Runtime
+from gradstream.transport.carrier import Posted
 from gradstream.transport.connection import Connection
 from gradstream.transport.framing import Parcel, Place
 from gradstream.transport.posted import PostedPayload
-from gradstream.transport.stream import Bell, Posted, StreamCore
+from gradstream.transport.silence import Bell
+from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import FrameError, check_chunk, payload_tensor

@@ -21,9 +21,10 @@ import torch
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.segments import Segment
+from gradstream.transport.carrier import ReferenceLostError
 from gradstream.transport.mailbox import Seen
 from gradstream.transport.shelf import Shelf
-from gradstream.transport.stream import ReferenceLostError, StreamCore
+from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
 

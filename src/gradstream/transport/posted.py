@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gradstream.runtime.base import Runtime
 from gradstream.transport.framing import Parcel
-from gradstream.transport.stream import Bell
+from gradstream.transport.silence import Bell
 
 __all__ = ["PATIENCE_S", "PostedPayload"]
 

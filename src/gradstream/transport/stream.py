@@ -16,106 +16,31 @@ The two directions of a stream end apart. `_send_over` and `_recv_over` say why 
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.memory import Span
-from gradstream.runtime.base import Runtime, Timer
+from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Landing, Lent, Received
+from gradstream.transport.carrier import Carrier, Depot, Posted, ReferenceLostError
+from gradstream.transport.silence import Bell, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, payload_tensor
 
-__all__ = [
-    "Bell",
-    "Carrier",
-    "Depot",
-    "OutgoingCarrier",
-    "Posted",
-    "ReferenceLostError",
-    "StreamCore",
-    "code_of",
-]
+__all__ = ["StreamCore", "code_of"]
 
 PATIENCE_S = 1.0
 """A carrier has taken a payload over in less; where the peer does not read, by copying it."""
 
-_NS = 1_000_000_000
 _CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
 
 Failure = Callable[[], GradstreamError]
 """Makes the exception anew for each who meets it: a raised exception carries its own traceback."""
-
-
-class Posted(Lent, Protocol):
-    """A payload that leaves from where it lies. It is back soon, however slow the peer is."""
-
-    def then(self, callback: Callable[[], None]) -> None:
-        """Calls back when it is back; at once if it is."""
-        ...
-
-
-class Carrier(Protocol):
-    """Moves one stream's frames."""
-
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
-        """Takes a frame over, in order, without waiting. The header may change afterwards.
-
-        Returns:
-            None where the payload may change as well; else what tells when that is so.
-        """
-        ...
-
-    async def drained(self) -> None:
-        """Returns once there is room to transmit more without piling up; also once the stream is over."""
-        ...
-
-    def drop(self) -> None:
-        """Forgets frames that were transmitted but have not left yet."""
-        ...
-
-    def over(self) -> None:
-        """Nothing more will be transmitted, and what arrives is of no interest."""
-        ...
-
-
-class OutgoingCarrier(Carrier, Protocol):
-    """The caller's end, before its stream exists."""
-
-    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
-        """Transmits the Open, and feeds `stream` from now on."""
-        ...
-
-
-class ReferenceLostError(Exception):
-    """A payload was lent by a peer, and cannot be read any more."""
-
-
-class Depot(Protocol):
-    """Memory that both ends of a stream share (`channel.Channel`)."""
-
-    def lend(
-        self, stream: StreamCore, span: Span, end: Callable[[], None]
-    ) -> tuple[v1.Reference, Lent] | None:
-        """A reference to a span where it lies, until `end` is called; None where that cannot be done."""
-        ...
-
-    def stow(self, stream: StreamCore, payload: torch.Tensor) -> v1.Reference | None:
-        """A reference to a copy of a payload; None where that cannot be done."""
-        ...
-
-    def find(self, reference: v1.Reference) -> memoryview:
-        """The bytes meant; the loan is over when nothing refers to them. Raises what `Borrowed.find` says."""
-        ...
-
-    def intact(self) -> bool:
-        """Whether what has been read by reference so far was what was lent: it was not taken back."""
-        ...
 
 
 class _Kept:
@@ -132,28 +57,6 @@ _KEPT = _Kept()
 
 def _nothing_shared() -> None:
     """There is no depot."""
-
-
-class Bell:
-    """Wakes everybody who waits at the moment it rings."""
-
-    __slots__ = ("_waiters",)
-
-    def __init__(self) -> None:
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def ring(self) -> None:
-        """Wakes who waits now, in the order of their coming."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    async def wait(self) -> None:
-        """Returns at the next ring."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
 
 
 class StreamCore:
@@ -184,7 +87,6 @@ class StreamCore:
     ) -> None:
         self.peer = peer
         self.opened = opened
-        self._runtime = runtime
         self._me = me
         self._carrier = carrier
         self._called = called
@@ -198,11 +100,9 @@ class StreamCore:
         self._ended = self._peer_ended = self._released = False
         self._send_over: Failure | None = None
         self._recv_over: Failure | None = None
-        self._heard_ns = runtime.now()
         self._waiting_on: list[str] = []
         self._readable, self._writable = Bell(), Bell()
-        self._alarm: Timer | None = None
-        self._alarm_ns = 0
+        self._silence = Silence(runtime, self._readable, self._writable)
         self._on_release: list[Callable[[], object]] = []
 
     # ---- the user's side --------------------------------------------------------------
@@ -220,7 +120,7 @@ class StreamCore:
     @property
     def heard_ns(self) -> int:
         """When the last frame of any kind came, on the runtime's clock."""
-        return self._heard_ns
+        return self._silence.heard_ns
 
     async def send(
         self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None
@@ -367,7 +267,7 @@ class StreamCore:
         Args:
             landed: the payload lies where `landing` has said.
         """
-        self._heard_ns = self._runtime.now()
+        self._silence.heard()
         kind = frame.WhichOneof("kind")
         if frame.HasField("chunk") and frame.chunk.HasField("reference"):
             try:
@@ -466,31 +366,9 @@ class StreamCore:
             raise ClosedError(self._text(f"{self._me} has ended its side", ""))
 
     async def _until(self, bell: Bell, ready: Callable[[], bool], silence_s: float | None) -> None:
-        """Waits until `ready`, or until nothing at all was heard for `silence_s`."""
-        begun_ns = self._runtime.now()
-        while not ready():
-            if silence_s is not None:
-                quiet_ns = self._runtime.now() - max(begun_ns, self._heard_ns)
-                left_ns = round(silence_s * _NS) - quiet_ns
-                if left_ns <= 0:
-                    self._expire(silence_s)
-                    return
-                self._set_alarm(left_ns)
-            await bell.wait()
-
-    def _set_alarm(self, left_ns: int) -> None:
-        """Rings in `left_ns` or earlier: a pending alarm serves many waits, and who is woken looks again."""
-        due_ns = self._runtime.now() + left_ns
-        if self._alarm is not None:
-            if self._alarm_ns <= due_ns:
-                return
-            self._alarm.cancel()
-        self._alarm, self._alarm_ns = self._runtime.call_later(left_ns / _NS, self._ring_alarm), due_ns
-
-    def _ring_alarm(self) -> None:
-        self._alarm = None
-        self._readable.ring()
-        self._writable.ring()
+        """Waits until `ready`; a peer that has been silent for too long ends the stream."""
+        if not await self._silence.until(bell, ready, silence_s):
+            self._expire(silence_s or 0.0)
 
     def _expire(self, silence_s: float) -> None:
         on = f", after saying that it waits for {', '.join(self._waiting_on)}" if self._waiting_on else ""
@@ -533,9 +411,7 @@ class StreamCore:
             self._released = True
             self._landing = None
             self._carrier.over()
-            if self._alarm is not None:
-                self._alarm.cancel()
-            self._ring_alarm()
+            self._silence.over()
             for callback in self._on_release:
                 callback()
 
