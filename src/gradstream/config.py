@@ -108,6 +108,8 @@ class Job:
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
         record_machine: whether the run directory says on which machine, in which environment, by which
             command and at which commit of git the run was made, with which versions.
+        record: note in which order things happen, so that the run can be replayed bit for bit:
+            `gradstream.replay`. Of strategies that go through servers.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 1048576.
         checkpoint_every: about how often a checkpoint is kept: a number of steps, "epoch", or a time such
             as "10min"; None only when the run is stopped. None is made at the end: the result is.
@@ -147,6 +149,7 @@ class Job:
     name: str | None = None
     run_dir: Path | None = None
     record_machine: bool = True
+    record: bool = False
     chunk_elems: int = 262_144
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
@@ -186,6 +189,7 @@ class JobOptions(TypedDict, total=False):
     name: str | None
     run_dir: Path | None
     record_machine: bool
+    record: bool
     chunk_elems: int
     checkpoint_every: int | str | None
     keep_last: int
@@ -266,6 +270,8 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         _check_resumed(job, resume)
     strategy = find_strategy(job.strategy, job.strategy_options)
     _check_quorum(job, strategy)
+    if job.record:
+        _check_recorded(job, strategy)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     model = job.model
     cast = Cast(
@@ -291,6 +297,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         reduction=getattr(model, "reduction", "mean"),
         open_ended=is_open_ended(job),
         find_optimizer=optimizer_of_text,
+        record=job.record,
         policy=policy_of(job) if keeps else None,
         resume=resume,
         **dataclasses.asdict(job.deadlines),
@@ -434,6 +441,21 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
             f"shares={MEASURED!r} waits for what every worker has measured, and {what} does not wait for all "
             "of them: use one of the two"
         )
+
+
+def _check_recorded(job: Job, strategy: Strategy) -> None:
+    name = type(strategy).__name__
+    if strategy.through == "group":
+        why = f"{name} has no server whose order could differ: the same seed repeats it"
+    elif is_open_ended(job):
+        why = "the gradients of a training loop of your own cannot be computed again without it"
+    elif strategy.quorum(job.workers) is not None:
+        why = f"{name} with backup workers decides by arrival, which a replay does not know yet"
+    elif job.shares == MEASURED:
+        why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
+    else:
+        return
+    raise ConfigError(f"record=True: {why}; leave record out")
 
 
 def _check_evaluation(job: Job) -> None:

@@ -7,7 +7,7 @@ whether those are real or virtual is for `cluster/` and `simulate/` to say.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, cast
 
@@ -35,9 +35,11 @@ from gradstream.membership.state import Membership
 from gradstream.model.base import Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
+from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.runtime.base import Runtime
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.node import ShardNode
+from gradstream.server.recorder import ShardRecorder
 from gradstream.server.service import FindOptimizer, ShardConfig
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
@@ -90,6 +92,7 @@ class Cast:
         join_s, silence_s, lease_s, retry_s, cut_s: deadlines; see `config.Deadlines`.
         open_ended: the workers bring data of their own, nobody knows how much.
         find_optimizer: makes the update rule of what workers say of it, where they bring it.
+        record: nodes note in which order things happen, so that the run can be replayed.
     """
 
     job: str
@@ -121,6 +124,7 @@ class Cast:
     cut_s: float = 120.0
     open_ended: bool = False
     find_optimizer: FindOptimizer | None = None
+    record: bool = False
 
     @property
     def steps_left(self) -> int | None:
@@ -288,7 +292,14 @@ class Cast:
         Args:
             model: see `grouped`.
         """
-        config = ShardConfig(
+        config = self.shard_config(rank, model)
+        if self.record:
+            config = replace(config, order=ShardRecorder(self._log(runtime)))
+        return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
+
+    def shard_config(self, rank: int, model: Model) -> ShardConfig:
+        """What a shard is told; see `shard`."""
+        return ShardConfig(
             rank=rank,
             num_shards=self.servers,
             rule=self.strategy.rule(self.workers, self.reduction),
@@ -299,7 +310,6 @@ class Cast:
             resume_from=self.resume.folder if self.resume is not None else "",
             quorum=self.strategy.quorum(self.workers),
         )
-        return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
 
     def worker(
         self,
@@ -310,8 +320,15 @@ class Cast:
         data: Dataset | OwnData,
     ) -> WorkerNode:
         """One worker, with its own instance of the model; its endpoint knows the coordinator."""
+        config = self.worker_config(rank, model, data)
+        if self.record:
+            config = replace(config, log=self._log(runtime))
+        return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
+
+    def worker_config(self, rank: int, model: Model, data: Dataset | OwnData) -> WorkerConfig:
+        """What a worker is told; see `worker`."""
         own = cast(OwnData, data) if self.open_ended else None
-        config = WorkerConfig(
+        return WorkerConfig(
             rank=rank,
             num_workers=self.workers,
             strategy=self.strategy,
@@ -335,7 +352,11 @@ class Cast:
             form_group=partial(form_group, how=self._how_grouped, silence_s=self.silence_s),
             update_rule=self._update_rule(model, own) if self.strategy.through == "group" else None,
         )
-        return WorkerNode(runtime, endpoint, self._member(runtime, endpoint, "worker", rank), config)
+
+    def _log(self, runtime: Runtime) -> Log:
+        """Where a node notes what is needed to repeat it."""
+        path = f"{FOLDER}/{self.job}/{runtime.node}.rec"
+        return Log(runtime.storage, path, origin_of(runtime.node, self.job))
 
     @property
     def _how_grouped(self) -> str:

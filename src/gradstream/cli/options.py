@@ -48,6 +48,7 @@ def _job_options() -> list[Callable[[Any], Any]]:
         click.option("--carrier", metavar="NAME", help="What chunks travel by: auto, grpc, tcp, shm."),
         click.option("--seed", type=int, help="Of parameters, order of samples and dropout."),
         click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Where it is kept."),
+        click.option("--record", is_flag=True, default=None, help="So that it can be replayed."),
         click.option(
             "--set",
             "settings",

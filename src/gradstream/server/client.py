@@ -11,6 +11,7 @@ sequence number, so that it is applied once, whatever happened to the first try.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from gradstream.data.base import BatchRef
 from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Progress, Runtime, awaited_later
@@ -50,6 +52,8 @@ class Update:
         ready: elements that are final so far; chunks leave as this grows.
         on_done: called once all shards have acknowledged it.
         late: shards have dropped it, an expected outcome: it came behind the update it was meant for.
+        sequence: number of the push, once it has begun.
+        refs: minibatches whose gradients are in it.
     """
 
     vector: Vector | None
@@ -62,6 +66,8 @@ class Update:
     on_done: Callable[[], None] | None = None
     assign: bool = False
     late: bool = False
+    sequence: int = 0
+    refs: Sequence[BatchRef] = ()
 
 
 class Arrival:
@@ -182,6 +188,7 @@ class ServerClient:
         self._sequence = 0
         self._pushing: asyncio.Task[None] | None = None
         self._last_fetch: Arrival | None = None
+        self._num_fetches = 0
 
     # ---- verbs --------------------------------------------------------------------------
 
@@ -197,6 +204,7 @@ class ServerClient:
                 update.on_done()
             return
         self._sequence += 1
+        update.sequence = self._sequence
         # Initial parameters cannot wait for a fetch, which may be waiting for them.
         sequence, before = self._sequence, None if update.assign else self._last_fetch
         name = f"{self._runtime.node}-push-{sequence}"
@@ -226,7 +234,8 @@ class ServerClient:
         if self.spare is None:
             raise InternalError("a second fetch before the first was adopted: there is one spare vector")
         arrival, self.spare = Arrival(self.spare, self.chunks.num_chunks), None
-        terms = v1.Fetch(min_version=min_version, after_sequence=self._sequence)
+        self._num_fetches += 1
+        terms = v1.Fetch(min_version=min_version, after_sequence=self._sequence, number=self._num_fetches)
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
         arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms), name=name))
         self._last_fetch = arrival
@@ -409,10 +418,13 @@ class ServerClient:
     async def _fetch_from(self, rank: int, name: str, arrival: Arrival, terms: v1.Fetch) -> None:
         left, link = dict.fromkeys(self.chunks.chunks_of(rank)), self.traffic.links[name]
 
+        tries = itertools.count()
+
         async def attempt(progressed: Callable[[], None]) -> None:
             request = v1.Fetch()
             request.CopyFrom(terms)
             request.chunks.extend(left)
+            request.attempt = next(tries)
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "fetch", request)
             stream.land(lambda chunk: self._place(arrival, chunk.index) if chunk.index in left else None)

@@ -11,6 +11,7 @@ from typing import Protocol
 from gradstream.checkpoint.snapshot import Snapshots
 from gradstream.events import AppliedEvent, Event
 from gradstream.runtime.base import Runtime, Work, awaited_later
+from gradstream.server.recorder import ShardRecorder
 from gradstream.server.service import ShardConfig, ShardService
 from gradstream.server.snapshot import ShardHolder
 from gradstream.transport.base import Endpoint
@@ -71,6 +72,7 @@ class ShardNode:
         self._member = member
         self._config = config
         self._service = ShardService(runtime, endpoint, config)
+        self._recorder = config.order if isinstance(config.order, ShardRecorder) else None
         self._reported: Counter[str] = Counter()
         self._late_s: dict[str, float] = {}
 
@@ -94,6 +96,8 @@ class ShardNode:
                 for task in (vitals, cuts, *agreeing):
                     task.cancel()
             self._report()
+            if self._recorder is not None:
+                self._recorder.close(self._service.parameters_of)
         except Exception as error:
             await self._member.failed(error, "".join(traceback.format_exception(error)))
             raise
@@ -135,6 +139,8 @@ class ShardNode:
         while True:
             await self._runtime.sleep(VITALS_EVERY_S)
             self._report()
+            if self._recorder is not None:
+                self._recorder.log.flush()
 
     def _report(self) -> None:
         """Records of what was done since the report before, and of this node's vitals."""

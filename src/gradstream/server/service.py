@@ -12,6 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from gradstream.server.agreement import Agreement
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
 from gradstream.server.latecomers import Latecomers
+from gradstream.server.order import AsItComes, Fetched, Order, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.readers import Readers
 from gradstream.server.rule import Contribution, FetchTerms, Rule
@@ -67,6 +69,7 @@ class ShardConfig:
         quorum: how many contributions make an update, the same ones on every chunk; None leaves it to the
             rule, chunk by chunk.
         resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
+        order: notes in which order things happen, or holds them to one.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class ShardConfig:
     find_optimizer: FindOptimizer | None = None
     resume_from: str = ""
     quorum: int | None = None
+    order: Order = field(default_factory=AsItComes)
 
     @property
     def waiting_every_s(self) -> float:
@@ -102,6 +106,7 @@ class _Outbox:
     """A fetch stream: chunks that may be sent, and chunks that have to wait."""
 
     reader: str
+    fetched: Fetched
     opened_ns: int
     ready: deque[tuple[int, v1.Waited | None]] = field(default_factory=deque)
     waiting: set[int] = field(default_factory=set)
@@ -119,6 +124,7 @@ class ShardService:
         self._runtime = runtime
         self._endpoint = endpoint
         self._config = config
+        self._order = config.order
         self._registered = asyncio.Event()
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, _Outbox] = {}
@@ -154,6 +160,7 @@ class ShardService:
         self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
         here = self.chunks.chunks_of(config.rank)
         self.state = ShardState(here, config.rule, quorum=config.quorum is not None)
+        self._order.begin(lambda chunk: self.state.chunks[chunk].busy, self.state.version)
         if config.quorum is not None:
             self.agreement = Agreement(
                 self._runtime,
@@ -177,6 +184,10 @@ class ShardService:
     def versions(self) -> list[int]:
         """The version of each chunk; -1 before its initial parameters are there."""
         return [state.version for state in self.state.chunks.values()]
+
+    def parameters_of(self, chunk: int) -> torch.Tensor:
+        """A chunk's parameters, as they lie in the store."""
+        return self.store.span(self.store.parameters, chunk).tensor
 
     # ---- push ---------------------------------------------------------------------------
 
@@ -205,7 +216,7 @@ class ShardService:
     async def _take(self, token: int, inbox: _Inbox, request: v1.Push) -> None:
         """Reads chunks until the sender has said everything."""
         opened = inbox.stream.opened
-        rank = int(opened.sender.rpartition("-")[2])
+        rank = _rank(opened.sender)
         while (received := await inbox.stream.recv()) is not None:
             chunk = received.frame.chunk
             elements = self._checked(opened.sender, received)
@@ -226,11 +237,15 @@ class ShardService:
             inbox.pending.add(chunk.index)
             self.latecomers.came(token, chunk.index, self._runtime.now())
             assign = request.command == v1.Push.ASSIGN
-            self._carry_out(self.state.push(chunk.index, Parked(contribution, token, assign)))
+            parked = Parked(contribution, token, assign)
+            self._order.push(chunk.index, contribution, assign, partial(self._park, chunk.index, parked))
             if self.agreement is not None and not assign:
                 self.agreement.came(request.round, rank, chunk.index)
         inbox.ended = True
         inbox.wake.set()
+
+    def _park(self, chunk: int, parked: Parked) -> None:
+        self._carry_out(self.state.push(chunk, parked))
 
     def _checked(self, sender: str, received: Received) -> torch.Tensor | None:
         """The elements of a pushed chunk, which must fit the registered model."""
@@ -294,11 +309,12 @@ class ShardService:
         vector = self.store.vector(request.vector)
         terms = FetchTerms(opened.sender, opened.incarnation, request.min_version, request.after_sequence)
         token = next(self._tokens)
-        outbox = _Outbox(opened.sender, self._runtime.now(), waiting=set(chunks))
+        fetched = Fetched(_rank(opened.sender), request.number, request.attempt)
+        outbox = _Outbox(opened.sender, fetched, self._runtime.now(), waiting=set(chunks))
         self._outboxes[token] = outbox
         try:
             for chunk in chunks:
-                self._carry_out(self.state.fetch(chunk, terms, token))
+                self._order.ask(chunk, fetched, partial(self._ask, chunk, terms, token))
             while outbox.ready or outbox.waiting:
                 if not outbox.ready:
                     await self._woken(stream, outbox.wake, outbox.waiting)
@@ -315,10 +331,15 @@ class ShardService:
                         version=version,
                         waited=waited,
                     )
+                    self._order.read(chunk, fetched)
                     self._readers.add(chunk, await stream.lend(v1.Frame(chunk=header), span))
         finally:
             del self._outboxes[token]
             self.state.forget(token)
+
+    def _ask(self, chunk: int, terms: FetchTerms, token: int) -> None:
+        if token in self._outboxes:
+            self._carry_out(self.state.fetch(chunk, terms, token))
 
     def turn(self, chunk: int) -> asyncio.Lock:
         """Updates and readers of a chunk in the order in which they ask: neither starves the other."""
@@ -346,20 +367,33 @@ class ShardService:
             match instruction:
                 case Apply(chunk):
                     self.latecomers.completed(instruction)
-                    self._runtime.spawn(self._apply(instruction), name=f"apply-{chunk}")
+                    self._order.update(self._updating(instruction), partial(self._begin, instruction))
                 case Acknowledge():
                     self._acknowledge(instruction)
                 case Release(token, chunk):
                     outbox = self._outboxes[token]  # type: ignore[index]  # tokens are our ints
-                    outbox.waiting.discard(chunk)
-                    waited = self.latecomers.waited(chunk, outbox.reader, outbox.opened_ns)
-                    outbox.ready.append((chunk, waited))
-                    outbox.wake.set()
+                    self._order.release(chunk, outbox.fetched, partial(self._release, outbox, chunk))
                 case Supersede(token, chunk):
                     self._forget(token, chunk)
                     inbox = self._inboxes.get(token)  # type: ignore[call-overload]
                     if inbox is not None:
                         inbox.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")
+
+    def _updating(self, due: Apply) -> Updating:
+        return Updating(due, self._parts(due), self.parameters_of(due.chunk))
+
+    def _parts(self, due: Apply) -> list[torch.Tensor]:
+        present = [held for held in due.update if not held.contribution.absent]
+        return [self._elements[held.token, due.chunk] for held in present]  # type: ignore[index]
+
+    def _begin(self, due: Apply) -> None:
+        self._runtime.spawn(self._apply(due), name=f"apply-{due.chunk}")
+
+    def _release(self, outbox: _Outbox, chunk: int) -> None:
+        outbox.waiting.discard(chunk)
+        waited = self.latecomers.waited(chunk, outbox.reader, outbox.opened_ns)
+        outbox.ready.append((chunk, waited))
+        outbox.wake.set()
 
     def _acknowledge(self, done: Acknowledge) -> None:
         self.counters[done.outcome] += 1
@@ -394,7 +428,9 @@ class ShardService:
                 if not self.failure.done():
                     self.failure.set_exception(error)
                 return
+            updating = self._updating(due)
             instructions = self.state.applied(due.chunk)
+            self._order.updated(updating)
         following = [one for one in instructions if isinstance(one, Apply)]
         self._carry_out(one for one in instructions if not isinstance(one, Apply))
         if following:
@@ -438,6 +474,10 @@ class ShardService:
             raise
         except Exception as error:
             raise GradstreamError(f"{self._endpoint.identity.name}: an update failed: {error}") from error
+
+
+def _rank(sender: str) -> int:
+    return int(sender.rpartition("-")[2])
 
 
 def _finite(elements: torch.Tensor) -> bool:

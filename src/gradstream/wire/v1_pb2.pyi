@@ -313,16 +313,20 @@ class PushResults(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("vector", "min_version", "after_sequence", "chunks")
+    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "number", "attempt")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     vector: str
     min_version: int
     after_sequence: int
     chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    number: int
+    attempt: int
+    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("kind", "out", "x", "y", "alpha", "sequence")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, cast
 
@@ -29,6 +29,7 @@ from gradstream.model.buffers import buffers_of, load_buffers, with_buffers
 from gradstream.model.factors import outer_layers_of
 from gradstream.model.fixed import fixed_of, load_fixed
 from gradstream.optim.schedules import Rate
+from gradstream.recording import Log
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client import names_of
@@ -43,6 +44,7 @@ from gradstream.worker.gradient import Clip, Differentiator
 from gradstream.worker.group_exchange import GroupExchange, UpdateRule
 from gradstream.worker.group_replica import GroupReplica
 from gradstream.worker.loop import Loop, LoopGroupReplica, LoopServerReplica, nothing
+from gradstream.worker.notes import Notes
 from gradstream.worker.outer import OuterProducts
 from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
@@ -50,7 +52,7 @@ from gradstream.worker.server_exchange import ServerExchange
 from gradstream.worker.server_replica import ServerReplica
 from gradstream.worker.siblings import Siblings
 from gradstream.worker.updater import Updater
-from gradstream.worker.worker import Replica, ReplicaParts
+from gradstream.worker.worker import Replica, ReplicaParts, Watch
 
 __all__ = ["FINAL_MODEL", "FormGroup", "WorkerConfig", "WorkerNode"]
 
@@ -100,6 +102,8 @@ class WorkerConfig:
         balanced: shares of a round follow the measured speed of the workers.
         form_group: where the strategy goes through a group: makes it.
         update_rule: likewise: what this worker updates its parameters by.
+        log: what this worker is told, and cannot know again, is noted there; None notes nothing.
+        watch: see `ReplicaParts`.
     """
 
     rank: int
@@ -124,6 +128,8 @@ class WorkerConfig:
     balanced: bool = False
     form_group: FormGroup | None = None
     update_rule: UpdateRule | None = None
+    log: Log | None = None
+    watch: Watch = field(default_factory=Watch)
 
 
 class WorkerNode:
@@ -136,7 +142,8 @@ class WorkerNode:
         self._config = config
         self._exchange: Exchange | None = None  # once the run has begun
         self._last_ref: BatchRef | None = None
-        self._pace = Pace(runtime.node, member.report)
+        self._notes = Notes(member, config.log)
+        self._pace = Pace(runtime.node, member.report, self._notes.stood)
         member.listen(self._pace.hear)
         self._siblings = Siblings(
             runtime,
@@ -265,7 +272,7 @@ class WorkerNode:
             config.rank,
             config.epochs,
             config.steps,
-            self._member if config.num_workers > 1 else None,
+            self._notes if config.num_workers > 1 else None,
             config.num_steps,
             self._balance,
         )
@@ -375,6 +382,7 @@ class WorkerNode:
             on_step=self._stepped,
             on_boundary=partial(self._at_boundary, schedule) if isinstance(schedule, Schedule) else nothing,
             first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
+            watch=config.watch,
         )
 
     def _differentiator(self, schedule: Schedule | OpenSchedule) -> Differentiator | None:

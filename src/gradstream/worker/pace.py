@@ -21,10 +21,18 @@ class Pace:
     Args:
         worker: this node's name.
         report: called with what this worker has to say about a cut.
+        on_stand: called when a cut has made it stand: with the number of minibatches begun, and whether it
+            will begin no further one.
     """
 
-    def __init__(self, worker: str, report: Callable[[v1.CutReport], None]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        report: Callable[[v1.CutReport], None],
+        on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
+    ) -> None:
         self.begun = 0
+        self._on_stand = on_stand
         self._worker = worker
         self._report = report
         self._cut = v1.Cut()
@@ -64,9 +72,11 @@ class Pace:
         while self._limit is not None and self.begun >= self._limit:
             if not self._standing:
                 await flush()
+                self._on_stand(self.begun, False)
                 self.stand()
                 continue  # the cut may have let go meanwhile
             if self.ending:
+                self._on_stand(self.begun, True)
                 return False
             self._changed.clear()
             await self._changed.wait()

@@ -229,7 +229,8 @@ class ServerReplica(Replica):
         """See `strategies.base.Worker`."""
         update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
         refs, self._refs = tuple(self._refs), []
-        update.on_done = self._handed_out(refs)
+        update.on_done, update.refs = self._handed_out(refs), refs
+        self._watch.handed_over(self.rank, update)
         return update
 
     def update(self, gradient: base.Gradient) -> Update:
@@ -244,6 +245,8 @@ class ServerReplica(Replica):
             ready=gradient.ready if gradient.samples else None,
         )
         update.on_done = partial(self._acknowledged, update, self._handed_out(gradient.refs))
+        update.refs = gradient.refs
+        self._watch.handed_over(self.rank, update)
         gradient.on_known = partial(_fill_in, update, gradient)
         return update
 

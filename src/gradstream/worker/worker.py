@@ -27,6 +27,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.factors import KeptLayers
 from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
+from gradstream.server.client import Update
 from gradstream.server.waits import Claims
 from gradstream.strategies import base
 from gradstream.worker.gradient import GradientSource, Result
@@ -34,7 +35,17 @@ from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.stopwatch import Stopwatch
 
-__all__ = ["ComputedGradient", "Replica", "ReplicaParts", "SampleBatch"]
+__all__ = ["ComputedGradient", "Replica", "ReplicaParts", "SampleBatch", "Watch"]
+
+
+class Watch:
+    """Told of what a worker does, step by step. This one looks away."""
+
+    def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
+        """The gradient of a minibatch is there."""
+
+    def handed_over(self, rank: int, update: Update) -> None:
+        """It is in this update, which will be pushed."""
 
 
 @dataclass(slots=True)
@@ -114,6 +125,7 @@ class ReplicaParts:
             as the strategy has left them.
         first_version: of the parameters that its first minibatch is for, where rounds may go on without it:
             it then skips their minibatches. None where it computes all of its own.
+        watch: told of each gradient and of each update.
     """
 
     runtime: Runtime
@@ -131,6 +143,7 @@ class ReplicaParts:
     on_step: Callable[[StepEvent], None]
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
     first_version: int | None = None
+    watch: Watch = field(default_factory=Watch)
 
 
 class Replica(ABC):
@@ -167,6 +180,7 @@ class Replica(ABC):
         self._on_step = parts.on_step
         self._on_boundary = parts.on_boundary
         self._first_version = parts.first_version
+        self._watch = parts.watch
         self._num_rounds = 0  # of its own line of minibatches, gone through or missed
         self._late = False
         self._allocate_elems = allocate
@@ -364,4 +378,5 @@ class Replica(ABC):
             gradient.ready.fail(error)
             raise
         self._stopwatch.computed(begun_ns, self._runtime.now())
+        self._watch.computed(self.rank, batch.ref, self.step, self._result.loss)
         return self._result

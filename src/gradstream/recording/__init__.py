@@ -1,0 +1,22 @@
+"""What a run leaves behind so that it can be repeated: in which order its shards took what came."""
+
+from gradstream.recording.entries import Asked, Entry, Orphans, Pushed, Read, Stood, Summed
+from gradstream.recording.log import FOLDER, Log, LogReader, Part, read_log
+from gradstream.recording.origin import differences, origin_of
+
+__all__ = [
+    "FOLDER",
+    "Asked",
+    "Entry",
+    "Log",
+    "LogReader",
+    "Orphans",
+    "Part",
+    "Pushed",
+    "Read",
+    "Stood",
+    "Summed",
+    "differences",
+    "origin_of",
+    "read_log",
+]

@@ -1,0 +1,209 @@
+"""The entries of a recording, and how they are written: a byte for the kind, then numbers as varints.
+
+A *moment* of a chunk says between which of its updates something happened:
+
+    moment = 2 · updates done so far (sums included) + 1 while one is under way
+
+A shard's entries are in the order in which it took them; those of different chunks depend on one another
+only through what workers did, so a replay keeps the order of each chunk alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import DataError
+
+__all__ = ["Asked", "Entry", "Orphans", "Pushed", "Read", "Stood", "Summed", "decode", "encode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A contribution came to a chunk (shard).
+
+    Args:
+        chunk: which.
+        rank, sequence: whose, and the number of the push.
+        moment: when.
+        basis: version of the chunk that it was computed on.
+        version: of the chunk then; -1 before its initial parameters.
+        assign: it brings initial parameters.
+        absent: it has no elements.
+    """
+
+    chunk: int
+    rank: int
+    sequence: int
+    moment: int
+    basis: int
+    version: int
+    assign: bool = False
+    absent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A fetch came that changes something by itself: what a chunk's sum holds is applied (shard)."""
+
+    chunk: int
+    rank: int
+    number: int
+    moment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A fetch was given a chunk as it was at a moment (shard).
+
+    Args:
+        number: of the fetch, of this worker's.
+        attempt: tries of it before this one. The latest of them is what the worker has.
+    """
+
+    chunk: int
+    rank: int
+    number: int
+    attempt: int
+    moment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The CRC-32 of a chunk's parameters when so many of its updates were done (shard)."""
+
+    chunk: int
+    done: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """The coordinator's answer to a worker that asked for minibatches of lost ones (worker)."""
+
+    refs: tuple[BatchRef, ...]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """A cut made a worker stand, with all in the model that it had computed (worker).
+
+    Args:
+        begun: minibatches that it had begun.
+        ends: it began no further one.
+    """
+
+    begun: int
+    ends: bool
+
+
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood
+
+PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD = range(1, 7)
+FLAG = 0x10
+"""Of the kind's byte: assign, complete, ends. Twice as much: absent."""
+
+
+def encode(entry: Entry) -> bytes:
+    """An entry as bytes: some seven of them."""
+    match entry:
+        case Pushed():
+            kind = PUSHED | FLAG * entry.assign | 2 * FLAG * entry.absent
+            behind = entry.version - entry.basis
+            numbers = (
+                entry.chunk,
+                entry.rank,
+                entry.sequence,
+                entry.moment,
+                _signed(behind),
+                entry.version + 1,
+            )
+            return _bytes(kind, numbers)
+        case Asked():
+            return _bytes(ASKED, (entry.chunk, entry.rank, entry.number, entry.moment))
+        case Read():
+            return _bytes(READ, (entry.chunk, entry.rank, entry.number, entry.attempt, entry.moment))
+        case Summed():
+            return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
+        case Orphans():
+            flat = [number for ref in entry.refs for number in (ref.epoch, ref.partition, ref.batch)]
+            return _bytes(ORPHANS | FLAG * entry.complete, (len(entry.refs), *flat))
+        case Stood():
+            return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
+
+
+def decode(data: bytes) -> Iterator[Entry]:
+    """What `encode` has made, one after the other. Raises DataError for anything else."""
+    at = 0
+    try:
+        while at < len(data):
+            kind, at = data[at], at + 1
+            entry, at = _decoded(kind, data, at)
+            yield entry
+    except (IndexError, OverflowError) as error:
+        raise DataError(f"a recording ends inside an entry, at byte {at} of its block") from error
+
+
+def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
+    first, second = bool(kind & FLAG), bool(kind & 2 * FLAG)
+    match kind & (FLAG - 1):
+        case 1:
+            (chunk, rank, sequence, moment, behind, above), at = _numbers(data, at, 6)
+            version = above - 1
+            basis = version - _unsigned(behind)
+            return Pushed(chunk, rank, sequence, moment, basis, version, first, second), at
+        case 2:
+            (chunk, rank, number, moment), at = _numbers(data, at, 4)
+            return Asked(chunk, rank, number, moment), at
+        case 3:
+            (chunk, rank, number, attempt, moment), at = _numbers(data, at, 5)
+            return Read(chunk, rank, number, attempt, moment), at
+        case 4:
+            (chunk, done, crc), at = _numbers(data, at, 3)
+            return Summed(chunk, done, crc), at
+        case 5:
+            (count,), at = _numbers(data, at, 1)
+            flat, at = _numbers(data, at, 3 * count)
+            refs = tuple(BatchRef(*flat[3 * i : 3 * i + 3]) for i in range(count))
+            return Orphans(refs, first), at
+        case 6:
+            (begun,), at = _numbers(data, at, 1)
+            return Stood(begun, first), at
+        case other:
+            raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
+
+
+def _signed(number: int) -> int:
+    return 2 * number if number >= 0 else -2 * number - 1
+
+
+def _unsigned(number: int) -> int:
+    return -(number + 1) // 2 if number & 1 else number // 2
+
+
+def _bytes(kind: int, numbers: Iterable[int]) -> bytes:
+    out = bytearray([kind])
+    for number in numbers:
+        while number > 0x7F:
+            out.append(number & 0x7F | 0x80)
+            number >>= 7
+        out.append(number)
+    return bytes(out)
+
+
+def _numbers(data: bytes, at: int, count: int) -> tuple[list[int], int]:
+    found = []
+    for _ in range(count):
+        number = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        found.append(number)
+    return found, at

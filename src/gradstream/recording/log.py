@@ -1,0 +1,143 @@
+"""A node's part of a recording as a file: blocks that are only ever added, each with its length and CRC.
+
+    block 0                     what the node was: JSON
+    blocks 1, 2, ...            entries, compressed
+
+    block = length (4 bytes, little endian) · CRC-32 of what follows (4 bytes) · zlib of the content
+
+A node that is killed leaves a torn block at most, at the end: it is cut off when the file is read.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradstream.errors import DataError
+from gradstream.recording.entries import Entry, decode, encode
+from gradstream.runtime.base import Storage
+
+__all__ = ["FOLDER", "Log", "LogReader", "Part", "read_log"]
+
+FOLDER = "recording"
+"""In a run directory: a folder for each part of the run, named by the id of its nodes."""
+
+FORMAT = 1
+BLOCK_BYTES = 1 << 16
+"""A block is written when its entries have so many bytes, and when its node says so."""
+HEAD_BYTES = 8
+
+
+class Log:
+    """Writes entries. Nothing is lost but what came since the last `flush`, if the node is killed.
+
+    Args:
+        storage: of the node.
+        path: of the file: below `FOLDER`.
+        header: what the node is: JSON.
+    """
+
+    def __init__(self, storage: Storage, path: str, header: Mapping[str, Any]) -> None:
+        self._storage = storage
+        self._path = path
+        self._pending = bytearray()
+        self.num_entries = 0
+        self.size_bytes = 0  # of the file
+        self._write(json.dumps({"format": FORMAT, **header}).encode())
+
+    def add(self, entry: Entry) -> None:
+        """Notes an entry."""
+        self._pending += encode(entry)
+        self.num_entries += 1
+        if len(self._pending) >= BLOCK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """What was noted is in the file from here on. Raises OSError where it cannot be."""
+        if self._pending:
+            content, self._pending = bytes(self._pending), bytearray()
+            self._write(content)
+
+    def _write(self, content: bytes) -> None:
+        packed = zlib.compress(content, 1)
+        head = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
+        self._storage.append(self._path, head + packed)
+        self.size_bytes += len(head) + len(packed)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One node's part, as it was read.
+
+    Args:
+        node: its name.
+        header: what the node was.
+        entries: in order.
+        torn_bytes: at its end, that belong to no whole block.
+    """
+
+    node: str
+    header: Mapping[str, Any]
+    entries: Sequence[Entry]
+    torn_bytes: int = 0
+
+
+class LogReader:
+    """Takes a file apart.
+
+    Args:
+        data: its content.
+        name: of the file, for messages.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self._data = data
+        self._name = name
+        self.torn_bytes = 0
+
+    def blocks(self) -> Iterator[bytes]:
+        """Contents of its blocks. Raises DataError where one is not what was written."""
+        data, at = self._data, 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 4], "little")
+            stop = at + HEAD_BYTES + size
+            if stop > len(data):
+                self.torn_bytes = len(data) - at
+                return
+            packed = data[at + HEAD_BYTES : stop]
+            if zlib.crc32(packed) != int.from_bytes(data[at + 4 : at + HEAD_BYTES], "little"):
+                if stop == len(data):  # a power cut may leave the length and not all of what it counts
+                    self.torn_bytes = stop - at
+                    return
+                raise DataError(f"{self._name}: the block at byte {at} was altered: its CRC-32 is another")
+            try:
+                yield zlib.decompress(packed)
+            except zlib.error as error:
+                raise DataError(f"{self._name}: the block at byte {at} cannot be read: {error}") from error
+            at = stop
+
+
+def read_log(data: bytes, name: str) -> Part:
+    """One node's part of a recording; what was torn off at its end is counted.
+
+    Args:
+        data: of the file.
+        name: of the file.
+
+    Raises:
+        DataError: it is not a recording, was altered, or was written by a newer gradstream.
+    """
+    reader = LogReader(data, name)
+    blocks = reader.blocks()
+    try:
+        header = json.loads(next(blocks, b""))
+        number = header.pop("format")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"{name} is not a recording, or nothing of it was written") from error
+    if number != FORMAT:
+        raise DataError(f"{name} has format {number}, this gradstream reads {FORMAT}")
+    entries = [entry for block in blocks for entry in decode(block)]
+    return Part(str(header["node"]), header, entries, reader.torn_bytes)

@@ -1,0 +1,113 @@
+"""The order in which a shard takes what comes: a place to note it, and to hold what comes to another.
+
+A shard is a pure state machine for each chunk, so the order of its events makes its history. Each event
+passes an `Order`, which lets it happen by calling `go`: at once in a run, in a replay when it is its turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gradstream.server.rule import Contribution
+from gradstream.server.shard import Apply
+
+__all__ = ["AsItComes", "Fetched", "Go", "Order", "Updating"]
+
+Go = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A worker's fetch, as far as its order is concerned.
+
+    Args:
+        rank: of the worker.
+        number: of its fetches, from 1; 0 for one beside them, which nothing depends on.
+        attempt: tries before this one.
+        acts: it changes the chunk's state by itself, not only by being answered.
+    """
+
+    rank: int
+    number: int
+    attempt: int = 0
+    acts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Updating:
+    """A chunk's update, before or behind its arithmetic.
+
+    Args:
+        due: as the state machine asked for it.
+        parts: elements of its contributions, those that are absent left out.
+        parameters: of the chunk, as they lie in the store: they change under who keeps them.
+    """
+
+    due: Apply
+    parts: Sequence[torch.Tensor]
+    parameters: torch.Tensor
+
+
+class Order(Protocol):
+    """Lets a shard's events happen. Every method is called on the event loop, and waits for nothing."""
+
+    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+        """The model is registered. Says whether a chunk is being updated, and its version."""
+        ...
+
+    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+        """A contribution has come."""
+        ...
+
+    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """A fetch has come."""
+        ...
+
+    def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """A fetch may have a chunk."""
+        ...
+
+    def read(self, chunk: int, fetch: Fetched) -> None:
+        """It has it: as it is now."""
+        ...
+
+    def update(self, updating: Updating, go: Go) -> None:
+        """The arithmetic of an update can begin."""
+        ...
+
+    def updated(self, updating: Updating) -> None:
+        """It is done, and the state machine knows."""
+        ...
+
+
+class AsItComes:
+    """Everything happens as it comes."""
+
+    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+        """Nothing depends on it."""
+
+    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+        """At once."""
+        go()
+
+    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """At once."""
+        go()
+
+    def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """At once."""
+        go()
+
+    def read(self, chunk: int, fetch: Fetched) -> None:
+        """Nothing is noted."""
+
+    def update(self, updating: Updating, go: Go) -> None:
+        """At once."""
+        go()
+
+    def updated(self, updating: Updating) -> None:
+        """Nothing is noted."""

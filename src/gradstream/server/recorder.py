@@ -1,0 +1,92 @@
+"""Notes the order in which a shard takes what comes, so that it can be repeated."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+
+from gradstream.recording import Asked, Log, Pushed, Read, Summed
+from gradstream.server.order import AsItComes, Fetched, Go, Updating
+from gradstream.server.rule import Contribution
+from gradstream.server.window import SequenceWindow
+
+__all__ = ["SUM_EVERY", "ShardRecorder", "crc_of"]
+
+SUM_EVERY = 64
+"""Updates of a chunk from one CRC-32 of its parameters to the next."""
+
+
+class ShardRecorder(AsItComes):
+    """An `Order` that lets everything happen as it comes, and notes it.
+
+    A second copy of a contribution changes nothing, so only the first is noted.
+
+    Args:
+        log: where to.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._done: defaultdict[int, int] = defaultdict(int)  # updates, by chunk
+        self._came: defaultdict[tuple[int, int], SequenceWindow] = defaultdict(SequenceWindow)
+        self._busy: Callable[[int], bool] = lambda chunk: False
+        self._version: Callable[[int], int] = lambda chunk: -1
+
+    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+        """See `Order`."""
+        self._busy, self._version = busy, version
+
+    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+        """See `Order`."""
+        came = self._came[chunk, new.rank]
+        if new.sequence not in came:
+            came.add(new.sequence)
+            moment, version = self._moment(chunk), self._version(chunk)
+            self.log.add(
+                Pushed(chunk, new.rank, new.sequence, moment, new.basis, version, assign, new.absent)
+            )
+        go()
+
+    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """See `Order`."""
+        if fetch.acts and fetch.number:
+            self.log.add(Asked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
+        go()
+
+    def read(self, chunk: int, fetch: Fetched) -> None:
+        """See `Order`."""
+        if fetch.number:
+            self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, self._moment(chunk)))
+
+    def updated(self, updating: Updating) -> None:
+        """See `Order`."""
+        chunk = updating.due.chunk
+        self._done[chunk] += 1
+        if self._done[chunk] % SUM_EVERY == 1:  # the first one brings initial parameters
+            self._sum(chunk, updating.parameters)
+
+    def close(self, parameters: Callable[[int], torch.Tensor]) -> None:
+        """The run is over: sums up every chunk as it is now. Raises OSError where that cannot be written.
+
+        Args:
+            parameters: of a chunk.
+        """
+        for chunk in sorted(self._done):
+            if not self._busy(chunk):
+                self._sum(chunk, parameters(chunk))
+        self.log.flush()
+
+    def _sum(self, chunk: int, parameters: torch.Tensor) -> None:
+        if not parameters.is_meta:
+            self.log.add(Summed(chunk, self._done[chunk], crc_of(parameters)))
+
+    def _moment(self, chunk: int) -> int:
+        return 2 * self._done[chunk] + self._busy(chunk)
+
+
+def crc_of(elements: torch.Tensor) -> int:
+    """CRC-32 of a contiguous vector's bytes."""
+    return zlib.crc32(elements.numpy().data.cast("B"))

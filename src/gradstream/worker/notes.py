@@ -1,0 +1,38 @@
+"""What a worker is told and could not find out again: noted, so that the run can be repeated."""
+
+from __future__ import annotations
+
+from gradstream.data.base import BatchRef
+from gradstream.recording import Log, Orphans, Stood
+from gradstream.worker.schedule import OrphanSource
+
+__all__ = ["Notes"]
+
+
+class Notes:
+    """Asks for minibatches of lost workers, and notes the answers; notes where cuts made the worker stand.
+
+    Both are rare, and written at once: nothing is lost with a worker that is killed.
+
+    Args:
+        source: answers.
+        log: None notes nothing.
+    """
+
+    def __init__(self, source: OrphanSource, log: Log | None) -> None:
+        self._source = source
+        self._log = log
+
+    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
+        """See `OrphanSource`."""
+        refs, complete = await self._source.orphans(epoch, last)
+        if self._log is not None:
+            self._log.add(Orphans(tuple(refs), complete))
+            self._log.flush()
+        return refs, complete
+
+    def stood(self, begun: int, ends: bool) -> None:
+        """See `Pace`."""
+        if self._log is not None:
+            self._log.add(Stood(begun, ends))
+            self._log.flush()
