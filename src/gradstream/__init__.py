@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         UserCodeError,
     )
     from gradstream.membership.goal import until
-    from gradstream.model import Batch, from_functions, from_jax, from_torch
+    from gradstream.model import Batch, Rows, from_functions, from_jax, from_torch
     from gradstream.optim import (
         SGD,
         Adagrad,
@@ -90,6 +90,7 @@ __all__ = [
     "OneCycle",
     "PeerLostError",
     "RefusedError",
+    "Rows",
     "Run",
     "Session",
     "StepDecay",
@@ -127,7 +128,7 @@ _ROOMS = {
     ),
     "gradstream.errors": tuple(name for name in __all__ if name.endswith(("Error", "Interrupted"))),
     "gradstream.membership.goal": ("until",),
-    "gradstream.model": ("Batch", "from_functions", "from_jax", "from_torch"),
+    "gradstream.model": ("Batch", "Rows", "from_functions", "from_jax", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
     "gradstream.optim.schedules": (
         "Chain",

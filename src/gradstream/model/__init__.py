@@ -6,6 +6,7 @@ from gradstream.model.buffers import average_buffers
 from gradstream.model.check import finite
 from gradstream.model.functions import FunctionsModel, from_functions
 from gradstream.model.jax_functions import JaxModel, from_jax
+from gradstream.model.rows import Rows
 from gradstream.model.torch_module import TorchModel, from_torch
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Layout",
     "Model",
     "Reduction",
+    "Rows",
     "Slot",
     "TorchModel",
     "average_buffers",

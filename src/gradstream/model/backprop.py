@@ -16,11 +16,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import GradientError
-from gradstream.model.base import Layout
+from gradstream.model.base import Layout, Slot
 from gradstream.model.factors import Kept, KeptLayers
+from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["Backprop", "Sink"]
+__all__ = ["Backprop", "RowSink", "Sink"]
 
 
 class Sink:
@@ -44,6 +45,8 @@ class Sink:
         self._form()
         if self.written:
             self.view.add_(gradient)
+        elif gradient.is_sparse:  # of a row-sparse tensor, where all of it is wanted
+            self.view.zero_().add_(gradient.coalesce())
         else:
             self.view.copy_(gradient)
         self.written = True
@@ -73,6 +76,42 @@ class Sink:
             self.kept = None
 
 
+class RowSink:
+    """Where the gradient of one row-sparse parameter lands: rows.
+
+    Args:
+        rows: of all tables.
+        table: which.
+    """
+
+    __slots__ = ("_rows", "_table", "ready", "written")
+
+    def __init__(self, rows: RowGradient, table: Slot) -> None:
+        self._rows = rows
+        self._table = table
+        self.written = False
+        self.ready = False
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Takes a contribution, which must be sparse in its first dimension."""
+        if not gradient.is_sparse or gradient.sparse_dim() != 1:
+            raise self._dense()
+        self._rows.add(self._table, gradient._indices()[0], gradient._values())
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """A linear layer uses the table as its weight."""
+        raise self._dense()
+
+    def clear(self) -> None:
+        """There is no contribution: no rows."""
+
+    def _dense(self) -> GradientError:
+        return GradientError(
+            f"gradient of {self._table.name!r} is dense, expected rows of it: it belongs to an embedding "
+            "with sparse=True, and something else uses all of it; build the embedding with sparse=False"
+        )
+
+
 class Backprop:
     """A context in which `loss.backward()` fills the flat gradient. Used for one pass.
 
@@ -84,6 +123,7 @@ class Backprop:
         gradient: (E,) the flat vector to fill.
         report: told the length of the ready prefix as it grows.
         kept: whose gradients are to be kept as factors. Their places in `gradient` are left as they are.
+        rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
     """
 
     def __init__(
@@ -93,13 +133,23 @@ class Backprop:
         gradient: torch.Tensor,
         report: Report,
         kept: KeptLayers | None = None,
+        rows: RowGradient | None = None,
     ) -> None:
+        landing = layout if rows is None else layout.rest
         self._layout = layout
+        self._ends = {slot.name: slot.stop for slot in landing.slots}
+        self._elems = landing.elems
         self._parameters = parameters
         self._report = report
         self._prefix = 0  # how many sinks from the front are ready
         self._hooked: list[tuple[Node, RemovableHandle]] = []  # leaves hold their nodes weakly: we must
-        self.sinks = [Sink(view, (kept or {}).get(name)) for name, view in layout.views(gradient)]
+        views = dict(landing.views(gradient))
+        self.sinks: list[Sink | RowSink] = [
+            RowSink(rows, slot)
+            if rows is not None and slot.row_sparse
+            else Sink(views[slot.name], (kept or {}).get(slot.name))
+            for slot in layout.slots
+        ]
 
     def __enter__(self) -> Backprop:
         for index, parameter in enumerate(self._parameters):
@@ -133,7 +183,7 @@ class Backprop:
             if not sink.written:
                 sink.clear()
         if self._prefix < len(self.sinks):
-            self._report(self._layout.elems)
+            self._report(self._elems)
 
     def _hook(self, index: int) -> Any:
         def gathered(grad_inputs: Any, grad_outputs: Any) -> None:
@@ -157,8 +207,9 @@ class Backprop:
         self._advance()
 
     def _advance(self) -> None:
-        before = self._prefix
+        end = 0
         while self._prefix < len(self.sinks) and self.sinks[self._prefix].ready:
+            end = self._ends.get(self._layout.slots[self._prefix].name, end)
             self._prefix += 1
-        if self._prefix > before:
-            self._report(self._layout.slots[self._prefix - 1].stop)
+        if end:
+            self._report(end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -28,12 +28,21 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor's place in the flat vector: elements [start, stop), row-major."""
+    """One tensor's place in the flat vector: elements [start, stop), row-major.
+
+    `row_sparse`: a minibatch has a gradient in few of its rows (along the first axis); see `model.rows`.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    row_sparse: bool = False
+
+    @property
+    def row_elems(self) -> int:
+        """Elements of one row."""
+        return math.prod(self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +53,17 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype) -> Layout:
-        """Packs (name, shape) pairs, given in backward order."""
+    def of(
+        cls,
+        tensors: Sequence[tuple[str, tuple[int, ...]]],
+        dtype: torch.dtype,
+        row_sparse: Container[str] = (),
+    ) -> Layout:
+        """Packs (name, shape) pairs, given in backward order. Those named by `row_sparse` are so."""
         slots, start = [], 0
         for name, shape in tensors:
             stop = start + math.prod(shape)
-            slots.append(Slot(name, tuple(shape), start, stop))
+            slots.append(Slot(name, tuple(shape), start, stop, name in row_sparse))
             start = stop
         return cls(tuple(slots), dtype)
 
@@ -57,6 +71,17 @@ class Layout:
     def elems(self) -> int:
         """Length of the flat vector."""
         return self.slots[-1].stop if self.slots else 0
+
+    @property
+    def tables(self) -> tuple[Slot, ...]:
+        """The row-sparse tensors."""
+        return tuple(slot for slot in self.slots if slot.row_sparse)
+
+    @property
+    def rest(self) -> Layout:
+        """The other tensors alone, packed: what a gradient has besides rows."""
+        tensors = [(slot.name, slot.shape) for slot in self.slots if not slot.row_sparse]
+        return Layout.of(tensors, self.dtype)
 
     @property
     def lead_bytes(self) -> int:
@@ -75,8 +100,10 @@ class Layout:
 
     @property
     def fingerprint(self) -> int:
-        """64 bits that differ when any name, shape, place or the dtype does. Never 0."""
+        """64 bits that differ when a name, shape, place, the dtype or what is row-sparse does. Never 0."""
         text = repr((self.dtype, [(s.name, s.shape) for s in self.slots]))
+        if self.tables:
+            text += repr([slot.name for slot in self.tables])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") | 1
 
     def views(self, flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,6 +119,9 @@ class Model(Protocol):
 
         buffers() -> Mapping[str, np.ndarray]               copies
         load_buffers(buffers: Mapping[str, np.ndarray])     names that it does not know are passed over
+
+    One whose layout has row-sparse tensors takes `rows: RowGradient` in `gradient`: their gradients go there,
+    and into a vector of `layout.rest` alone goes what is left. Without it everything goes into (E,).
     """
 
     reduction: Reduction

@@ -32,7 +32,8 @@ class BuiltModule:
         trained = trained_of(module)
         dtype = _dtype_of(trained)
         self.module = module
-        self.layout = Layout.of([(name, tuple(p.shape)) for name, p in trained], dtype)
+        tensors = [(name, tuple(p.shape)) for name, p in trained]
+        self.layout = Layout.of(tensors, dtype, _row_sparse(module, trained))
         self.parameters = [parameter for _, parameter in trained]
         self.names, self.frozen = _names(module, trained)
         self._at: tuple[int, int] | None = None
@@ -89,6 +90,16 @@ class BuiltModule:
         triples = zip(self.layout.slots, self.parameters, backprop.sinks, strict=True)
         wide = [(parameter, sink) for slot, parameter, sink in triples if _is_wide(slot)]
         return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
+
+
+def _row_sparse(module: nn.Module, trained: list[tuple[str, nn.Parameter]]) -> set[str]:
+    """Names of the weights that only embeddings with sparse=True use."""
+    sparse: set[int] = set()
+    other: set[int] = set()
+    for part in module.modules():
+        rows = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        (sparse if rows else other).update(map(id, part.parameters(recurse=False)))
+    return {name for name, parameter in trained if id(parameter) in sparse - other}
 
 
 def _is_wide(slot: Slot) -> bool:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gradstream.errors import ConfigError, GradientError
+from gradstream.errors import ConfigError, GradientError, UnknownNameError
 from gradstream.model.arrays import for_numpy, numpy_dtype
-from gradstream.model.base import Layout, Reduction
+from gradstream.model.base import Layout, Reduction, Slot
 from gradstream.model.batch import Batch
+from gradstream.model.rows import RowGradient, Rows
 from gradstream.model.tree import Tree, leaves, rebuild
 from gradstream.runtime.base import Report
 
@@ -33,6 +34,7 @@ def from_functions(
     loss: Loss | None = None,
     reduction: Reduction = "mean",
     dtype: Literal["float32", "float64"] = "float32",
+    row_sparse: Sequence[str] = (),
 ) -> FunctionsModel:
     """A model from functions on numpy arrays.
 
@@ -49,6 +51,8 @@ def from_functions(
             loss of such a model is unknown (NaN).
         reduction: whether gradients and loss are the mean or the sum over samples.
         dtype: of the parameters. Floating-point inputs and targets are cast to it.
+        row_sparse: names of arrays (nested names joined by dots) of which a minibatch touches few rows.
+            `gradients` returns `gradstream.Rows` for them, and a strategy that can sends these rows alone.
 
     Raises:
         ConfigError: an argument is wrong; or, on first use, `init` gives no tree of number arrays.
@@ -66,7 +70,10 @@ def from_functions(
         raise ConfigError(f"from_functions: reduction is {reduction!r}; expected 'mean' or 'sum'")
     if dtype not in ("float32", "float64"):
         raise ConfigError(f"from_functions: dtype is {dtype!r}; expected 'float32' or 'float64'")
-    return FunctionsModel(init, outputs, gradients, loss, reduction, getattr(torch, dtype))
+    if isinstance(row_sparse, str):
+        raise ConfigError(f"from_functions: row_sparse is {row_sparse!r}; expected a list of names")
+    names = tuple(row_sparse)
+    return FunctionsModel(init, outputs, gradients, loss, reduction, getattr(torch, dtype), names)
 
 
 class FunctionsModel:
@@ -80,8 +87,10 @@ class FunctionsModel:
         loss: Loss | None,
         reduction: Reduction,
         dtype: torch.dtype,
+        row_sparse: Sequence[str] = (),
     ) -> None:
         self.reduction: Reduction = reduction
+        self._row_sparse = row_sparse
         self._init = init
         self._outputs = outputs
         self._gradients = gradients
@@ -101,7 +110,15 @@ class FunctionsModel:
         named = list(leaves(self._shapes))
         if not named:
             raise ConfigError("from_functions: init(seed) returned no arrays; nothing to train")
-        return Layout.of(named[::-1], self._dtype)
+        shapes = dict(named)
+        for name in self._row_sparse:
+            if name not in shapes:
+                raise UnknownNameError("row-sparse array", name, list(shapes))
+            if not shapes[name]:
+                raise ConfigError(
+                    f"from_functions: row_sparse names {name!r}, which is a number without rows"
+                )
+        return Layout.of(named[::-1], self._dtype, self._row_sparse)
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with the user's initial parameters; see `Model.init`."""
@@ -123,8 +140,12 @@ class FunctionsModel:
         *,
         seed: int,
         report: Report,
+        rows: RowGradient | None = None,
     ) -> float:
         """Writes the user's gradients into `gradient`; see `Model.gradient`. `seed` is not used.
+
+        Args:
+            rows: takes the gradients of row-sparse arrays; `gradient` is then that of `layout.rest`.
 
         Raises:
             GradientError: a gradient is missing, unexpected, of the wrong shape or dtype, or the
@@ -132,7 +153,7 @@ class FunctionsModel:
         """
         if batch.num_samples == 0:
             gradient.zero_()
-            report(self.layout.elems)
+            report(len(gradient))
             return 0.0
         tree = self._views(parameters)
         inputs, targets = for_numpy(batch.inputs, self._dtype), for_numpy(batch.targets, self._dtype)
@@ -148,7 +169,7 @@ class FunctionsModel:
             loss = _loss_value(self._loss(self._outputs(tree, inputs), targets))
         else:
             loss = math.nan
-        self._land(result, gradient, report)
+        self._land(result, gradient, report, rows)
         return loss
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
@@ -168,7 +189,7 @@ class FunctionsModel:
             view.flags.writeable = False
         return rebuild(self._shapes, views.__getitem__)
 
-    def _land(self, tree: Tree, gradient: torch.Tensor, report: Report) -> None:
+    def _land(self, tree: Tree, gradient: torch.Tensor, report: Report, rows: RowGradient | None) -> None:
         try:
             got = dict(leaves(tree))
         except ConfigError as error:
@@ -180,9 +201,23 @@ class FunctionsModel:
                 f"gradients() has {sorted(got)}, expected the parameters' own structure: "
                 f"missing {sorted(missing)}, not known {sorted(extra)}"
             )
-        for slot, (name, view) in zip(self.layout.slots, self.layout.views(gradient), strict=True):
-            view.numpy()[...] = _checked(name, got[name], slot.shape, numpy_dtype(self._dtype))
-            report(slot.stop)
+        landing = self.layout if rows is None else self.layout.rest
+        places = {slot.name: slot.stop for slot in landing.slots}
+        views = dict(landing.views(gradient))
+        for slot in self.layout.slots:
+            name, leaf, dtype = slot.name, got[slot.name], numpy_dtype(self._dtype)
+            if slot.row_sparse:
+                sparse = RowGradient([slot], self._dtype) if rows is None else rows
+                sparse.add(slot, *_checked_rows(slot, leaf, dtype))
+                if rows is None:
+                    numbers, values = sparse[slot]
+                    views[name].zero_()[numbers] = values.view(-1, *slot.shape[1:])
+            else:
+                views[name].numpy()[...] = _checked(name, leaf, slot.shape, dtype)
+            if name in places:
+                report(places[name])
+        if not landing.slots:
+            report(0)
 
 
 def _number_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
@@ -211,6 +246,24 @@ def _checked(
             remedy += f', or make the model with dtype="{array.dtype}"'
         raise GradientError(f"gradient of {name!r} is {array.dtype}, expected {dtype}: {remedy}")
     return array
+
+
+def _checked_rows(
+    slot: Slot, leaf: Any, dtype: np.dtype[np.floating[Any]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row numbers and values of one row-sparse gradient, if they fit the parameter."""
+    if not isinstance(leaf, Rows):
+        raise GradientError(
+            f"gradient of {slot.name!r} is {type(leaf).__name__}, expected gradstream.Rows: it is row-sparse"
+        )
+    numbers = np.asarray(leaf.numbers)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise GradientError(
+            f"gradient of {slot.name!r}: row numbers are {numbers.dtype} of shape {numbers.shape}, "
+            "expected integers of shape (n,)"
+        )
+    values = _checked(slot.name, leaf.values, (len(numbers), *slot.shape[1:]), dtype)
+    return torch.from_numpy(numbers.astype(np.int64)), torch.from_numpy(np.array(values))
 
 
 def _loss_value(loss: Any) -> float:

@@ -19,6 +19,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
 from gradstream.model.factors import KeptLayers, OuterLayer
 from gradstream.model.fixed import Fixed
+from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
 __all__ = ["TorchModel", "from_torch"]
@@ -45,7 +46,8 @@ def from_torch(
     are each worker's own while it trains, and are averaged by samples for evaluation and for the saved
     model; those that are not persistent are never exchanged. Gradients are computed in the train() mode
     that `build` left its modules in, outputs in eval() mode. torch's generator is seeded for each
-    gradient by (run seed, worker, step), so that dropout is reproducible.
+    gradient by (run seed, worker, step), so that dropout is reproducible. The weight of an embedding with
+    sparse=True is row-sparse: a strategy that can sends its touched rows alone.
 
     Args:
         build: returns a new module, initialised with torch's generator (which is seeded).
@@ -120,12 +122,14 @@ class TorchModel:
         seed: int,
         report: Report,
         kept: KeptLayers | None = None,
+        rows: RowGradient | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
 
         Args:
             kept: layers of `outer_layers` whose gradient is to be kept as factors. Their places in
                 `gradient` are left as they are, where they are not refused.
+            rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
 
         Raises:
             GradientError: the loss is not one finite number that depends on the parameters. The
@@ -134,11 +138,11 @@ class TorchModel:
         built = self._module()
         if batch.num_samples == 0:
             gradient.zero_()
-            report(built.layout.elems)
+            report(len(gradient))
             return 0.0
         built.point_at(parameters)
         built.training(True)
-        backprop = Backprop(built.layout, built.parameters, gradient, report, kept)
+        backprop = Backprop(built.layout, built.parameters, gradient, report, kept, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             loss = self._loss_of(built, batch)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from gradstream.model.backprop import Sink
+from gradstream.model.backprop import RowSink, Sink
 
 __all__ = ["WIDE_ELEMS", "WideLinear"]
 
@@ -35,7 +35,7 @@ class WideLinear(TorchFunctionMode):
         sinks: where the gradient of each lands.
     """
 
-    def __init__(self, weights: Iterable[nn.Parameter], sinks: Iterable[Sink]) -> None:
+    def __init__(self, weights: Iterable[nn.Parameter], sinks: Iterable[Sink | RowSink]) -> None:
         super().__init__()
         self._sinks = {id(weight): sink for weight, sink in zip(weights, sinks, strict=True)}
 

@@ -109,7 +109,7 @@ class Accept(_message.Message):
     def __init__(self, window: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited", "reference")
+    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited", "reference", "rows")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class Chunk(_message.Message):
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     index: int
     sequence: int
     elems: int
@@ -126,7 +127,8 @@ class Chunk(_message.Message):
     flags: int
     waited: Waited
     reference: Reference
-    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ..., reference: _Optional[_Union[Reference, _Mapping]] = ...) -> None: ...
+    rows: int
+    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ..., reference: _Optional[_Union[Reference, _Mapping]] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Reference(_message.Message):
     __slots__ = ("channel", "segment", "offset_bytes", "size_bytes", "loan")
@@ -255,7 +257,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients")
+    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "rows")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -272,6 +274,7 @@ class Push(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     NUM_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     command: Push.Command
     vector: str
     sequence: int
@@ -280,7 +283,8 @@ class Push(_message.Message):
     round: int
     alpha: float
     num_gradients: int
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ...) -> None: ...
+    rows: bool
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., rows: bool = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")
@@ -307,26 +311,38 @@ class PushResult(_message.Message):
     def __init__(self, chunk: _Optional[int] = ..., sequence: _Optional[int] = ..., outcome: _Optional[_Union[PushResult.Outcome, str]] = ..., version: _Optional[int] = ..., staleness: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ...) -> None: ...
 
 class PushResults(_message.Message):
-    __slots__ = ("results",)
+    __slots__ = ("results", "absent")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     results: _containers.RepeatedCompositeFieldContainer[PushResult]
-    def __init__(self, results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ...) -> None: ...
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "number", "attempt")
+    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "known", "number", "attempt")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     vector: str
     min_version: int
     after_sequence: int
     chunks: _containers.RepeatedScalarFieldContainer[int]
+    known: _containers.RepeatedScalarFieldContainer[int]
     number: int
     attempt: int
-    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., known: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Unchanged(_message.Message):
+    __slots__ = ("chunks", "versions")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, chunks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("kind", "out", "x", "y", "alpha", "sequence")
@@ -394,18 +410,37 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer")
+    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer", "rows")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_ELEMS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: int
     elems: int
     dtype: DType
     chunk_elems: int
     optimizer: str
-    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ...) -> None: ...
+    rows: RowSpec
+    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ..., rows: _Optional[_Union[RowSpec, _Mapping]] = ...) -> None: ...
+
+class RowSpec(_message.Message):
+    __slots__ = ("tables", "block_elems")
+    class Table(_message.Message):
+        __slots__ = ("start", "rows", "row_elems")
+        START_FIELD_NUMBER: _ClassVar[int]
+        ROWS_FIELD_NUMBER: _ClassVar[int]
+        ROW_ELEMS_FIELD_NUMBER: _ClassVar[int]
+        start: int
+        rows: int
+        row_elems: int
+        def __init__(self, start: _Optional[int] = ..., rows: _Optional[int] = ..., row_elems: _Optional[int] = ...) -> None: ...
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ELEMS_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedCompositeFieldContainer[RowSpec.Table]
+    block_elems: int
+    def __init__(self, tables: _Optional[_Iterable[_Union[RowSpec.Table, _Mapping]]] = ..., block_elems: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("node", "model", "software", "tensors", "buffers", "fixed")

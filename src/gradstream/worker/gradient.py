@@ -25,6 +25,7 @@ from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.model.check import finite
 from gradstream.model.factors import KeptLayers
+from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
 __all__ = ["Clip", "Differentiator", "GradientSource", "Result", "hash_seed"]
@@ -48,12 +49,13 @@ class Clip:
     def __bool__(self) -> bool:
         return self.norm is not None or self.value is not None
 
-    def apply(self, gradient: torch.Tensor, num_summed: int) -> float | None:
+    def apply(self, gradient: torch.Tensor, num_summed: int, rows: RowGradient | None = None) -> float | None:
         """Clips in place.
 
         Args:
             gradient: (E,), finite.
             num_summed: samples it is the sum over; 1 for a mean.
+            rows: what else it has.
 
         Returns:
             The length of the mean gradient before `norm` was applied; None without `norm`.
@@ -63,17 +65,22 @@ class Clip:
         """
         if self.value is not None:
             gradient.clamp_(-self.value * num_summed, self.value * num_summed)
+            if rows is not None:
+                rows.clamp(self.value * num_summed)
         if self.norm is None:
             return None
         squares = [
-            torch.linalg.vector_norm(gradient[start : start + BLOCK_ELEMS]).item() ** 2
-            for start in range(0, len(gradient), BLOCK_ELEMS)
+            torch.linalg.vector_norm(part[start : start + BLOCK_ELEMS]).item() ** 2
+            for part in (gradient, *(values.flatten() for values in (rows.values() if rows else ())))
+            for start in range(0, len(part), BLOCK_ELEMS)
         ]
         length = math.sqrt(math.fsum(squares)) / num_summed
         if not math.isfinite(length):
             raise GradientError("the gradient's length is beyond what its dtype can hold; scale the loss")
         if length > self.norm:
             gradient.mul_(self.norm / length)
+            if rows is not None:
+                rows.scale(self.norm / length)
         return length
 
 
@@ -93,7 +100,7 @@ class Result:
 class GradientSource(Protocol):
     """Where the gradients of one worker come from: see `Differentiator`."""
 
-    def milestones(self, *, mean: bool) -> Sequence[int]:
+    def milestones(self, *, mean: bool, rows: bool = False) -> Sequence[int]:
         """What `gradient` reports."""
         ...
 
@@ -114,8 +121,9 @@ class GradientSource(Protocol):
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
         kept: KeptLayers | None = None,
+        rows: RowGradient | None = None,
     ) -> Result:
-        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,), or into `kept`."""
+        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,), `kept` and `rows`."""
         ...
 
 
@@ -149,9 +157,10 @@ class Differentiator:
         self._seed = seed
         self._clip = clip or Clip()
 
-    def milestones(self, *, mean: bool) -> Sequence[int]:
+    def milestones(self, *, mean: bool, rows: bool = False) -> Sequence[int]:
         """What `gradient` reports: the ends of tensors, or only the very end."""
-        ends = self._model.layout.milestones
+        layout = self._model.layout
+        ends = (layout.rest if rows else layout).milestones
         return ends[-1:] if self._held(mean) else ends
 
     def _held(self, mean: bool) -> bool:
@@ -175,6 +184,7 @@ class Differentiator:
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
         kept: KeptLayers | None = None,
+        rows: RowGradient | None = None,
     ) -> Result:
         """The gradient of a minibatch.
 
@@ -189,18 +199,23 @@ class Differentiator:
             samples: what `read` gave; None reads them now.
             sums: (E,) to sum up parts in; needed where there are several.
             kept: layers whose gradient is kept as factors; not of a minibatch in parts, nor of a mean.
+            rows: takes the gradients of row-sparse tensors, and has none yet; `into` and `sums` are then
+                those of `layout.rest`.
 
         Raises:
             UserCodeError, GradientError, DataError: naming worker, step, data epoch and minibatch.
         """
         read = samples or (self._read(part, step) for part in parts_of(self._plan, ref))
         hold: Report = (lambda _: None) if self._held(mean) else report
-        loss = self._summed(_Place(parameters, ref, step, kept or {}), read, num_samples, into, sums, hold)
+        place = _Place(parameters, ref, step, kept or {}, rows)
+        loss = self._summed(place, read, num_samples, into, sums, hold)
         num_summed = num_samples if self._model.reduction == "sum" else 1
         if mean and num_summed > 1:
             into.mul_(1 / num_summed)
+            if rows is not None:
+                rows.scale(1 / num_summed)
             num_summed = 1
-        if math.isinf(loss) or not all(map(finite, _parts(into, kept or {}))):
+        if math.isinf(loss) or not all(map(finite, _parts(into, kept or {}, rows))):
             what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
             raise GradientError(
                 f"{self._where(ref, step)}: the {what}; lower the learning rate, scale the inputs, or "
@@ -209,7 +224,7 @@ class Differentiator:
         norm = None
         if self._clip:
             with self._users_code(ref, step, "model"):
-                norm = self._clip.apply(into, num_summed)
+                norm = self._clip.apply(into, num_summed, rows)
         if self._held(mean):
             report(len(into))
         return Result(loss, norm)
@@ -231,10 +246,11 @@ class Differentiator:
             num_done += part.num_samples
             if num_done == num_samples:
                 final = _Final(into, sums if index else None, weight, report)
-                loss += weight * self._differentiate(at, part, index, into, final)
+                loss += weight * self._differentiate(at, part, index, weight, into, final)
                 break
             assert sums is not None
-            loss += weight * self._differentiate(at, part, index, into if index else sums, lambda _: None)
+            target = into if index else sums
+            loss += weight * self._differentiate(at, part, index, weight, target, lambda _: None)
             if index:
                 sums.add_(into, alpha=weight)
             elif weight != 1.0:
@@ -242,12 +258,17 @@ class Differentiator:
         return loss
 
     def _differentiate(
-        self, at: _Place, part: Batch, index: int, into: torch.Tensor, report: Report
+        self, at: _Place, part: Batch, index: int, weight: float, into: torch.Tensor, report: Report
     ) -> float:
         seed = hash_seed(self._seed, self._rank, at.step, index)
-        kept: dict[str, Any] = {"kept": at.kept} if at.kept else {}  # only some models know of it
+        beside: dict[str, Any] = {"kept": at.kept} if at.kept else {}  # only some models know of it
+        if at.rows is not None:
+            beside["rows"] = RowGradient(at.rows.tables, into.dtype)
         with self._users_code(at.ref, at.step, "model"):
-            return self._model.gradient(at.parameters, part, into, seed=seed, report=report, **kept)
+            loss = self._model.gradient(at.parameters, part, into, seed=seed, report=report, **beside)
+        if at.rows is not None:
+            at.rows.add_all(beside["rows"], weight)
+        return loss
 
     def _read(self, ref: BatchRef, step: int) -> Batch:
         with self._users_code(ref, step, "data set"):
@@ -271,12 +292,13 @@ class Differentiator:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a gradient is taken: parameters (E,), minibatch, step of the worker; and what is kept of it."""
+    """Where a gradient is taken: parameters (E,), minibatch, step of the worker; and where parts of it go."""
 
     parameters: torch.Tensor
     ref: BatchRef
     step: int
     kept: KeptLayers
+    rows: RowGradient | None
 
 
 @dataclass(slots=True)
@@ -299,7 +321,7 @@ class _Final:
         self.report(elems)
 
 
-def _parts(gradient: torch.Tensor, kept: KeptLayers) -> Iterator[torch.Tensor]:
+def _parts(gradient: torch.Tensor, kept: KeptLayers, rows: RowGradient | None) -> Iterator[torch.Tensor]:
     """All numbers of a gradient: factors stand for the places of what was kept."""
     done = 0
     for one in kept.values():
@@ -309,6 +331,8 @@ def _parts(gradient: torch.Tensor, kept: KeptLayers) -> Iterator[torch.Tensor]:
             yield one.x
             done = one.layer.stop
     yield gradient[done:]
+    if rows is not None:
+        yield from rows.values()
 
 
 def hash_seed(seed: int, rank: int, step: int, part: int = 0) -> int:

@@ -20,6 +20,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
 from gradstream.model.factors import KeptLayers
+from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 from gradstream.strategies import base
 from gradstream.worker.gradient import Result
@@ -91,8 +92,8 @@ class _Turns:
         self._elems = elems
         self._on_turn = on_turn
 
-    def milestones(self, *, mean: bool) -> Sequence[int]:
-        del mean
+    def milestones(self, *, mean: bool, rows: bool = False) -> Sequence[int]:
+        del mean, rows
         return (self._elems,)
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
@@ -111,8 +112,9 @@ class _Turns:
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
         kept: KeptLayers | None = None,
+        rows: RowGradient | None = None,
     ) -> Result:
-        del ref, num_samples, mean, samples, sums, kept
+        del ref, num_samples, mean, samples, sums, kept, rows
         turn = self._loop.turn(parameters, into)
         if not finite(into):
             raise GradientError(

@@ -1,0 +1,124 @@
+"""Row-sparse gradients: of a table with a million rows, a minibatch touches a hundred.
+
+A tensor is *row-sparse* where the model says so: `nn.Embedding(..., sparse=True)` in PyTorch, names given to
+`from_functions`. Its gradient is then a list of row numbers and their values, from backprop to the update
+rule on the shard. The whole tensor is never gone through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstream.errors import GradientError
+from gradstream.model.base import Slot
+
+__all__ = ["RowGradient", "Rows", "TableRows", "merged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What `gradients` of `from_functions` returns for a row-sparse array: the rows that have a gradient.
+
+    Args:
+        numbers: (n,) integers, which rows along the first axis. A row that comes twice has the sum of both.
+        values: (n, ...) their gradients, in the parameter's dtype.
+    """
+
+    numbers: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+
+TableRows = tuple[torch.Tensor, torch.Tensor]
+"""Row numbers (n,), int64, growing, each once; and their values (n, row_elems)."""
+
+
+def merged(numbers: torch.Tensor, values: torch.Tensor, num_rows: int) -> TableRows:
+    """Rows in growing order, each once: what a row has several times is summed up, in the order given.
+
+    Args:
+        numbers: (n,) int64, from 0 to num_rows - 1.
+        values: (n, row_elems).
+    """
+    if len(numbers) < 2 or bool((numbers[1:] > numbers[:-1]).all()):
+        return numbers, values
+    size = (num_rows, values.shape[1])
+    whole = torch.sparse_coo_tensor(numbers[None], values, size, check_invariants=False).coalesce()
+    return whole.indices()[0], whole.values()
+
+
+class RowGradient:
+    """The gradient of all row-sparse tensors of a model: of a minibatch, or summed up over several.
+
+    Args:
+        tables: those tensors.
+        dtype: of their elements.
+    """
+
+    def __init__(self, tables: Sequence[Slot], dtype: torch.dtype) -> None:
+        self.tables = tuple(tables)
+        self._dtype = dtype
+        self._rows: dict[str, list[TableRows]] = {slot.name: [] for slot in tables}
+
+    def __getitem__(self, table: Slot) -> TableRows:
+        """The rows of a table that have a gradient."""
+        parts = self._rows[table.name]
+        if len(parts) != 1:
+            none = (torch.empty(0, dtype=torch.int64), torch.empty(0, table.row_elems, dtype=self._dtype))
+            numbers, values = map(torch.cat, zip(*(parts or [none]), strict=True))
+            parts[:] = [merged(numbers, values, table.shape[0])]
+        return parts[0]
+
+    def add(self, table: Slot, numbers: torch.Tensor, values: torch.Tensor, weight: float = 1.0) -> None:
+        """Adds weight · rows. They are not copied where the weight is 1.
+
+        Args:
+            numbers: (n,) integers, in any order, each any number of times.
+            values: (n, ...) elements of these rows.
+
+        Raises:
+            GradientError: there is no such row.
+        """
+        if not len(numbers):
+            return
+        numbers = numbers.to(torch.int64)
+        low, high = int(numbers.min()), int(numbers.max())
+        if low < 0 or high >= table.shape[0]:
+            raise GradientError(
+                f"gradient of {table.name!r} has row {low if low < 0 else high}; expected rows from 0 to "
+                f"{table.shape[0] - 1}, along the first axis of {table.shape}"
+            )
+        flat = values.reshape(len(numbers), table.row_elems)
+        rows = merged(numbers, flat, table.shape[0])
+        self._rows[table.name].append(rows if weight == 1.0 else (rows[0], rows[1] * weight))
+
+    def add_all(self, other: RowGradient, weight: float = 1.0) -> None:
+        """Adds weight · another gradient of the same tables."""
+        for table in self.tables:
+            self.add(table, *other[table], weight)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all values."""
+        for table in self.tables:
+            numbers, values = self[table]
+            self._rows[table.name] = [(numbers, values * factor)]
+
+    def clamp(self, bound: float) -> None:
+        """Cuts each value off at -bound and bound."""
+        for table in self.tables:
+            numbers, values = self[table]
+            self._rows[table.name] = [(numbers, values.clamp(-bound, bound))]
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """The values of each table, (n, row_elems)."""
+        for table in self.tables:
+            yield self[table][1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have a gradient, of all tables."""
+        return sum(len(self[table][0]) for table in self.tables)
