@@ -58,7 +58,15 @@ if TYPE_CHECKING:
     from gradstream.runtime.world import Cost, Link, Network, World
     from gradstream.session import Session, join
     from gradstream.simulate.simulate import simulate
-    from gradstream.strategies import AllReduce, Downpour, Strategy, Synchronous
+    from gradstream.strategies import (
+        AllReduce,
+        AsySG,
+        Downpour,
+        Softsync,
+        StalenessAware,
+        Strategy,
+        Synchronous,
+    )
     from gradstream.train import train
 
 __version__ = "0.1.0"
@@ -69,6 +77,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "AllReduce",
+    "AsySG",
     "Batch",
     "Chain",
     "ConfigError",
@@ -93,6 +102,8 @@ __all__ = [
     "Rows",
     "Run",
     "Session",
+    "Softsync",
+    "StalenessAware",
     "StepDecay",
     "Strategy",
     "Synchronous",
@@ -145,7 +156,15 @@ _ROOMS = {
     "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
     "gradstream.session": ("Session", "join"),
     "gradstream.simulate": ("simulate",),
-    "gradstream.strategies": ("AllReduce", "Downpour", "Strategy", "Synchronous"),
+    "gradstream.strategies": (
+        "AllReduce",
+        "AsySG",
+        "Downpour",
+        "Softsync",
+        "StalenessAware",
+        "Strategy",
+        "Synchronous",
+    ),
     "gradstream.train": ("train",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

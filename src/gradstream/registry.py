@@ -46,7 +46,10 @@ __all__ = [
 
 STRATEGIES = {
     "allreduce": "gradstream.strategies.allreduce:AllReduce",
+    "asysg": "gradstream.strategies.asysg:AsySG",
     "downpour": "gradstream.strategies.downpour:Downpour",
+    "softsync": "gradstream.strategies.softsync:Softsync",
+    "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",
     "synchronous": "gradstream.strategies.synchronous:Synchronous",
 }
 

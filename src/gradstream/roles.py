@@ -309,6 +309,7 @@ class Cast:
             find_optimizer=self.find_optimizer,
             resume_from=self.resume.folder if self.resume is not None else "",
             quorum=self.strategy.quorum(self.workers),
+            correction=self.strategy.correction(),
         )
 
     def worker(

@@ -2,7 +2,8 @@
 
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client import Arrival, ServerClient, Update
-from gradstream.server.rule import Contribution, Immediate, Rule
+from gradstream.server.correction import Correction
+from gradstream.server.rule import Contribution, Gathered, Immediate, Rule
 from gradstream.server.service import ShardConfig, ShardService
 from gradstream.server.shard import ShardState
 
@@ -10,6 +11,8 @@ __all__ = [
     "Arrival",
     "ChunkMap",
     "Contribution",
+    "Correction",
+    "Gathered",
     "Immediate",
     "Rule",
     "ServerClient",

@@ -223,10 +223,16 @@ class ServerClient:
         if pushing is not None:
             await asyncio.shield(pushing)
 
-    def fetch_soon(self, *, min_version: int = 0) -> Arrival:
+    def fetch_soon(self, *, min_version: int = 0, own: bool = True, flush: bool = False) -> Arrival:
         """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
 
-        Each chunk is one version, at least `min_version`, with all own pushes before it applied.
+        Each chunk is one version, at least `min_version`.
+
+        Args:
+            min_version: an older one is not sent.
+            own: all own pushes before it are applied to it, or are in the server's sum; else it may
+                overtake them.
+            flush: what the server's sums hold is applied to it, though no update is due.
 
         Raises:
             InternalError: the fetch before was not adopted yet, so there is no spare vector.
@@ -235,14 +241,22 @@ class ServerClient:
             raise InternalError("a second fetch before the first was adopted: there is one spare vector")
         arrival, self.spare = Arrival(self.spare, self.chunks.num_chunks), None
         self._num_fetches += 1
-        terms = v1.Fetch(min_version=min_version, after_sequence=self._sequence, number=self._num_fetches)
+        terms = v1.Fetch(
+            min_version=min_version,
+            after_sequence=self._sequence if own else 0,
+            number=self._num_fetches,
+            flush=flush,
+        )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
         arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms), name=name))
         self._last_fetch = arrival
         return arrival
 
     async def fetch_into(self, vector: Vector) -> None:
-        """Fetches all parameters as they are now, beside the verbs above and in no order with them."""
+        """Fetches all parameters as they are now, beside the verbs above and in no order with them.
+
+        Not to compute gradients on: a shard that keeps what this worker has read last does not take note.
+        """
         await self._fetch(Arrival(vector, self.chunks.num_chunks), v1.Fetch())
 
     async def reclaim_spare(self) -> None:

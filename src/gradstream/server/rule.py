@@ -3,15 +3,19 @@
 A rule is the server half of a strategy, and pure: it looks at a chunk's version and at the
 contributions that have arrived for it, and says which of them form the next update, in which order
 and with which weights. Arithmetic, waiting and talking are the shard's.
+
+What is due need not be applied at once. A rule that has `completes` (`Gathering`) lets contributions be
+summed on the shard as they come: each is acknowledged once it is in the sum, so that nobody keeps it for
+the server to wait with; the chunk's version goes up when the sum is applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Contribution", "FetchTerms", "Immediate", "Rule"]
+__all__ = ["Contribution", "FetchTerms", "Gathered", "Gathering", "Immediate", "Rule", "completes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +53,17 @@ class FetchTerms:
 
     Args:
         min_version: this version or a later one.
-        after_sequence: this push of the same sender must have been applied (0: none).
+        after_sequence: this push of the same sender must have been applied, or be in the sum (0: none).
+        flush: the chunk's sum must be empty: what it holds is applied, though no update is due.
+        beside: no gradient will be computed on it.
     """
 
     sender: str
     incarnation: int
     min_version: int = 0
     after_sequence: int = 0
+    flush: bool = False
+    beside: bool = False
 
 
 class Rule(Protocol):
@@ -83,6 +91,33 @@ class Rule(Protocol):
         ...
 
 
+Completes = Callable[[int, int, Sequence[Contribution]], bool]
+
+
+class Gathering(Rule, Protocol):
+    """A rule whose updates are sums that grow on the shard."""
+
+    def completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:
+        """Whether the chunk's sum is applied now that these contributions are added; else it goes on.
+
+        Args:
+            version: of the chunk, as for `weights`.
+            summed: contributions that the sum held before; one without elements joins no sum.
+            update: as `due` chose it.
+        """
+        ...
+
+
+def completes_of(rule: Rule) -> Completes:
+    """A rule's `completes`; of one that has none, each update that is due is applied at once."""
+    found: Completes = getattr(rule, "completes", _always)
+    return found
+
+
+def _always(version: int, summed: int, update: Sequence[Contribution]) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Immediate:
     """Every contribution is an update of its own, applied as it comes: asynchronous SGD."""
@@ -102,3 +137,18 @@ class Immediate:
     def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
         """Nobody."""
         return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered(Immediate):
+    """Contributions are summed as they come, and every `count` of them are an update.
+
+    Args:
+        count: at least 1, which is `Immediate` itself.
+    """
+
+    count: int
+
+    def completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:
+        """Once there are `count`."""
+        return summed + len(update) >= self.count

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +23,7 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.server.agreement import Agreement
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
+from gradstream.server.correction import Correction, SenderStates
 from gradstream.server.latecomers import Latecomers
 from gradstream.server.order import AsItComes, Fetched, Order, Updating
 from gradstream.server.quorum import Verdict
@@ -70,6 +71,7 @@ class ShardConfig:
             rule, chunk by chunk.
         resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
         order: notes in which order things happen, or holds them to one.
+        correction: what is done to a contribution before it is used; None for nothing.
     """
 
     rank: int
@@ -82,6 +84,7 @@ class ShardConfig:
     resume_from: str = ""
     quorum: int | None = None
     order: Order = field(default_factory=AsItComes)
+    correction: Correction | None = None
 
     @property
     def waiting_every_s(self) -> float:
@@ -158,6 +161,10 @@ class ShardService:
         if dtype is None:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
         self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
+        self.senders: SenderStates | None = None
+        if config.correction is not None:
+            memory, elems = self._runtime.memory, self.store.elems
+            self.senders = SenderStates(memory, self.chunks, elems, dtype, config.correction)
         here = self.chunks.chunks_of(config.rank)
         self.state = ShardState(here, config.rule, quorum=config.quorum is not None)
         self._order.begin(lambda chunk: self.state.chunks[chunk].busy, self.state.version)
@@ -307,9 +314,16 @@ class ShardService:
         if not all(chunk in self.state.chunks for chunk in chunks):
             raise self._bad(opened.sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
         vector = self.store.vector(request.vector)
-        terms = FetchTerms(opened.sender, opened.incarnation, request.min_version, request.after_sequence)
+        terms = FetchTerms(
+            opened.sender,
+            opened.incarnation,
+            request.min_version,
+            request.after_sequence,
+            flush=request.flush,
+            beside=request.number == 0,
+        )
         token = next(self._tokens)
-        fetched = Fetched(_rank(opened.sender), request.number, request.attempt)
+        fetched = Fetched(_rank(opened.sender), request.number, request.attempt, acts=request.flush)
         outbox = _Outbox(opened.sender, fetched, self._runtime.now(), waiting=set(chunks))
         self._outboxes[token] = outbox
         try:
@@ -332,6 +346,8 @@ class ShardService:
                         waited=waited,
                     )
                     self._order.read(chunk, fetched)
+                    if self.senders is not None and not terms.beside:
+                        await self._note_read(self.senders, terms.sender, chunk, version)
                     self._readers.add(chunk, await stream.lend(v1.Frame(chunk=header), span))
         finally:
             del self._outboxes[token]
@@ -340,6 +356,33 @@ class ShardService:
     def _ask(self, chunk: int, terms: FetchTerms, token: int) -> None:
         if token in self._outboxes:
             self._carry_out(self.state.fetch(chunk, terms, token))
+
+    async def _note_read(self, senders: SenderStates, sender: str, chunk: int, version: int) -> None:
+        """Keeps of a chunk that is given to a sender what its next contribution is corrected by."""
+        span = self.store.span(self.store.parameters, chunk)
+        await self._runtime.compute(
+            lambda _: senders.read(sender, chunk, version, span.tensor),
+            work=Work("copy", elems=len(span), brief=len(span) <= BRIEF_ELEMS),
+            reads=[span],
+            writes=senders.spans(sender, chunk),
+        )
+
+    async def flush(self) -> None:
+        """Returns once no chunk's sum holds anything that is not in the parameters."""
+        chunks = [chunk for chunk, state in self.state.chunks.items() if state.unapplied]
+        token, name = next(self._tokens), self._endpoint.identity.name
+        fetched = Fetched(self._config.rank, 0, acts=True)
+        outbox = self._outboxes[token] = _Outbox(name, fetched, self._runtime.now(), waiting=set(chunks))
+        try:
+            for chunk in chunks:
+                terms = FetchTerms(name, 0, flush=True)
+                self._order.ask(chunk, fetched, partial(self._ask, chunk, terms, token))
+            while outbox.waiting:
+                await outbox.wake.wait()
+                outbox.wake.clear()
+        finally:
+            del self._outboxes[token]
+            self.state.forget(token)
 
     def turn(self, chunk: int) -> asyncio.Lock:
         """Updates and readers of a chunk in the order in which they ask: neither starves the other."""
@@ -366,7 +409,8 @@ class ShardService:
         for instruction in instructions:
             match instruction:
                 case Apply(chunk):
-                    self.latecomers.completed(instruction)
+                    if instruction.update:
+                        self.latecomers.completed(instruction)
                     self._order.update(self._updating(instruction), partial(self._begin, instruction))
                 case Acknowledge():
                     self._acknowledge(instruction)
@@ -421,7 +465,8 @@ class ShardService:
 
     async def _apply(self, due: Apply) -> None:
         async with self.turn(due.chunk):
-            await self._readers.gone(due.chunk)
+            if due.completes:
+                await self._readers.gone(due.chunk)
             try:
                 await self._compute(due)
             except Exception as error:
@@ -438,33 +483,50 @@ class ShardService:
             self._carry_out(following)
 
     async def _compute(self, due: Apply) -> None:
+        chunk, store, summed = due.chunk, self.store, due.summed > 0
         present = [held for held in due.update if not held.contribution.absent]
-        parts = [self._elements[held.token, due.chunk] for held in present]  # type: ignore[index]
-        contributions = [held.contribution for held in due.update]
-        start, stop = self.chunks.bounds(due.chunk)
-        elems = (stop - start) * len(parts)
+        pushed = self._parts(due)
+        if not pushed and not (summed and due.completes):
+            return
+        start, stop = self.chunks.bounds(chunk)
+        elems = (stop - start) * max(1, len(pushed))
         work = Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS)
-        spans = self.store.update_spans(due.chunk)
-        if due.update[0].assign:
-            await self._runtime.compute(
-                lambda _: self.store.assign(due.chunk, parts[0]), work=work, writes=spans
-            )
+        spans = store.update_spans(chunk)
+        if due.update and due.update[0].assign:
+            await self._runtime.compute(lambda _: store.assign(chunk, pushed[0]), work=work, writes=spans)
             return
-        if not parts:
-            return
-        weights = [
-            weight
-            for weight, contribution in zip(
-                self._config.rule.weights(due.step - 1, contributions), contributions, strict=True
-            )
-            if not contribution.absent
+        weights = self._weights(due)
+        if summed or not due.completes:
+            spans += store.sum_spans(chunk)
+        if self.senders is not None:
+            spans += [s for held in present for s in self.senders.spans(held.contribution.sender, chunk)]
+
+        def arithmetic(_: object) -> None:
+            parts = self._corrected(chunk, present, pushed)
+            if due.completes:
+                store.update(chunk, parts, weights, lr=due.learning_rate, step=due.step, summed=summed)
+            else:
+                store.gather(chunk, parts, weights, summed=summed)
+
+        await self._runtime.compute(arithmetic, work=work, writes=spans)
+
+    def _weights(self, due: Apply) -> list[float]:
+        """Of the contributions that are there."""
+        contributions = [held.contribution for held in due.update]
+        weights = self._config.rule.weights(due.step - 1, contributions) if contributions else ()
+        return [w for w, one in zip(weights, contributions, strict=True) if not one.absent]
+
+    def _corrected(
+        self, chunk: int, held: Sequence[Parked], pushed: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """What is used in the place of what was pushed."""
+        if self.senders is None:
+            return pushed
+        parameters = self.store.span(self.store.parameters, chunk).tensor
+        return [
+            self.senders.corrected(one.contribution, chunk, elements, parameters)
+            for one, elements in zip(held, pushed, strict=True)
         ]
-        lr = present[0].contribution.learning_rate
-        await self._runtime.compute(
-            lambda _: self.store.update(due.chunk, parts, weights, lr=lr, step=due.step),
-            work=work,
-            writes=spans,
-        )
 
     async def failed(self) -> None:
         """Waits for an update that cannot be computed, and raises its error."""

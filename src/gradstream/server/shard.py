@@ -7,6 +7,10 @@ is answered DUPLICATE if the first was applied, and takes its place if that one 
     push ──▶ duplicate? drop? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
     fetch ─▶ version and own push there? ──▶ Release, or waits (and says for whom)
 
+Where the rule says that an update is not complete, what is due only joins the chunk's sum: that is done with
+it, and the version stays. What a sum holds when nothing more will come is applied by a fetch that asks for it
+(`FetchTerms.flush`).
+
 Where a quorum makes each update (`quorum.py`), chunks do not decide each for itself: the rule sees the
 contributions of a round only once a verdict has said which they are, and the others are dropped.
 
@@ -21,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradstream.server.quorum import Verdict
-from gradstream.server.rule import Contribution, FetchTerms, Rule
+from gradstream.server.rule import Contribution, FetchTerms, Rule, completes_of
 from gradstream.server.window import SequenceWindow
 
 __all__ = [
@@ -53,16 +57,28 @@ class Parked:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Compute this update, then call `applied(chunk)`."""
+    """Compute this update, then call `applied(chunk)`.
+
+    Args:
+        chunk: which.
+        update: what is added up; nothing where only the sum is left to be applied.
+        step: the update is, or will be, the chunk's step-th, from 1.
+        learning_rate: of the update.
+        summed: contributions that the chunk's sum holds already, to which these are added.
+        completes: they are applied; else they make the sum, or join it.
+    """
 
     chunk: int
     update: tuple[Parked, ...]
-    step: int  # the update will be the chunk's step-th, from 1
+    step: int
+    learning_rate: float = 0.0
+    summed: int = 0
+    completes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the sender what became of its chunk."""
+    """Tell the sender what became of its chunk. What has joined a sum counts as applied: it will be."""
 
     token: Token
     chunk: int
@@ -96,12 +112,23 @@ class ChunkState:
     """One chunk: its version, what is parked on it and what was applied to it."""
 
     version: int = -1  # before the initial parameters were assigned
-    busy: bool = False
-    updating: tuple[Parked, ...] = ()
+    applying: Apply | None = None
+    summed: int = 0  # contributions in the sum; none are those without elements
+    learning_rate: float = 0.0  # of the one that came last into it
     parked: list[Parked] = field(default_factory=list)
     arrivals: list[Parked] = field(default_factory=list)  # came while busy
     fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
     windows: dict[tuple[str, int], SequenceWindow] = field(default_factory=dict)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is being updated, or its sum is."""
+        return self.applying is not None
+
+    @property
+    def unapplied(self) -> bool:
+        """Whether anything was acknowledged, or will be next, that is in no version yet."""
+        return self.summed > 0 or (self.applying is not None and not self.applying.completes)
 
 
 class ShardState:
@@ -123,6 +150,7 @@ class ShardState:
         quorum: bool = False,
     ) -> None:
         self._rule = rule
+        self._completes = completes_of(rule)
         self._window = window
         self._quorum = quorum
         self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
@@ -155,14 +183,18 @@ class ShardState:
         return out
 
     def applied(self, chunk: int) -> list[Instruction]:
-        """The update asked for last is in the parameters."""
+        """The update asked for last is in the parameters, or in the sum."""
         state = self.chunks[chunk]
-        assert state.busy
-        before, update = state.version, state.updating
-        state.version = before + 1
-        state.busy, state.updating = False, ()
+        due, before = state.applying, state.version
+        assert due is not None
+        if due.completes:
+            state.version, state.summed = before + 1, 0
+        else:
+            state.summed += sum(not held.contribution.absent for held in due.update)
+            state.learning_rate = due.learning_rate
+        state.applying = None
         out: list[Instruction] = []
-        for parked in update:
+        for parked in due.update:
             done = parked.contribution
             self._window_of(state, done).add(done.sequence)
             staleness = 0 if parked.assign or done.absent else before - done.basis
@@ -180,7 +212,7 @@ class ShardState:
         if self._satisfied(state, terms):
             return [Release(token, chunk)]
         state.fetches.append((terms, token))
-        return []
+        return self._start(chunk, state) if terms.flush and not state.busy else []
 
     def forget(self, token: Token) -> None:
         """The stream behind a token is gone: nobody waits for its fetches. Its pushes stand."""
@@ -261,14 +293,28 @@ class ShardState:
             by_contribution = {held.contribution: held for held in state.parked}
             due = self._rule.due(state.version, self._candidates(state))
             update = tuple(by_contribution[contribution] for contribution in due)
-        if not update:
+        flushes = state.summed > 0 and any(terms.flush for terms, _ in state.fetches)
+        if not update and not flushes:
             return []
         state.parked = [held for held in state.parked if held not in update]
-        state.busy, state.updating = True, update
-        return [Apply(chunk, update, state.version + 1)]
+        state.applying = self._planned(chunk, state, update)
+        return [state.applying]
+
+    def _planned(self, chunk: int, state: ChunkState, update: tuple[Parked, ...]) -> Apply:
+        """What is done with this update: it is applied, with the sum if there is one, or joins that."""
+        contributions = [held.contribution for held in update]
+        at_once = not update or update[0].assign
+        return Apply(
+            chunk,
+            update,
+            state.version + 1,
+            next((one.learning_rate for one in contributions if not one.absent), state.learning_rate),
+            state.summed,
+            at_once or self._completes(state.version, state.summed, contributions),
+        )
 
     def _satisfied(self, state: ChunkState, terms: FetchTerms) -> bool:
-        if state.version < max(terms.min_version, 0):
+        if state.version < max(terms.min_version, 0) or (terms.flush and state.unapplied):
             return False
         return terms.after_sequence == 0 or terms.after_sequence in self._window_of(state, terms)
 

@@ -42,7 +42,8 @@ class ShardHolder:
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """See `Holder`: against pushes of a worker that is lost and does not know."""
+        """See `Holder`: with all that was acknowledged, and against pushes of a worker that is lost."""
+        await self._service.flush()
         async with AsyncExitStack() as turns:
             for chunk in self._service.state.chunks:
                 await turns.enter_async_context(self._service.turn(chunk))

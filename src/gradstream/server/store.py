@@ -48,6 +48,7 @@ class Store:
             if optimizer.state_init:
                 vector.tensor.fill_(optimizer.state_init)
         self._scratch = memory.allocate(min(chunks.chunk_elems, self._elems), dtype, "scratch")
+        self._sums: Vector | None = None  # allocated by the first contribution that joins one
         self._named: dict[str, Vector] = {}
 
     def vector(self, name: str) -> Vector:
@@ -81,9 +82,42 @@ class Store:
         spans = [self.span(vector, chunk) for vector in (self.parameters, *self.state.values())]
         return [*spans, self._scratch.all]
 
+    @property
+    def elems(self) -> int:
+        """Length of each of its vectors."""
+        return self._elems
+
+    def sum_spans(self, chunk: int) -> list[Span]:
+        """Everything that `gather` writes, and that an update of a sum reads."""
+        if self._sums is None:
+            self._sums = self._memory.allocate(self._elems, self.dtype, "sums")
+        return [self.span(self._sums, chunk)]
+
     def assign(self, chunk: int, elements: torch.Tensor) -> None:
         """parameters[chunk] = elements."""
         self.span(self.parameters, chunk).tensor.copy_(elements)
+
+    def gather(
+        self, chunk: int, parts: Sequence[torch.Tensor], weights: Sequence[float], *, summed: bool
+    ) -> torch.Tensor:
+        """sum[chunk] += Σ weight·part, in the order given (= where it holds nothing). Returns the sum.
+
+        So a sum that is applied has the bits of an update of all its parts at once.
+        """
+        (span,) = self.sum_spans(chunk)
+        return self._add_up(span.tensor, parts, weights, summed=summed)
+
+    @staticmethod
+    def _add_up(
+        total: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float], *, summed: bool
+    ) -> torch.Tensor:
+        pairs = list(zip(parts, weights, strict=True))
+        if not summed:
+            part, weight = pairs.pop(0)
+            torch.mul(part, weight, out=total)
+        for part, weight in pairs:
+            total.add_(part, alpha=weight)
+        return total
 
     def update(
         self,
@@ -93,16 +127,22 @@ class Store:
         *,
         lr: float,
         step: int,
+        summed: bool = False,
     ) -> None:
         """One optimizer update of a chunk by Σ weight·part, summed in the order given.
 
         A single part of weight 1 goes in as it is: one worker has the bits of plain SGD.
+
+        Args:
+            summed: these are added to the chunk's sum, which is what is applied.
         """
-        total = parts[0]
-        if len(parts) > 1 or weights[0] != 1.0:
-            total = torch.mul(parts[0], weights[0], out=self._scratch.tensor[: len(parts[0])])
-            for part, weight in zip(parts[1:], weights[1:], strict=True):
-                total.add_(part, alpha=weight)
+        if summed:
+            total = self.gather(chunk, parts, weights, summed=True)
+        elif len(parts) > 1 or weights[0] != 1.0:
+            scratch = self._scratch.tensor[: len(parts[0])]
+            total = self._add_up(scratch, parts, weights, summed=False)
+        else:
+            total = parts[0]
         parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
         named = dict(zip(self.state, state, strict=True))
         if self._grouped is None:

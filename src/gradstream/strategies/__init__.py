@@ -1,8 +1,20 @@
 """One algorithm, one file, readable beside the paper's pseudo-code."""
 
 from gradstream.strategies.allreduce import AllReduce
+from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.base import Strategy, Worker
 from gradstream.strategies.downpour import Downpour
+from gradstream.strategies.softsync import Softsync
+from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
 
-__all__ = ["AllReduce", "Downpour", "Strategy", "Synchronous", "Worker"]
+__all__ = [
+    "AllReduce",
+    "AsySG",
+    "Downpour",
+    "Softsync",
+    "StalenessAware",
+    "Strategy",
+    "Synchronous",
+    "Worker",
+]

@@ -19,6 +19,7 @@ from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
 from gradstream.optim.base import Optimizer
 from gradstream.server.client import Arrival, Update
+from gradstream.server.correction import Correction
 from gradstream.server.rule import Rule
 
 __all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Server", "Strategy", "Worker"]
@@ -57,8 +58,8 @@ class Gradient(Protocol):
 class Server(Protocol):
     """The parameter server as a worker sees it: see `gradstream.server.ServerClient`."""
 
-    def fetch_soon(self, *, min_version: int = 0) -> Arrival:
-        """Starts a fetch into the spare vector."""
+    def fetch_soon(self, *, min_version: int = 0, own: bool = True) -> Arrival:
+        """Starts a fetch into the spare vector; unless `own`, it does not wait for this worker's pushes."""
         ...
 
     async def push_soon(self, update: Update) -> None:
@@ -153,8 +154,8 @@ class Worker(Protocol):
         """Waits for a fetch; from then on its vector holds the worker's parameters."""
         ...
 
-    async def refresh(self) -> None:
-        """Fetches and adopts at once, between two gradients: needs no spare vector."""
+    async def refresh(self, *, own: bool = True) -> None:
+        """Fetches and adopts at once, between two gradients: needs no spare vector. `own` as in `Server`."""
         ...
 
     async def apply(self, gradient: Gradient, lr: float | None = None) -> None:
@@ -231,6 +232,10 @@ class Strategy(ABC):
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """The server: a pure rule, the same on each shard. None of a strategy that goes through a group."""
         raise InternalError(f"{type(self).__name__} has no rule: what does its server do with a push?")
+
+    def correction(self) -> Correction | None:
+        """The server: what a shard does to a contribution before the rule weighs it. None for nothing."""
+        return None
 
     def as_factors(self, layer: OuterLayer, rows: int, workers: int, near: bool) -> bool:
         """In a group: whether the gradient of a linear layer goes as its factors; see `AllReduce`.

@@ -21,7 +21,7 @@ from gradstream.roles import COORDINATOR
 from gradstream.run import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.server.rule import Contribution, Rule
+from gradstream.server.rule import Contribution, Rule, completes_of
 from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, Tokens, numbered
@@ -56,8 +56,8 @@ class Record:
     """What the rules of a run were asked, and what they said.
 
     Args:
-        unweighted: updates take every contribution with weight 1, whatever the rule says, so that what
-            is in the model can be counted.
+        unweighted: updates take every contribution as it came, with weight 1, whatever the strategy says,
+            so that what is in the model can be counted.
         arrivals: (sender, sequence) of every chunk that came in, in order.
         dropped_samples: of contributions that came too late, over all chunks.
         awaited: for whom the next update waited, when somebody asked last.
@@ -84,7 +84,14 @@ class RecordedRule:
         self._record = record
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
+        answer = getattr(self._rule, name)
+        return self._completes if name == "completes" else answer
+
+    def _completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:
+        """See `Gathering`: only of a rule that has it."""
+        answers = [completes_of(self._rule)(version, summed, list(update)) for _ in range(2)]
+        self._same("completes", *answers)
+        return answers[0]
 
     def drops(self, version: int, new: Contribution) -> bool:
         """See `Rule`."""
@@ -144,7 +151,9 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
         record.arrivals.append((f"worker-{rank}", len(record.arrivals)))
         return 1.0 if record.unweighted else float(answer)
 
-    own: dict[str, Any] = {"weight": weight} if hasattr(cls, "weight") else {"rule": rule}
+    own: dict[str, Any] = {"weight": weight} if strategy.through == "group" else {"rule": rule}
+    if record.unweighted:
+        own["correction"] = lambda self: None
     made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))
     fields = [entry.name for entry in dataclasses.fields(cast(Any, strategy))]
     for name in fields:

@@ -319,11 +319,12 @@ class PushResults(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "known", "number", "attempt")
+    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "flush", "known", "number", "attempt")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -331,10 +332,11 @@ class Fetch(_message.Message):
     min_version: int
     after_sequence: int
     chunks: _containers.RepeatedScalarFieldContainer[int]
+    flush: bool
     known: _containers.RepeatedScalarFieldContainer[int]
     number: int
     attempt: int
-    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., known: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., flush: bool = ..., known: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Unchanged(_message.Message):
     __slots__ = ("chunks", "versions")

@@ -85,10 +85,11 @@ class ServerExchange:
     async def finish(self) -> None:
         """See `Exchange`: fetched once more, with what all have pushed.
 
-        Into the gradient's memory: where fetches never overlap compute, the spare vector was never touched.
+        What the shards' sums still hold is applied first: no other push will complete them. Into the
+        gradient's memory: where fetches never overlap compute, the spare vector was never touched.
         """
         await self._client.reclaim_spare()
-        await self.replica.refresh()
+        await self.replica.refresh(flush=True)
 
     def report(self) -> Sequence[Event]:
         """See `Exchange`."""

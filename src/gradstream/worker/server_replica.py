@@ -115,10 +115,10 @@ class ServerReplica(Replica):
         self.server.spare.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival.versions)
 
-    async def refresh(self) -> None:
-        """See `strategies.base.Worker`."""
+    async def refresh(self, *, own: bool = True, flush: bool = False) -> None:
+        """See `strategies.base.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         spare, self.server.spare = self.server.spare, self._gradient
-        arrival = self.server.fetch_soon()
+        arrival = self.server.fetch_soon(own=own, flush=flush)
         await arrival.done()
         self._gradient, self.parameters, self.server.spare = self.parameters, arrival.vector, spare
         self._gradient.name, self.parameters.name = "gradient", "parameters"

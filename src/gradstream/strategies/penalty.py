@@ -1,0 +1,56 @@
+"""How much less a gradient counts that others have overtaken: functions of its staleness τ.
+
+    power:        1 / max(τ, 1)^p         1, 1, 1/2, 1/3, ... for p = 1
+    exponential:  exp(-p·τ)               next to nothing after some tens of updates
+
+or any function of τ at the top level of a file. Each is 1 at τ = 0, so one worker is plain SGD.
+
+Reference: Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016,
+which proposes the power p = 1, and says that an exponential one stops learning where τ is in the hundreds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+from gradstream.errors import ConfigError, UnknownNameError, UserCodeError
+
+__all__ = ["Penalty", "check_penalty", "factor"]
+
+Name = Literal["power", "exponential"]
+Penalty = Name | Callable[[int], float]
+"""A name, or a function of τ; settings give one as "file.py:function"."""
+
+
+def check_penalty(strategy: str, weight: Penalty, power: float) -> None:
+    """Raises ConfigError for an exponent below 0, UnknownNameError for a name that there is not."""
+    if not (math.isfinite(power) and power >= 0.0):
+        raise ConfigError(
+            f"{strategy}(power={power}): expected a finite number of at least 0; 0 weighs all alike"
+        )
+    if not callable(weight) and weight not in get_args(Name):
+        raise UnknownNameError(f"weight of {strategy}", str(weight), get_args(Name))
+
+
+def factor(weight: Penalty, power: float, staleness: int) -> float:
+    """What a gradient of this staleness is multiplied by.
+
+    Raises:
+        UserCodeError: a function of the user's raises, or gives no finite number.
+    """
+    if weight == "power":
+        return math.pow(max(staleness, 1), -power)
+    if weight == "exponential":
+        return math.exp(-power * staleness)
+    assert callable(weight)
+    try:
+        found = float(weight(staleness))
+    except Exception as error:
+        raise UserCodeError(
+            f"the weight of staleness {staleness} raised {type(error).__name__}: {error}"
+        ) from error
+    if not math.isfinite(found):
+        raise UserCodeError(f"the weight of staleness {staleness} is {found}; expected a finite number")
+    return found

@@ -1,0 +1,81 @@
+"""Staleness-aware SGD: asynchronous SGD in which a gradient counts less, the more updates have overtaken it.
+
+    client:                                 server, at version i, on a gradient computed on version j:
+      w ← fetch()                             τ = i - j
+      push(∇ℓ(w; batch))                      w ← w - α / max(τ, 1)^p · g,     p = 1
+
+A rate α is stable for a gradient of staleness τ up to about π / (2·a·τ), a the curvature. With α/τ one α does
+for every τ, so what was tuned on one machine holds for many. Nobody waits for anybody.
+
+The factor goes to the gradient, before the update rule sees it: with momentum the velocity is not scaled.
+What a stale gradient has lost is lost: with W equal workers, whose gradients all have τ ≈ W - 1, the sum of W
+of them moves w as far as one of a synchronous round of their mean would.
+
+Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops nobody.
+
+Reference: Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016
+(arXiv 1511.05950), §3.2, with n = λ; for smaller n see `softsync.py`. Different here: p, and any other
+function of τ, are options; τ is counted chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gradstream.model.base import Reduction
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.server.rule import Contribution, Immediate, Rule
+from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.penalty import Penalty, check_penalty, factor
+
+__all__ = ["StalenessAware", "Weighed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed(Immediate):
+    """The server: every push is an update of its own, weighed by its staleness."""
+
+    weight: Penalty
+    power: float
+
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        """1 / max(τ, 1)^p, or what else was asked for."""
+        return [factor(self.weight, self.power, version - one.basis) for one in update]
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessAware(Strategy):
+    """Asynchronous SGD with a rate of α/τ; see the module.
+
+    Args:
+        power: p, at least 0; 0 weighs all gradients alike.
+        weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
+    """
+
+    power: float = 1.0
+    weight: Penalty = "power"
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    survives_worker_loss: ClassVar[bool] = True
+    plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
+
+    def __post_init__(self) -> None:
+        check_penalty("StalenessAware", self.weight, self.power)
+
+    def optimizer(self) -> Optimizer:
+        """SGD with momentum, of the paper's rate."""
+        return SGD(lr=0.001, momentum=0.9)
+
+    async def train(self, worker: Worker) -> None:
+        """The client: each gradient is computed on the newest parameters, and pushed."""
+        async for batch in worker.batches():
+            await worker.refresh()
+            await worker.accumulate(await worker.gradient(batch))
+            await worker.server.push_soon(worker.take_accumulated())
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        """See `Weighed`."""
+        return Weighed(self.weight, self.power)

@@ -1,0 +1,417 @@
+"""Contributions that are summed on a shard: in the model once, whatever ends the sum; and corrections."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradstream as gs
+from gradstream.errors import UserCodeError
+from gradstream.memory import Memory
+from gradstream.model.base import Reduction
+from gradstream.run import Run
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.correction import Correction, SenderStates
+from gradstream.server.rule import Contribution, FetchTerms, Gathered, Rule
+from gradstream.server.service import ShardService
+from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState
+from gradstream.server.store import Store
+from gradstream.server.window import SequenceWindow
+from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.strategies import Worker
+from gradstream.testing.runs import (
+    QUICK,
+    Tokens,
+    check_exactly_once,
+    check_nothing_lost,
+    kill_at,
+    least_squares,
+    numbered,
+)
+from gradstream.testing.trials import bad_world
+from gradstream.worker.server_replica import ServerReplica
+
+NUM_SAMPLES = 24
+
+
+def contribution(sequence: int, *, rank: int = 0, basis: int = 0, **fields: Any) -> Contribution:
+    return Contribution(f"worker-{rank}", rank, 1, sequence, samples=1, basis=basis, **fields)
+
+
+def initialised(rule: Rule) -> ShardState:
+    state = ShardState([0], rule)
+    state.push(0, Parked(contribution(1), "init", assign=True))
+    state.applied(0)
+    return state
+
+
+def pushed(state: ShardState, sequence: int, **fields: Any) -> tuple[Apply, list[Instruction]]:
+    """One contribution, carried through."""
+    (due,) = state.push(0, Parked(contribution(sequence, **fields), sequence))
+    assert isinstance(due, Apply)
+    return due, state.applied(0)
+
+
+# ---- the state machine ----------------------------------------------------------------------------
+
+
+def test_a_contribution_is_done_with_once_it_is_in_the_sum() -> None:
+    state = initialised(Gathered(3))
+    steps = [pushed(state, sequence) for sequence in range(2, 9)]
+    assert [due.completes for due, _ in steps] == [False, False, True, False, False, True, False]
+    assert [due.summed for due, _ in steps] == [0, 1, 2, 0, 1, 2, 0]
+    assert [due.step for due, _ in steps] == [1, 1, 1, 2, 2, 2, 3]
+    answers = [out[0] for _, out in steps]
+    assert all(isinstance(one, Acknowledge) and one.outcome == "applied" for one in answers)
+    assert [one.version for one in answers if isinstance(one, Acknowledge)] == [0, 0, 1, 1, 1, 2, 2]
+    assert [one.staleness for one in answers if isinstance(one, Acknowledge)] == [0, 0, 0, 1, 1, 1, 2]
+    assert state.chunks[0].parked == []
+
+
+def test_a_retry_of_what_is_in_the_sum_is_a_duplicate() -> None:
+    state = initialised(Gathered(3))
+    pushed(state, 2)
+    (again,) = state.push(0, Parked(contribution(2), "again"))
+    assert isinstance(again, Acknowledge)
+    assert again.outcome == "duplicate"
+    assert state.chunks[0].summed == 1
+
+
+def test_an_own_push_in_the_sum_holds_up_no_fetch() -> None:
+    state = initialised(Gathered(3))
+    assert state.fetch(0, FetchTerms("worker-0", 1, after_sequence=2), "fetch") == []
+    _, out = pushed(state, 2)
+    assert Release("fetch", 0) in out
+    assert state.version(0) == 0
+
+
+def test_a_fetch_that_flushes_waits_for_the_sum() -> None:
+    state = initialised(Gathered(3))
+    flush = FetchTerms("worker-0", 1, flush=True)
+    assert state.fetch(0, flush, "nothing to flush") == [Release("nothing to flush", 0)]
+    pushed(state, 2, learning_rate=0.5)
+    (due,) = state.fetch(0, flush, "flush")
+    assert due == Apply(0, (), step=1, learning_rate=0.5, summed=1, completes=True)
+    assert state.applied(0) == [Release("flush", 0)]
+    assert (state.version(0), state.chunks[0].summed) == (1, 0)
+    assert pushed(state, 3)[0].summed == 0
+
+
+def test_a_flush_that_comes_while_the_sum_grows_waits_for_that() -> None:
+    state = initialised(Gathered(3))
+    state.push(0, Parked(contribution(2), "push"))
+    assert state.chunks[0].unapplied
+    assert state.fetch(0, FetchTerms("worker-0", 1, flush=True), "flush") == []
+    *_, due = state.applied(0)
+    assert isinstance(due, Apply) and due.update == () and due.completes
+    assert Release("flush", 0) in state.applied(0)
+
+
+def test_nothing_joins_no_sum() -> None:
+    state = initialised(Gathered(2))
+    due, _ = pushed(state, 2, absent=True)
+    assert not due.completes
+    assert state.chunks[0].summed == 0
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------
+
+
+def store_of(optimizer: Any, elems: int = 100) -> Store:
+    return Store(Memory(), ChunkMap(elems, 64, 1), 0, torch.float32, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [gs.SGD(lr=1.0, momentum=0.9), gs.Adagrad(lr=1.0)], ids=str)
+def test_a_sum_has_the_bits_of_one_update_of_its_parts(optimizer: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    at_once, in_turn = store_of(optimizer), store_of(optimizer)
+    for step in (1, 2):
+        parts = [torch.randn(64, generator=generator) for _ in range(4)]
+        weights = [0.25, 1 / 3, 1.0, 0.1]
+        at_once.update(0, parts, weights, lr=0.1, step=step)
+        for index in range(3):
+            in_turn.gather(0, parts[index : index + 1], weights[index : index + 1], summed=index > 0)
+        in_turn.update(0, parts[3:], weights[3:], lr=0.1, step=step, summed=True)
+    assert torch.equal(at_once.parameters.tensor, in_turn.parameters.tensor)
+    assert in_turn.parameters.tensor[:64].abs().min() > 0
+
+
+def test_a_sum_takes_memory_only_where_there_is_one() -> None:
+    memory = Memory()
+    store = Store(memory, ChunkMap(100, 64, 1), 0, torch.float32, gs.SGD(lr=1.0))
+    store.update(0, [torch.ones(64)], [0.5], lr=1.0, step=1)
+    assert "sums" not in memory.allocated_bytes
+    store.gather(0, [torch.ones(64)], [0.5], summed=False)
+    assert memory.allocated_bytes["sums"] == 400
+
+
+# ---- whole runs -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summing(gs.AsySG):
+    """AsySG whose sums seldom come out even."""
+
+    gradients: int = 5
+
+
+WORLD = World(
+    costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
+)
+
+
+def tokens_run(seed: int, *, workers: int = 3, **options: Any) -> Run:
+    options = {"world": WORLD, "epochs": 2, "strategy": Summing(), **options}
+    return simulate(
+        Tokens(num_chunks=4),
+        numbered(NUM_SAMPLES),
+        optimizer=gs.SGD(lr=1.0),
+        workers=workers,
+        servers=2,
+        batch_size=2,
+        chunk_elems=64,
+        seed=seed,
+        deadlines=QUICK,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("gradients", [1, 5, 7, 1000])
+def test_what_is_left_in_the_sum_is_in_the_model_at_the_end(gradients: int) -> None:
+    check_exactly_once(tokens_run(0, strategy=gs.AsySG(gradients=gradients)), NUM_SAMPLES, epochs=2)
+
+
+def test_a_final_fetch_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the end of the run takes the parameters as they are."""
+    refresh = ServerReplica.refresh
+    monkeypatch.setattr(ServerReplica, "refresh", lambda self, own=True, flush=False: refresh(self, own=own))
+    with pytest.raises(AssertionError, match=r"was applied [01] times"):
+        check_exactly_once(tokens_run(0), NUM_SAMPLES, epochs=2)
+
+
+def stopping_at(seconds: float) -> Any:
+    async def script(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(seconds)
+        cluster.stop()
+
+    return script
+
+
+def stopped_and_resumed(seed: int, seconds: float) -> tuple[Run, int]:
+    storage, stops = MemoryStorage(), 0
+    try:
+        run = tokens_run(seed, storage=storage, script=stopping_at(seconds))
+    except gs.Interrupted:
+        stops, run = 1, tokens_run(seed, storage=storage, resume=True)
+    return run, stops
+
+
+def test_what_is_left_in_the_sum_at_a_cut_is_in_the_checkpoint() -> None:
+    stops = 0
+    for seed, seconds in itertools.product(range(4), (0.02, 0.035, 0.05)):
+        run, stopped = stopped_and_resumed(seed, seconds)
+        check_exactly_once(run, NUM_SAMPLES, epochs=2)
+        stops += stopped
+    assert stops > 8
+
+
+def test_a_cut_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: shards hold their ranges as they are."""
+
+    async def nothing(self: ShardService) -> None: ...
+
+    monkeypatch.setattr(ShardService, "flush", nothing)
+    run, stops = stopped_and_resumed(0, 0.035)
+    assert stops
+    with pytest.raises(AssertionError, match=r"was applied [01] times"):
+        check_exactly_once(run, NUM_SAMPLES, epochs=2)
+
+
+def test_a_goal_ends_the_run_with_all_that_was_summed() -> None:
+    run = tokens_run(0, epochs=50, until=gs.until(seconds=0.05))
+    applied = np.rint(run.parameters["tokens"]).sum(axis=1)
+    assert applied.tolist() == [run.summary["samples_accounted"]] * 4
+
+
+def test_a_worker_that_is_killed_leaves_its_part_of_the_sum() -> None:
+    lost = 0
+    for seed in range(6):
+        run = tokens_run(seed, epochs=3, script=kill_at(f"worker-{seed % 3}", 0.01 + 0.01 * seed))
+        check_nothing_lost(run, NUM_SAMPLES, epochs=3)
+        lost += len(run.summary["workers_lost"])
+    assert lost >= 5
+
+
+class LastOnly(SequenceWindow):
+    """Planted: a number is a duplicate if it is that of the push applied last."""
+
+    def __contains__(self, number: int) -> bool:
+        return number == self.low
+
+    def add(self, number: int) -> None:
+        self.low = number
+
+
+@pytest.mark.parametrize("window", [SequenceWindow, LastOnly])
+def test_sums_count_once_on_a_bad_network_and_only_with_a_window(
+    monkeypatch: pytest.MonkeyPatch, window: type[SequenceWindow]
+) -> None:
+    monkeypatch.setattr("gradstream.server.service.ShardState", partial(ShardState, window=window))
+
+    def check() -> None:
+        for seed in range(6):
+            run = tokens_run(seed, workers=2, world=bad_world(2, 2))
+            check_exactly_once(run, NUM_SAMPLES, epochs=2)
+
+    if window is SequenceWindow:
+        check()
+    else:
+        with pytest.raises(AssertionError, match=r"applied [3-9] times"):
+            check()
+
+
+def test_a_phantom_world_sums_nothing_and_comes_to_its_end() -> None:
+    run = tokens_run(0, world=dataclasses.replace(WORLD, phantom=True))
+    assert run.summary["samples_accounted"] == 2 * NUM_SAMPLES
+
+
+# ---- corrections ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drift:
+    """Adds how far the parameters have gone since the sender has read them."""
+
+    state_names: Sequence[str] = ("backup",)
+
+    def on_read(self, parameters: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        state["backup"].copy_(parameters)
+
+    def correct(
+        self, gradient: torch.Tensor, parameters: torch.Tensor, state: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        return gradient + (parameters - state["backup"])
+
+
+def test_a_correction_sees_what_the_sender_has_read() -> None:
+    states = SenderStates(Memory(), ChunkMap(100, 64, 1), 100, torch.float32, Drift())
+    states.read("worker-0", 0, 3, torch.full((64,), 2.0))
+    states.read("worker-1", 0, 5, torch.full((64,), 7.0))
+    one = contribution(1, basis=3)
+    got = states.corrected(one, 0, torch.ones(64), torch.full((64,), 10.0))
+    assert torch.equal(got, torch.full((64,), 9.0))
+    for wrong in (contribution(1, basis=2), contribution(1, rank=2)):
+        with pytest.raises(UserCodeError, match=r"computed on version .*, but it has read"):
+            states.corrected(wrong, 0, torch.ones(64), torch.ones(64))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drifting(gs.AsySG):
+    """AsySG with such a correction."""
+
+    def correction(self) -> Correction:
+        return Drift()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FetchingAhead(Drifting):
+    """Planted: fetches the next parameters before it has pushed the gradient of these."""
+
+    async def train(self, worker: Worker) -> None:
+        asked = worker.server.fetch_soon()
+        async for batch in worker.batches():
+            await worker.adopt(asked)
+            asked = worker.server.fetch_soon()
+            await asked.done()
+            await worker.accumulate(await worker.gradient(batch))
+            await worker.server.push_soon(worker.take_accumulated())
+
+
+def learnt(strategy: gs.Strategy, **options: Any) -> np.ndarray[Any, Any]:
+    model, data = least_squares(64, 100, whole=False)
+    options = {"workers": 3, "servers": 2, "batch_size": 4, "steps": 6, "world": WORLD, **options}
+    run = simulate(model, data, strategy=strategy, optimizer=gs.SGD(lr=2.0**-7), chunk_elems=64, **options)
+    return run.parameters["w"]
+
+
+def test_a_correction_changes_what_was_overtaken_and_nothing_else() -> None:
+    alone = [learnt(strategy, workers=1) for strategy in (gs.AsySG(), Drifting())]
+    assert np.array_equal(alone[0], alone[1])
+    together = [learnt(strategy) for strategy in (gs.AsySG(), Drifting())]
+    assert not np.array_equal(together[0], together[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Looking(Drifting):
+    """Looks at the newest parameters while it has a gradient of older ones: to evaluate them, say."""
+
+    async def train(self, worker: Worker) -> None:
+        assert isinstance(worker, ServerReplica)
+        async for batch in worker.batches():
+            await worker.refresh()
+            await worker.accumulate(await worker.gradient(batch))
+            await worker.newest()
+            await worker.server.push_soon(worker.take_accumulated())
+
+
+def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert np.isfinite(learnt(Looking())).all()
+    monkeypatch.setattr("gradstream.server.service.FetchTerms", terms_of_a_reader)
+    with pytest.raises(gs.GradstreamError, match="must push a gradient before it fetches again"):
+        learnt(Looking())
+
+
+def terms_of_a_reader(*args: Any, beside: bool = False, **fields: Any) -> FetchTerms:
+    """Planted: every fetch counts as a read."""
+    return FetchTerms(*args, **fields)
+
+
+def test_a_strategy_that_fetches_ahead_of_its_push_is_told() -> None:
+    with pytest.raises(gs.GradstreamError, match="must push a gradient before it fetches again"):
+        learnt(FetchingAhead())
+
+
+def test_a_fetch_may_overtake_own_pushes() -> None:
+    """On a slow way up, a fetch with own=False does not wait for the push before it."""
+    slow = Network(links={("worker-0", "shard-0"): Link(latency_s=0.05, jitter_s=0.05)})
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Hasty(gs.AsySG):
+        own: bool = False
+
+        async def train(self, worker: Worker) -> None:
+            async for batch in worker.batches():
+                await worker.refresh(own=self.own)
+                await worker.accumulate(await worker.gradient(batch))
+                await worker.server.push_soon(worker.take_accumulated())
+
+        def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+            return Gathered(1)
+
+    def stale(own: bool) -> Mapping[str, int]:
+        world = World(costs={"gradient": Cost(base_s=1e-3)}, network=slow)
+        model, data = least_squares(64, 100, whole=False)
+        run = simulate(
+            model,
+            data,
+            strategy=Hasty(own=own),
+            optimizer=gs.SGD(lr=2.0**-7),
+            workers=1,
+            steps=8,
+            world=world,
+        )
+        exchanged = [event for event in run.events if event["event"] == "exchange"]
+        return {key: value for event in exchanged for key, value in event["staleness"].items()}
+
+    assert set(stale(own=True)) == {"0"}
+    assert max(map(int, stale(own=False))) >= 1
