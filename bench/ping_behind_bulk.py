@@ -22,9 +22,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import server_bulk
 import torch
 
+import server_bulk
 from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import ChunkMap, ServerClient

@@ -1,0 +1,103 @@
+"""The methods that are compared, each as a function of one number: its learning rate.
+
+All go through the same grid. What a method has besides a rate (a period, a bound, an exponent) is what its
+paper uses, or what the page says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gradstream as gs
+from gradstream.errors import UnknownNameError
+from gradstream.optim.base import Optimizer
+from gradstream.registry import find_strategy
+from gradstream.strategies.base import Strategy
+
+__all__ = ["BATCH", "EXPONENTS", "METHODS", "WORKERS", "Method", "available"]
+
+WORKERS, BATCH = 30, 4
+"""λ = 30 learners with 4 samples each: 120 in all, near the 128 of Zhang and others."""
+LONG = 0.8
+"""Share of a run at its full rate. Zhang and others divide by 10 after 120 of 140 epochs, and after 130."""
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train.
+
+    Args:
+        name: in records.
+        title: in tables.
+        strategy: by which name gradstream knows it.
+        options: of the strategy.
+        exponent: p, of those that are compared by it.
+        adagrad: the server's rule is Adagrad; else plain SGD.
+        workers, batch: how many machines, and samples of a gradient.
+    """
+
+    name: str
+    title: str
+    strategy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    exponent: float | None = None
+    adagrad: bool = False
+    workers: int = WORKERS
+    batch: int = BATCH
+
+    def optimizer(self, lr: float, epochs: int) -> Optimizer:
+        """The server's rule at this rate, a tenth of it in the last fifth of the epochs."""
+        rate = gs.StepDecay(lr, every=LONG * epochs)
+        return gs.Adagrad(lr=rate, initial_accumulator=0.01) if self.adagrad else gs.SGD(lr=rate)
+
+    def made(self) -> Strategy:
+        """The strategy. Raises UnknownNameError where gradstream has none of this name, or no such option."""
+        return find_strategy(self.strategy, self.options)
+
+
+_LITERAL = {"overlap": False}
+
+METHODS: tuple[Method, ...] = (
+    Method("single", "one machine, batch 120", "downpour", _LITERAL, workers=1, batch=WORKERS * BATCH),
+    Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
+    Method("synchronous", "synchronous", "synchronous"),
+    Method("downpour", "Downpour, fixed rate", "downpour", _LITERAL),
+    Method("downpour-adagrad", "Downpour + Adagrad", "downpour", _LITERAL, adagrad=True),
+    *(
+        Method(
+            f"softsync-{splits}{'-aware' if power else ''}",
+            f"{splits}-softsync, {'α/τ' if power else 'fixed rate'}",
+            "softsync",
+            {"splits": splits, "power": power},
+            exponent=power if splits == WORKERS else None,
+        )
+        for splits in (1, 15, WORKERS)
+        for power in (0.0, 1.0)
+    ),
+    *(
+        Method(
+            f"power-{power:g}",
+            f"30-softsync, α/τ^{power:g}",
+            "softsync",
+            {"splits": WORKERS, "power": power},
+            exponent=power,
+        )
+        for power in EXPONENTS
+        if power not in (0.0, 1.0)
+    ),
+)
+
+
+def available(methods: tuple[Method, ...] = METHODS) -> list[Method]:
+    """Those that this version of gradstream can run."""
+    found = []
+    for method in methods:
+        try:
+            method.made()
+        except UnknownNameError:
+            continue
+        found.append(method)
+    return found

@@ -1,0 +1,65 @@
+"""Pictures of a record: needs matplotlib (extra `bench`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["curves", "sensitivity"]
+
+STYLES = ("-", "--", ":", "-.")
+
+
+def _axes(count: int, width: float = 11.0) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "gradstream", "font.size": 9})
+    from matplotlib import pyplot
+
+    return pyplot.subplots(1, count, figsize=(width, 4.2))
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})  # the same record gives the same file
+    pyplot.close(figure)
+
+
+def curves(
+    lines: Mapping[str, Sequence[Sequence[float]]], path: Path, *, epoch: float, longest_s: float
+) -> None:
+    """Accuracy over epochs, and over virtual seconds.
+
+    Args:
+        lines: by title, points [samples, seconds, accuracy].
+        epoch: samples of one.
+        longest_s: end of the second axis.
+    """
+    figure, (left, right) = _axes(2)
+    for number, (title, points) in enumerate(lines.items()):
+        look = {"linestyle": STYLES[number // 10 % 4], "color": f"C{number % 10}", "linewidth": 1.3}
+        left.plot([p[0] / epoch for p in points], [100 * p[2] for p in points], label=title, **look)
+        right.plot([p[1] for p in points], [100 * p[2] for p in points], **look)
+    left.set(xlabel="epochs", ylabel="test accuracy, %")
+    right.set(xlabel="virtual seconds", xlim=(0, longest_s))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    left.legend(fontsize=6.5, loc="lower right")
+    _save(figure, path)
+
+
+def sensitivity(by_rate: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Accuracy over the learning rate, by title."""
+    figure, axis = _axes(1, 7.0)
+    for number, (title, found) in enumerate(by_rate.items()):
+        rates = [float(rate) for rate in found]
+        look = {"linestyle": STYLES[number // 10 % 4], "color": f"C{number % 10}", "linewidth": 1.3}
+        axis.plot(rates, [100 * accuracy for accuracy in found.values()], marker=".", label=title, **look)
+    axis.set(xscale="log", xlabel="learning rate", ylabel="test accuracy, %")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=6.5)
+    _save(figure, path)
