@@ -59,9 +59,11 @@ if TYPE_CHECKING:
     from gradstream.session import Session, join
     from gradstream.simulate.simulate import simulate
     from gradstream.strategies import (
+        EAMSGD,
         AllReduce,
         AsySG,
         Downpour,
+        ElasticAveraging,
         Softsync,
         StalenessAware,
         Strategy,
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EAMSGD",
     "SGD",
     "Adagrad",
     "Adam",
@@ -87,6 +90,7 @@ __all__ = [
     "DeadlineError",
     "Deadlines",
     "Downpour",
+    "ElasticAveraging",
     "GradientError",
     "GradstreamError",
     "Interrupted",
@@ -157,9 +161,11 @@ _ROOMS = {
     "gradstream.session": ("Session", "join"),
     "gradstream.simulate": ("simulate",),
     "gradstream.strategies": (
+        "EAMSGD",
         "AllReduce",
         "AsySG",
         "Downpour",
+        "ElasticAveraging",
         "Softsync",
         "StalenessAware",
         "Strategy",

@@ -48,6 +48,8 @@ STRATEGIES = {
     "allreduce": "gradstream.strategies.allreduce:AllReduce",
     "asysg": "gradstream.strategies.asysg:AsySG",
     "downpour": "gradstream.strategies.downpour:Downpour",
+    "eamsgd": "gradstream.strategies.elastic:EAMSGD",
+    "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
     "softsync": "gradstream.strategies.softsync:Softsync",
     "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",
     "synchronous": "gradstream.strategies.synchronous:Synchronous",

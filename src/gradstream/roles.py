@@ -35,6 +35,7 @@ from gradstream.membership.state import Membership
 from gradstream.model.base import Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
+from gradstream.optim.merge import Add, Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.runtime.base import Runtime
 from gradstream.server.chunks import ChunkMap
@@ -47,9 +48,9 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
-from gradstream.worker.group_exchange import UpdateRule
 from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerConfig, WorkerNode
+from gradstream.worker.updater import UpdateRule
 
 __all__ = ["COORDINATOR", "Cast", "shard_name", "worker_name"]
 
@@ -258,7 +259,7 @@ class Cast:
         """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
         if model.optimizer and self.find_optimizer is not None:
             return self.find_optimizer(model.optimizer)[0].state_names
-        return self.optimizer.state_names
+        return self._shards_optimizer.state_names
 
     def _pieces(self, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
         """What each of so many nodes holds of every vector of a model."""
@@ -271,6 +272,18 @@ class Cast:
     @property
     def _earlier_s(self) -> float:
         return self.resume.time_s if self.resume is not None else 0.0
+
+    @property
+    def _workers_optimize(self) -> bool:
+        """Whether the run's update rule is carried out by the workers, each on parameters of its own."""
+        return self.strategy.through == "group" or self.strategy.pushes != "gradients"
+
+    @property
+    def _shards_optimizer(self) -> Optimizer:
+        """What shards do with a weighted sum of pushes."""
+        if self.strategy.pushes == "gradients":
+            return self.optimizer
+        return Add() if self.strategy.pushes == "differences" else Replace()
 
     def grouped(self, model: Model) -> GroupedRule | None:
         """The update rule of a model some of whose parameters have settings of their own; else None.
@@ -303,8 +316,8 @@ class Cast:
             rank=rank,
             num_shards=self.servers,
             rule=self.strategy.rule(self.workers, self.reduction),
-            optimizer=self.optimizer,
-            grouped=self.grouped(model),
+            optimizer=self._shards_optimizer,
+            grouped=None if self._workers_optimize else self.grouped(model),
             silence_s=self.silence_s,
             find_optimizer=self.find_optimizer,
             resume_from=self.resume.folder if self.resume is not None else "",
@@ -347,11 +360,11 @@ class Cast:
             silence_s=self.silence_s,
             retry_s=self.retry_s,
             loop=own.loop(rank) if own else None,
-            optimizer=own.optimizer if own else "",
+            optimizer=own.optimizer if own and self.strategy.pushes == "gradients" else "",
             resume=self.resume,
             balanced=self.balanced,
             form_group=partial(form_group, how=self._how_grouped, silence_s=self.silence_s),
-            update_rule=self._update_rule(model, own) if self.strategy.through == "group" else None,
+            update_rule=self._update_rule(model, own) if self._workers_optimize else None,
         )
 
     def _log(self, runtime: Runtime) -> Log:
@@ -366,7 +379,7 @@ class Cast:
         return strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
 
     def _update_rule(self, model: Model, own: OwnData | None) -> UpdateRule:
-        """What a worker updates its parameters by, where there are no servers."""
+        """What a worker updates its parameters by, where shards do not have the rule."""
         if own is not None and own.optimizer and self.find_optimizer is not None:
             return self.find_optimizer(own.optimizer)
         return self.optimizer, self.grouped(model)

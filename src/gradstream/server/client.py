@@ -187,6 +187,7 @@ class ServerClient:
         self._jitter = runtime.random("retry")
         self._sequence = 0
         self._pushing: asyncio.Task[None] | None = None
+        self._pushed: Vector | None = None  # by the push started last
         self._last_fetch: Arrival | None = None
         self._num_fetches = 0
 
@@ -207,6 +208,7 @@ class ServerClient:
         update.sequence = self._sequence
         # Initial parameters cannot wait for a fetch, which may be waiting for them.
         sequence, before = self._sequence, None if update.assign else self._last_fetch
+        self._pushed = update.vector
         name = f"{self._runtime.node}-push-{sequence}"
         self._pushing = awaited_later(self._runtime.spawn(self._push(update, sequence, before), name=name))
 
@@ -226,7 +228,8 @@ class ServerClient:
     def fetch_soon(self, *, min_version: int = 0, own: bool = True, flush: bool = False) -> Arrival:
         """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
 
-        Each chunk is one version, at least `min_version`.
+        Each chunk is one version, at least `min_version`. Where what was pushed last lies in that vector,
+        that push is waited for first.
 
         Args:
             min_version: an older one is not sent.
@@ -248,7 +251,8 @@ class ServerClient:
             flush=flush,
         )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
-        arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms), name=name))
+        free = self.settle() if self._pushed is arrival.vector else None
+        arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms, free), name=name))
         self._last_fetch = arrival
         return arrival
 
@@ -416,9 +420,13 @@ class ServerClient:
 
     # ---- fetch --------------------------------------------------------------------------
 
-    async def _fetch(self, arrival: Arrival, terms: v1.Fetch) -> None:
+    async def _fetch(
+        self, arrival: Arrival, terms: v1.Fetch, free: Coroutine[Any, Any, None] | None = None
+    ) -> None:
         begun_ns = self._runtime.now()
         try:
+            if free is not None:
+                await free
             with arrival.vector.all.borrowed(write=True, to=f"{self._runtime.node}: fetch"):
                 await self._runtime.gather(
                     *(self._fetch_from(rank, name, arrival, terms) for rank, name in self._shards)

@@ -4,14 +4,17 @@ from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.base import Strategy, Worker
 from gradstream.strategies.downpour import Downpour
+from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
 from gradstream.strategies.softsync import Softsync
 from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
 
 __all__ = [
+    "EAMSGD",
     "AllReduce",
     "AsySG",
     "Downpour",
+    "ElasticAveraging",
     "Softsync",
     "StalenessAware",
     "Strategy",

@@ -10,7 +10,7 @@ Where workers exchange in a group, there is no server, and `train` is the whole 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, Literal, Protocol
 
 from gradstream.errors import InternalError
@@ -22,7 +22,18 @@ from gradstream.server.client import Arrival, Update
 from gradstream.server.correction import Correction
 from gradstream.server.rule import Rule
 
-__all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Server", "Strategy", "Worker"]
+__all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Pushes", "Server", "Strategy", "Worker"]
+
+Pushes = Literal["gradients", "differences", "parameters"]
+"""What a strategy's pushes hold, and so where the run's update rule is carried out.
+
+gradients: sums of gradients. Shards update the parameters by the run's rule.
+differences: what is to be added to the parameters. Shards add it, and nothing else.
+parameters: a worker's own parameters. Those of the shards become the weighted sum of what workers push.
+
+Where it is differences or parameters, each worker has parameters of its own, which `Worker.optimize`
+updates by the run's rule. Those of the shards are what is evaluated, kept and saved.
+"""
 
 Bucket = tuple[int, int]
 """Elements [start, stop) of the flat vector, which are exchanged together."""
@@ -126,6 +137,11 @@ class Worker(Protocol):
     version: int  # of the parameters that gradients are computed on; of their oldest chunk
 
     @property
+    def unpushed(self) -> int:
+        """Minibatches that are behind no update yet: accumulated, or gone through by `optimize`."""
+        ...
+
+    @property
     def server(self) -> Server:
         """The parameter server; raises InternalError where the strategy has none."""
         ...
@@ -135,10 +151,12 @@ class Worker(Protocol):
         """The other workers; raises InternalError where the strategy goes through servers."""
         ...
 
-    def batches(self) -> AsyncIterator[Minibatch]:
+    def batches(self, flush: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[Minibatch]:
         """This worker's minibatches, in order; ends when every sample of the run is accounted for.
 
-        Before it waits for that, what has been accumulated is pushed.
+        Args:
+            flush: awaited before this worker waits for others, at the end and for a checkpoint: returns
+                when all that it has computed is in the model. None pushes what has been accumulated.
         """
         ...
 
@@ -170,6 +188,32 @@ class Worker(Protocol):
         """`accumulate` and `apply` in one pass over memory, of v ← momentum·v + gradient."""
         ...
 
+    async def optimize(self, gradient: Gradient) -> None:
+        """One update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
+
+        Its minibatch is behind the next `pull_towards` or `take_parameters`. The rule's state (a velocity,
+        say) is this worker's own, in as many vectors as the rule has; a checkpoint leaves it out.
+        """
+        ...
+
+    async def pull_towards(self, arrival: Arrival, share: float) -> Update:
+        """Moves this worker's parameters x some of the way to those fetched, y: an elastic pull.
+
+        d = share·(x - y), computed once;  x ← x - d. Pushed, d moves the server's as far towards x.
+        It lies in the vector of the fetch, which is the spare one again once the push is settled.
+
+        Returns:
+            d, to be pushed, with all minibatches since the last one behind it.
+        """
+        ...
+
+    def take_parameters(self) -> Update:
+        """This worker's own parameters, to be pushed, with all minibatches since the last one behind them.
+
+        Nothing may change them until the push is settled: fetch, and adopt what comes.
+        """
+        ...
+
     def take_accumulated(self) -> Update:
         """The sum of gradients accumulated since the last call, to be pushed."""
         ...
@@ -193,6 +237,9 @@ class Strategy(ABC):
 
     through: ClassVar[Literal["servers", "group"]] = "servers"
     """Where gradients are brought together: on servers, or among the workers, in a group without any."""
+
+    pushes: ClassVar[Pushes] = "gradients"
+    """What its pushes hold, and so who carries out the run's update rule; see `Pushes`."""
 
     algorithm: str = "auto"
     """In a group: how it sums; see `gradstream.collectives`."""

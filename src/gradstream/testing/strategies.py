@@ -69,7 +69,9 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
 
     It takes seconds and no processes. The laws, and how each is looked at, are in
     `gradstream.testing.strategy_laws`. They are of strategies whose pushes are sums of gradients
-    (what `accumulate` and `update` make of them, without momentum): those are counted sample by sample.
+    (what `accumulate` and `update` make of them, without momentum): those are counted sample by sample. Of a
+    strategy that pushes differences, Σ over the server and all workers is; one that pushes parameters is
+    expected to take their mean where all have gone through as many samples.
     One that goes through a group weighs each gradient by a method `weight`, as `AllReduce` does.
 
     Args:

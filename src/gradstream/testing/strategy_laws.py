@@ -205,7 +205,7 @@ def exactly_once(strategy: Strategy) -> str:
 
 def _counted(outcome: Outcome, where: str) -> None:
     """Raises unless Σ applied + Σ dropped = Σ pushed, sample by sample where nothing was dropped."""
-    counts = token_counts(_ended(outcome, where), NUM_SAMPLES)
+    counts = _counts(_ended(outcome, where), outcome, where)
     missing = int((EPOCHS - counts).sum())
     dropped = outcome.record.dropped_samples
     if missing != dropped:
@@ -219,6 +219,31 @@ def _counted(outcome: Outcome, where: str) -> None:
         raise BrokenLawError(
             f"{where}: sample {sample} is {counts[chunk, sample]} times in chunk {chunk}; expected {EPOCHS}"
         )
+
+
+def _counts(run: Run, outcome: Outcome, where: str) -> np.ndarray[Any, Any]:
+    """How often each sample is in the model, or in what workers have of their own: (chunks, samples).
+
+    An exchange of differences moves shares of a count between a worker and the server: x̃, and how far each
+    x_i has moved, have all of it.
+    """
+    if not outcome.record.own:
+        return token_counts(run, NUM_SAMPLES)
+    total = _with_own(run, outcome)
+    counts: np.ndarray[Any, Any] = np.rint(total).astype(np.int64)
+    for chunk, sample in np.argwhere(np.abs(total - counts) > 1e-3):
+        raise BrokenLawError(
+            f"{where}: sample {sample} is {total[chunk, sample]:.3f} times in chunk {chunk} of the server "
+            "and all workers together: an exchange takes more, or less, than it brings"
+        )
+    return counts
+
+
+def _with_own(run: Run, outcome: Outcome) -> np.ndarray[Any, Any]:
+    shape = run.parameters["tokens"].shape
+    moved = (own.reshape(shape) for own in outcome.record.own.values() if len(own) > 1)
+    total = sum(moved, run.parameters["tokens"])
+    return np.asarray(total, np.float64)[:, :NUM_SAMPLES]
 
 
 def pure_rule(strategy: Strategy) -> str:
@@ -298,9 +323,22 @@ def resumes(strategy: Strategy) -> str:
             stops += outcome.count("resumed")
     for seed in range(SEEDS):
         outcome = token_run(strategy, epochs=EPOCHS, seed=seed, stop=rng.uniform(0.01, 0.1))
-        _counted(outcome, f"seed {seed}, stopped and resumed")
+        where = f"seed {seed}, stopped and resumed"
+        if strategy.pushes == "gradients":
+            _counted(outcome, where)
+        else:
+            _accounted(_ended(outcome, where), where)
         stops += outcome.count("resumed")
     return f"{stops} stops"
+
+
+def _accounted(run: Run, where: str) -> None:
+    """What a cut brings together of parameters of their own are means, of some or all: no longer counts."""
+    accounted = run.summary["samples_accounted"]
+    if accounted != NUM_SAMPLES * EPOCHS:
+        raise BrokenLawError(
+            f"{where}: {accounted} samples were gone through; expected {NUM_SAMPLES * EPOCHS}"
+        )
 
 
 def deaths(strategy: Strategy) -> str:
@@ -320,8 +358,10 @@ def deaths(strategy: Strategy) -> str:
 
 
 def _nothing_lost(run: Run, outcome: Outcome, name: str) -> None:
-    counts = token_counts(run, NUM_SAMPLES)
-    missing = int(np.maximum(3 - counts, 0).sum())
+    if outcome.record.own:  # a dead worker takes along a share of what it had found; never all of it
+        missing = int((_with_own(run, outcome) <= 1e-6).sum())
+    else:
+        missing = int(np.maximum(3 - token_counts(run, NUM_SAMPLES), 0).sum())
     if missing > outcome.record.dropped_samples:
         raise BrokenLawError(f"after the death of {name} {missing} samples are missing, over all chunks")
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+
 from gradstream.data.base import Dataset
 from gradstream.errors import Interrupted
 from gradstream.model.base import Model, Reduction
@@ -62,6 +64,7 @@ class Record:
         dropped_samples: of contributions that came too late, over all chunks.
         awaited: for whom the next update waited, when somebody asked last.
         faults: what no rule may do.
+        own: of strategies that push differences: how far each worker's own parameters have moved, by rank.
     """
 
     unweighted: bool = False
@@ -69,6 +72,7 @@ class Record:
     dropped_samples: int = 0
     awaited: Sequence[str] = ()
     faults: list[str] = field(default_factory=list)
+    own: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     def fault(self, text: str) -> None:
         """Notes a fault, once."""
@@ -151,9 +155,23 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
         record.arrivals.append((f"worker-{rank}", len(record.arrivals)))
         return 1.0 if record.unweighted else float(answer)
 
+    async def train(self: Strategy, worker: Any) -> None:
+        compute, began = worker.gradient, list[Any]()
+
+        async def gradient(batch: Any) -> Any:
+            if not began:  # here, and not at zeros: it may have come late
+                began.append(worker.parameters.tensor.numpy().copy())
+            return await compute(batch)
+
+        worker.gradient = gradient
+        await cls.train(self, worker)
+        record.own[worker.rank] = worker.parameters.tensor.numpy() - began[0] if began else np.zeros(1)
+
     own: dict[str, Any] = {"weight": weight} if strategy.through == "group" else {"rule": rule}
     if record.unweighted:
         own["correction"] = lambda self: None
+    if strategy.pushes == "differences":
+        own["train"] = train
     made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))
     fields = [entry.name for entry in dataclasses.fields(cast(Any, strategy))]
     for name in fields:
@@ -260,13 +278,17 @@ async def _direct(
 def token_run(
     strategy: Strategy, *, workers: int = 3, servers: int = 2, epochs: int = 2, **options: Any
 ) -> Outcome:
-    """A trial in which what is in the model can be counted; see `Tokens`."""
-    options = {"optimizer": SGD(lr=1.0), "batch_size": 2, **options}
+    """A trial in which what is in the model can be counted; see `Tokens`.
+
+    Where the model is a mean of the workers' parameters, each of W workers makes steps W times as long.
+    """
+    averaged = strategy.pushes == "parameters"
+    options = {"optimizer": SGD(lr=float(workers) if averaged else 1.0), "batch_size": 2, **options}
     return trial(
         strategy,
         Tokens(num_chunks=4),
         numbered(NUM_SAMPLES),
-        unweighted=True,
+        unweighted=not averaged,
         workers=workers,
         servers=servers,
         epochs=epochs,

@@ -8,18 +8,13 @@ from collections.abc import Callable, Sequence
 from gradstream.checkpoint.snapshot import Snapshots
 from gradstream.collectives.group import Group
 from gradstream.events import Event, ExchangeEvent
-from gradstream.optim.base import Optimizer
-from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Work, awaited_later
 from gradstream.server.chunks import ChunkMap
 from gradstream.worker.exchange import Surroundings, Transfers
 from gradstream.worker.group_replica import GroupReplica
 from gradstream.worker.replica_holder import ReplicaHolder
 
-__all__ = ["GroupExchange", "UpdateRule"]
-
-UpdateRule = tuple[Optimizer, GroupedRule | None]
-"""An update rule, and the same where some parameters have settings of their own."""
+__all__ = ["GroupExchange"]
 
 
 class GroupExchange:

@@ -41,7 +41,7 @@ from gradstream.worker.balance import Balance
 from gradstream.worker.evaluation import Evaluation, EvaluationPlan, evaluate
 from gradstream.worker.exchange import Exchange, Surroundings, Transfers
 from gradstream.worker.gradient import Clip, Differentiator
-from gradstream.worker.group_exchange import GroupExchange, UpdateRule
+from gradstream.worker.group_exchange import GroupExchange
 from gradstream.worker.group_replica import GroupReplica
 from gradstream.worker.loop import Loop, LoopGroupReplica, LoopServerReplica, nothing
 from gradstream.worker.notes import Notes
@@ -51,7 +51,7 @@ from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.server_exchange import ServerExchange
 from gradstream.worker.server_replica import ServerReplica
 from gradstream.worker.siblings import Siblings
-from gradstream.worker.updater import Updater
+from gradstream.worker.updater import Updater, UpdateRule
 from gradstream.worker.worker import Replica, ReplicaParts, Watch
 
 __all__ = ["FINAL_MODEL", "FormGroup", "WorkerConfig", "WorkerNode"]
@@ -101,9 +101,9 @@ class WorkerConfig:
         resume: where the run goes on, if it does not begin.
         balanced: shares of a round follow the measured speed of the workers.
         form_group: where the strategy goes through a group: makes it.
-        update_rule: likewise: what this worker updates its parameters by.
         log: what this worker is told, and cannot know again, is noted there; None notes nothing.
         watch: see `ReplicaParts`.
+        update_rule: what this worker updates its parameters by; None where the shards have the rule.
     """
 
     rank: int
@@ -383,6 +383,7 @@ class WorkerNode:
             on_boundary=partial(self._at_boundary, schedule) if isinstance(schedule, Schedule) else nothing,
             first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
             watch=config.watch,
+            update_rule=config.update_rule,
         )
 
     def _differentiator(self, schedule: Schedule | OpenSchedule) -> Differentiator | None:
@@ -405,7 +406,8 @@ class WorkerNode:
         """Evaluates where that is due: the worker of the lowest rank does, whoever that is now.
 
         Its parameters are, synchronous, those of the round just done; asynchronous, what it has
-        adopted last and its own steps since. Buffers are those of all workers, averaged.
+        adopted last and its own steps since. Where each worker has parameters of its own, those of the
+        shards are fetched. Buffers are those of all workers, averaged.
         """
         self._last_ref = ref = refs[-1]
         position = schedule.position(ref)
@@ -423,10 +425,12 @@ class WorkerNode:
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         done = schedule.position(ref).after()
         buffers = await self._siblings.average(None if final else done.step)
+        own = config.strategy.pushes != "gradients" and not final
+        parameters = await replica.newest() if own else replica.parameters.tensor
 
         def look(_: object) -> Evaluation:
             with with_buffers(config.model, buffers):
-                return evaluate(config.model, replica.parameters.tensor, data, config.evaluation.metrics)
+                return evaluate(config.model, parameters, data, config.evaluation.metrics)
 
         found = await self._runtime.compute(
             look,

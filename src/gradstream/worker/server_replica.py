@@ -3,66 +3,31 @@
 Four vectors: parameters, spare (where the next fetch lands), gradient, accumulated; or, with momentum
 and fetches that nobody computes beside, velocity instead of the spare one. They change roles instead
 of being copied: adopting a fetch swaps parameters and spare, refreshing swaps parameters and
-gradient, accumulating the first gradient of a period swaps the last two.
+gradient, accumulating the first gradient of a period swaps the last two. Parameters of a worker's own
+(`optimize`) take no accumulated vector, but those of the rule's state; what they exchange lies in the
+spare one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from gradstream.data.base import BatchRef
+from gradstream.errors import InternalError
 from gradstream.memory import Memory, Vector
 from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
 from gradstream.server.client import Arrival, ServerClient, Update
 from gradstream.strategies import base
+from gradstream.worker.moves import ElasticPull, LocalStep
+from gradstream.worker.updater import Updater
 from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts
 
-__all__ = ["LocalStep", "ServerReplica"]
-
-BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
-
-
-@dataclass(frozen=True, slots=True)
-class LocalStep:
-    """v ← momentum·v + g;  acc ← acc + v;  w ← w - lr·v, in blocks that stay in the processor's cache.
-
-    Without a velocity v is g. One operation after the other over whole vectors would move each of them
-    through memory again: at 74.77 M elements a step is bound by that.
-
-    Args:
-        lr: α.
-        momentum: of v, 0 to 1.
-        second: the step before was the first of its period: acc ← v, as that left it, before all else.
-    """
-
-    lr: float
-    momentum: float = 0.0
-    second: bool = False
-
-    def __call__(
-        self,
-        gradient: torch.Tensor,
-        parameters: torch.Tensor,
-        accumulated: torch.Tensor | None,
-        velocity: torch.Tensor | None,
-    ) -> None:
-        """All of one shape, (elems,); changes all but the gradient."""
-        for start in range(0, len(gradient), BLOCK_ELEMS):
-            block = slice(start, start + BLOCK_ELEMS)  # vector registers see the same elements as uncut
-            direction = gradient[block]
-            if velocity is not None:
-                if accumulated is not None and self.second:
-                    accumulated[block].copy_(velocity[block])
-                direction = velocity[block].mul_(self.momentum).add_(direction)
-            if accumulated is not None:
-                accumulated[block].add_(direction)
-            parameters[block].add_(direction, alpha=-self.lr)
+__all__ = ["ServerReplica"]
 
 
 class ServerReplica(Replica):
@@ -79,6 +44,9 @@ class ServerReplica(Replica):
         self._basis: Sequence[int] = [0] * server.chunks.num_chunks
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
+        self._updater: Updater | None = None  # of the first step by the run's own rule
+        self._update_rule = parts.update_rule
+        self._num_updates = 0
         self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
         self._refs: list[BatchRef] = []
 
@@ -87,19 +55,27 @@ class ServerReplica(Replica):
         """See `strategies.base.Worker`."""
         return self._server
 
+    @property
+    def unpushed(self) -> int:
+        """See `strategies.base.Worker`."""
+        return len(self._refs)
+
     def retire(self) -> None:
         """See `Replica.retire`."""
         super().retire()
-        self._accumulated, self._velocity, self.server.spare = None, None, None
+        self._accumulated, self._velocity, self._updater, self.server.spare = None, None, None, None
         self._taken.vector = None
 
     async def newest(self) -> torch.Tensor:
         """See `Replica.newest`: a fetch beside the strategy's own."""
-        vector = Memory().allocate(self._layout.elems, self._layout.dtype, "evaluated")
+        memory = Memory(phantom=self._runtime.memory.phantom)
+        vector = memory.allocate(self._layout.elems, self._layout.dtype, "evaluated")
         await self.server.fetch_into(vector)
         return vector.tensor
 
     async def _flush(self) -> None:
+        if self._updater is not None:
+            raise InternalError("a strategy whose workers optimize() says how to flush: batches(flush)")
         if self._taken.num_gradients or self._refs:  # a gradient of no samples needs its receipt all the same
             await self.server.push_soon(self.take_accumulated())
         await self.server.settle()
@@ -224,6 +200,46 @@ class ServerReplica(Replica):
         self._taken.num_gradients += bool(gradient.samples)
         self._taken.learning_rate = gradient.lr
         self._refs.extend(gradient.refs)
+
+    async def optimize(self, gradient: base.Gradient) -> None:
+        """See `strategies.base.Worker`."""
+        if gradient.samples:
+            assert isinstance(gradient, ComputedGradient)
+            updater, target, source = self._own_updater(), self.parameters, gradient.vector
+            self._num_updates += 1
+            sums, rate, step = [(0, source.tensor)], gradient.lr, self._num_updates
+            await self._work(
+                lambda: updater.update(target.tensor, sums, lr=rate, step=step),
+                [source],
+                [target, *updater.state.values()],
+            )
+        self._count(gradient)
+
+    def _own_updater(self) -> Updater:
+        if self._updater is None:
+            if self._update_rule is None:
+                raise InternalError('shards have the update rule: the strategy says pushes = "gradients"')
+            layout = self._layout
+            everything = [(0, layout.elems)]
+            self._updater = Updater(self._runtime.memory, *self._update_rule, everything, layout.dtype)
+        return self._updater
+
+    async def pull_towards(self, arrival: Arrival, share: float) -> Update:
+        """See `strategies.base.Worker`."""
+        await arrival.done()
+        pull, parameters, difference = ElasticPull(share), self.parameters, arrival.vector
+        await self._work(lambda: pull(parameters.tensor, difference.tensor), [], [parameters, difference])
+        self.server.spare = difference
+        self._computes_on(arrival.versions)
+        return self._take_own(difference)
+
+    def take_parameters(self) -> Update:
+        """See `strategies.base.Worker`."""
+        return self._take_own(self.parameters)
+
+    def _take_own(self, vector: Vector) -> Update:
+        self._taken.vector, self._taken.basis = vector, self._basis
+        return self.take_accumulated()
 
     def take_accumulated(self) -> Update:
         """See `strategies.base.Worker`."""

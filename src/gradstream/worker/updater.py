@@ -10,7 +10,10 @@ from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 
-__all__ = ["Updater"]
+__all__ = ["UpdateRule", "Updater"]
+
+UpdateRule = tuple[Optimizer, GroupedRule | None]
+"""A rule, and the same where some parameters have settings of their own."""
 
 
 class Updater:

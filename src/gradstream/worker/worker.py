@@ -34,6 +34,7 @@ from gradstream.worker.gradient import GradientSource, Result
 from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.stopwatch import Stopwatch
+from gradstream.worker.updater import UpdateRule
 
 __all__ = ["ComputedGradient", "Replica", "ReplicaParts", "SampleBatch", "Watch"]
 
@@ -126,6 +127,7 @@ class ReplicaParts:
         first_version: of the parameters that its first minibatch is for, where rounds may go on without it:
             it then skips their minibatches. None where it computes all of its own.
         watch: told of each gradient and of each update.
+        update_rule: of parameters of its own, where the shards do not have it.
     """
 
     runtime: Runtime
@@ -144,6 +146,7 @@ class ReplicaParts:
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
     first_version: int | None = None
     watch: Watch = field(default_factory=Watch)
+    update_rule: UpdateRule | None = None
 
 
 class Replica(ABC):
@@ -188,6 +191,7 @@ class Replica(ABC):
         self._gradient = self._allocate("gradient")
         self._sums = self._allocate("sums") if parts.joins else None
         self._owed: dict[BatchRef, None] = {}  # begun, and in no update yet
+        self._put_in: Callable[[], Awaitable[None]] = self._flush
         self._stopwatch = Stopwatch(parts.runtime.node, claims, parts.runtime.now())
         self._result = Result(math.nan)
 
@@ -234,8 +238,11 @@ class Replica(ABC):
 
     # ---- batches ------------------------------------------------------------------------
 
-    async def batches(self) -> AsyncIterator[base.Minibatch]:
+    async def batches(
+        self, flush: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
+        self._put_in = flush or self._flush
         async with aclosing(self._schedule.refs(self._close, self._skip)) as refs:
             async for ref in refs:
                 if not await self._pace.gate(self._stand):
@@ -281,7 +288,7 @@ class Replica(ABC):
         return SampleBatch(ref, sum(part.num_samples for part in samples), samples)
 
     async def _stand(self) -> None:
-        await self._flush()
+        await self._put_in()
         self._pace.stand()
 
     async def _close(self) -> None:
@@ -291,7 +298,7 @@ class Replica(ABC):
             raise UserCodeError(
                 f"worker-{self.rank}: {len(self._owed)} of its {self.step} minibatches were never pushed, "
                 f"{next(iter(self._owed))} for one: a strategy must push the gradient of each minibatch, "
-                "by update() or accumulate()"
+                "by update(), accumulate() or optimize()"
             )
 
     def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:

@@ -1,0 +1,103 @@
+"""Elastic averaging: each worker explores on its own, held to a common centre by a spring.
+
+    client, after each τ local steps:                server:
+      x ← x_i;  y ← fetch()                            x̃ ← x̃ + d    on each push
+      d ← α·(x_i - y);  x_i ← x_i - d;  push(d)
+      x_i ← Opt(x_i, ∇ℓ(x; batch))                   (the local step, which every step has)
+
+x_i, the worker's own parameters, are kept, not overwritten; x̃, the server's, are the centre, which is
+evaluated, kept in checkpoints and saved. d is computed once: what x_i loses is what x̃ gains, so an exchange
+leaves Σ x_i + x̃ as it was. The gradient of the step in which one falls is of x_i as it was before, as in the
+paper: so y arrives while it is computed, and d leaves while the next ones are.
+
+Momentum is the local rule's, `optimizer=gs.SGD(lr, momentum=0.9)`; with Nesterov's, δ = 0.99, this is EAMSGD.
+
+Bytes a step and worker: 4N/τ up, 4N/τ down (float32). Nobody waits for anybody. A dead worker stops nobody,
+and takes with it what of its x_i the centre had not got; the samples behind its pushes count as gone through.
+
+Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, Algorithms 1
+and 2. Different here: with momentum the spring pulls at the point where gradients are taken, x + δv in the
+paper's letters, since rules are in that form here (see `optim.SGD`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gradstream.errors import ConfigError
+from gradstream.model.base import Reduction
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.server.rule import Immediate, Rule
+from gradstream.strategies.base import Pushes, Strategy, Worker
+
+__all__ = ["EAMSGD", "ElasticAveraging"]
+
+BETA = 0.9
+"""β = W·α, where α is not given: the paper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticAveraging(Strategy):
+    """Elastic averaging SGD (EASGD); see the module.
+
+    Args:
+        every: τ, local steps between two exchanges, at least 1.
+        moving_rate: α, how much of the way to the centre a worker is pulled, 0 to 1; 0.9/W if None.
+    """
+
+    every: int = 10
+    moving_rate: float | None = None
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    survives_worker_loss: ClassVar[bool] = True
+    pushes: ClassVar[Pushes] = "differences"
+    # Alone until the end, and then all of the way: the centre is where the worker has got to.
+    plain: ClassVar[Mapping[str, object] | None] = {"every": 1 << 30, "moving_rate": 1.0}
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            name = type(self).__name__
+            raise ConfigError(f"{name}(every={self.every}): expected a number of steps of at least 1")
+        if self.moving_rate is not None and not 0.0 <= self.moving_rate <= 1.0:
+            raise ConfigError(
+                f"{type(self).__name__}(moving_rate={self.moving_rate}): expected 0 (workers on their own) "
+                "to 1 (all of the way to the centre)"
+            )
+
+    def optimizer(self) -> Optimizer:
+        """Of the workers: plain SGD."""
+        return SGD(lr=0.01)
+
+    async def train(self, worker: Worker) -> None:
+        """The client, Algorithm 1."""
+        server = worker.server
+        share = BETA / worker.num_workers if self.moving_rate is None else self.moving_rate
+
+        async def flush() -> None:
+            if worker.unpushed:
+                await server.push_soon(await worker.pull_towards(server.fetch_soon(), share))
+            await server.settle()
+
+        await worker.refresh()
+        async for batch in worker.batches(flush):
+            centre = server.fetch_soon() if worker.unpushed >= self.every else None
+            gradient = await worker.gradient(batch)
+            if centre is not None:
+                await server.push_soon(await worker.pull_towards(centre, share))
+            await worker.optimize(gradient)
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        """Every push is added as it comes."""
+        return Immediate()
+
+
+@dataclass(frozen=True, slots=True)
+class EAMSGD(ElasticAveraging):
+    """Elastic averaging with Nesterov's momentum of 0.99 on the workers, Algorithm 2; see the module."""
+
+    def optimizer(self) -> Optimizer:
+        """Of the workers: δ = 0.99, and a rate that suits: steps add up to a hundred times it."""
+        return SGD(lr=0.001, momentum=0.99, nesterov=True)
