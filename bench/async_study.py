@@ -88,10 +88,10 @@ def main() -> None:
     wanted = [method for method in methods if method.name.startswith(given.only)]
     if given.quick:
         wanted = methods = [m for m in wanted if m.name in ("single", "downpour")]
-    by_name = {method.name: method for method in METHODS}
+    by_name, commit = {method.name: method for method in METHODS}, git_commit(ROOT)
 
     def work(key: Key) -> ledger.Row:
-        return row_of(by_name[key.method], key)
+        return {**row_of(by_name[key.method], key), "commit": commit}
 
     if not given.page:
         subject.data()  # read once, before there are processes
