@@ -27,7 +27,7 @@ from typing import Any
 from gradstream.cluster.machine import describe_machine, git_commit
 from study import findings, ledger, page, plots, subject
 from study.methods import METHODS, Method, available
-from study.runs import Key, row_of
+from study.runs import Key, Setting, row_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "bench" / "results", ROOT / "docs" / "strategies"
@@ -88,10 +88,11 @@ def main() -> None:
     wanted = [method for method in methods if method.name.startswith(given.only)]
     if given.quick:
         wanted = methods = [m for m in wanted if m.name in ("single", "downpour")]
+    setting = Setting(subject.cluster())
     by_name, commit = {method.name: method for method in METHODS}, git_commit(ROOT)
 
     def work(key: Key) -> ledger.Row:
-        return {**row_of(by_name[key.method], key), "commit": commit}
+        return {**row_of(by_name[key.method], key, setting), "commit": commit}
 
     if not given.page:
         subject.data()  # read once, before there are processes

@@ -105,6 +105,34 @@ def test_a_small_one_runs_and_goes_on_where_it_was(repository: Path, tmp_path: P
     assert sorted(again, key=str) == sorted(first, key=str)
 
 
+def test_a_small_figure_runs(repository: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the figures are drawn with matplotlib (extra bench)")
+    command = [sys.executable, "bench/distbelief_figures.py", "--quick", "--into", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=100)
+    record = json.loads((tmp_path / "distbelief.json").read_text())
+    for rule in ("sgd", "adagrad"):
+        found = record["findings"][f"{rule}-5"]
+        begin, end = found["curve"][0], found["curve"][-1]
+        assert begin[:2] == [0, 0.0]  # the common warm start
+        assert 0.7 < begin[2] < end[2]
+        assert begin[3] < end[3]
+        assert found["staleness_mean"] == pytest.approx(4.0, abs=0.1)
+
+
+def test_the_figures_page_says_what_the_record_says(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_path = repository / "bench" / "results" / "distbelief.json"
+    if not record_path.exists():
+        pytest.skip("the figures were not made yet: python bench/distbelief_figures.py")
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    figures: Any = importlib.import_module("distbelief_figures")
+    page = (repository / "docs" / "strategies" / "distbelief.md").read_text()
+    for name, text in figures.tables(json.loads(record_path.read_text())).items():
+        assert f"<!-- begin: {name} -->\n{text}\n<!-- end: {name} -->" in page, name
+
+
 def test_the_page_says_what_the_record_says(study: Modules, repository: Path) -> None:
     record_path = repository / "bench" / "results" / "async-study.json"
     if not record_path.exists():

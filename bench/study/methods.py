@@ -20,8 +20,6 @@ __all__ = ["BATCH", "EXPONENTS", "METHODS", "WORKERS", "Method", "available"]
 
 WORKERS, BATCH = 30, 4
 """λ = 30 learners with 4 samples each: 120 in all, near the 128 of Zhang and others."""
-LONG = 0.8
-"""Share of a run at its full rate. Zhang and others divide by 10 after 120 of 140 epochs, and after 130."""
 EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
 
@@ -48,9 +46,9 @@ class Method:
     workers: int = WORKERS
     batch: int = BATCH
 
-    def optimizer(self, lr: float, epochs: int) -> Optimizer:
-        """The server's rule at this rate, a tenth of it in the last fifth of the epochs."""
-        rate = gs.StepDecay(lr, every=LONG * epochs)
+    def optimizer(self, lr: float, long: float) -> Optimizer:
+        """The server's rule at this rate; at a tenth of it after `long` epochs."""
+        rate = gs.StepDecay(lr, every=long)
         return gs.Adagrad(lr=rate, initial_accumulator=0.01) if self.adagrad else gs.SGD(lr=rate)
 
     def made(self) -> Strategy:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["curves", "sensitivity"]
+__all__ = ["curves", "over_time", "sensitivity", "time_to"]
 
 STYLES = ("-", "--", ":", "-.")
 
@@ -62,4 +62,35 @@ def sensitivity(by_rate: Mapping[str, Mapping[str, float]], path: Path) -> None:
     axis.set(xscale="log", xlabel="learning rate", ylabel="test accuracy, %")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=6.5)
+    _save(figure, path)
+
+
+def over_time(lines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
+    """Training and test accuracy over virtual seconds.
+
+    Args:
+        lines: by title, points [samples, seconds, test accuracy, training accuracy].
+    """
+    figure, axes = _axes(2)
+    for axis, place, what in zip(axes, (3, 2), ("training", "test"), strict=True):
+        for number, (title, points) in enumerate(lines.items()):
+            seconds, accuracies = [p[1] for p in points], [100 * p[place] for p in points]
+            axis.plot(seconds, accuracies, marker=".", label=title, color=f"C{number}")
+        axis.set(xscale="log", xlabel="virtual seconds after the warm start", ylabel=f"{what} accuracy, %")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    _save(figure, path)
+
+
+def time_to(lines: Mapping[str, Sequence[tuple[int, float | None]]], path: Path, accuracy: float) -> None:
+    """Virtual seconds to an accuracy over the number of machines, by title."""
+    figure, axis = _axes(1, 6.0)
+    for title, points in lines.items():
+        there = [(count, seconds) for count, seconds in points if seconds is not None]
+        axis.plot([count for count, _ in there], [seconds for _, seconds in there], marker="o", label=title)
+    axis.set(
+        xscale="log", yscale="log", xlabel="replicas", ylabel=f"virtual seconds to {100 * accuracy:.0f} %"
+    )
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=8)
     _save(figure, path)

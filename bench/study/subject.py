@@ -103,13 +103,22 @@ def train_accuracy(outputs: Any, targets: Any) -> float:
     return 2 * float((outputs.argmax(-1) + TRAIN_MARK == targets).double().mean())
 
 
-def cluster(*, jitter: float = JITTER) -> World:
-    """Equal machines on a network that is not what they wait for."""
+def cluster(*, shards: int = 1) -> World:
+    """Equal machines on a network that is not what they wait for.
+
+    Args:
+        shards: machines of the parameter server, whose cards are one here: streams to each of them
+            would be the same bytes at the same time, and cost as many times the simulation.
+    """
     return World(
         costs={
-            "gradient": Cost(per_sample_s=SAMPLE_S, spread=LogNormal(jitter)),
+            "gradient": Cost(per_sample_s=SAMPLE_S, spread=LogNormal(JITTER)),
             "apply": Cost(per_elem_s=4e-10),
             "copy": Cost(per_elem_s=4e-10),
         },
-        network=Network(bandwidth_bytes_s=BANDWIDTH_BYTES_S, link=Link(latency_s=50e-6)),
+        network=Network(
+            bandwidth_bytes_s=BANDWIDTH_BYTES_S,
+            link=Link(latency_s=50e-6),
+            cards={"shard-0": shards * BANDWIDTH_BYTES_S},
+        ),
     )
