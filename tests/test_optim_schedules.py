@@ -47,6 +47,11 @@ SAME_AS_TORCH = [
     pytest.param(gs.StepDecay(0.5, 7, unit="steps"), lambda o: lr_scheduler.StepLR(o, 7), id="steps"),
     pytest.param(gs.StepDecay(0.5, 2), lambda o: lr_scheduler.StepLR(o, 2 * PER_EPOCH), id="epochs"),
     pytest.param(gs.Linear(0.5, 0.25), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.5, STEPS), id="linear"),
+    pytest.param(
+        gs.InverseRoot(0.5, over=3),
+        lambda o: lr_scheduler.LambdaLR(o, lambda t: (1 + t / 3) ** -0.5),
+        id="root",
+    ),
     pytest.param(gs.Constant(0.5), lambda o: lr_scheduler.ConstantLR(o, 1.0), id="constant"),
 ]
 
@@ -79,6 +84,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda: gs.StepDecay(0.1, 0), "every is 0"),
     (lambda: gs.StepDecay(0.1, 1, unit="weeks"), "unit is 'weeks'; expected 'steps' or 'epochs'"),  # type: ignore[arg-type]
     (lambda: gs.OneCycle(0.1, rise=1.5), "rise is 1.5"),
+    (lambda: gs.InverseRoot(0.1, over=0), "over is 0"),
     (lambda: gs.Warmup(gs.Cosine(0.1), 0), "length is 0"),
     (lambda: gs.Warmup(math.nan, 5), "then is nan"),
     (lambda: gs.Chain(0.1, -1, 0.2), "at is -1"),

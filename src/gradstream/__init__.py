@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Chain,
         Constant,
         Cosine,
+        InverseRoot,
         Linear,
         Momentum,
         Nesterov,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from gradstream.simulate.simulate import simulate
     from gradstream.strategies import (
         EAMSGD,
+        SSP,
         AllReduce,
         AsySG,
         Downpour,
@@ -76,6 +78,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EAMSGD",
     "SGD",
+    "SSP",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -94,6 +97,7 @@ __all__ = [
     "GradientError",
     "GradstreamError",
     "Interrupted",
+    "InverseRoot",
     "Job",
     "Linear",
     "Link",
@@ -149,6 +153,7 @@ _ROOMS = {
         "Chain",
         "Constant",
         "Cosine",
+        "InverseRoot",
         "Linear",
         "OneCycle",
         "StepDecay",
@@ -162,6 +167,7 @@ _ROOMS = {
     "gradstream.simulate": ("simulate",),
     "gradstream.strategies": (
         "EAMSGD",
+        "SSP",
         "AllReduce",
         "AsySG",
         "Downpour",

@@ -51,6 +51,7 @@ STRATEGIES = {
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",
     "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
     "softsync": "gradstream.strategies.softsync:Softsync",
+    "ssp": "gradstream.strategies.ssp:SSP",
     "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",
     "synchronous": "gradstream.strategies.synchronous:Synchronous",
 }

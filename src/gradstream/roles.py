@@ -323,6 +323,7 @@ class Cast:
             resume_from=self.resume.folder if self.resume is not None else "",
             quorum=self.strategy.quorum(self.workers),
             correction=self.strategy.correction(),
+            workers=self.workers,
         )
 
     def worker(

@@ -3,7 +3,16 @@
 from gradstream.optim.adagrad import Adagrad
 from gradstream.optim.adam import Adam, AdamW
 from gradstream.optim.base import Optimizer
-from gradstream.optim.schedules import Chain, Constant, Cosine, Linear, OneCycle, StepDecay, Warmup
+from gradstream.optim.schedules import (
+    Chain,
+    Constant,
+    Cosine,
+    InverseRoot,
+    Linear,
+    OneCycle,
+    StepDecay,
+    Warmup,
+)
 from gradstream.optim.sgd import SGD, Momentum, Nesterov
 
 __all__ = [
@@ -14,6 +23,7 @@ __all__ = [
     "Chain",
     "Constant",
     "Cosine",
+    "InverseRoot",
     "Linear",
     "Momentum",
     "Nesterov",

@@ -25,6 +25,7 @@ __all__ = [
     "Chain",
     "Constant",
     "Cosine",
+    "InverseRoot",
     "Linear",
     "OneCycle",
     "Position",
@@ -210,6 +211,30 @@ class Cosine:
     def __call__(self, position: Position) -> float:
         """The rate at a position."""
         return _cosine(self.lr, self.end, min(1.0, position.fraction))
+
+
+@dataclass(frozen=True, slots=True)
+class InverseRoot:
+    """Falls as the root of time: lr / √(1 + t / over). What regret bounds of online learning are for.
+
+    Args:
+        lr: rate at the begin, > 0.
+        over: steps after which the rate is lr/√2, > 0; 1 is lr/√(t + 1).
+
+    Reference:
+        Zinkevich, Online convex programming and generalized infinitesimal gradient ascent, 2003.
+    """
+
+    lr: float
+    over: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("InverseRoot", "lr", self.lr)
+        positive("InverseRoot", "over", self.over)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        return self.lr / math.sqrt(1 + position.step / self.over)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class Update:
         late: shards have dropped it, an expected outcome: it came behind the update it was meant for.
         sequence: number of the push, once it has begun.
         refs: minibatches whose gradients are in it.
+        clock: of this worker once it is in; 0 where it keeps none. `push_soon` fills it in.
     """
 
     vector: Vector | None
@@ -68,6 +69,7 @@ class Update:
     late: bool = False
     sequence: int = 0
     refs: Sequence[BatchRef] = ()
+    clock: int = 0
 
 
 class Arrival:
@@ -76,6 +78,7 @@ class Arrival:
     def __init__(self, vector: Vector, num_chunks: int) -> None:
         self.vector = vector
         self.versions = [-1] * num_chunks
+        self.clocks = [0] * num_chunks
         self.num_landed = Progress()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.task: asyncio.Task[None] | None = None
@@ -85,9 +88,14 @@ class Arrival:
         assert self.task is not None
         await asyncio.shield(self.task)
 
-    def land(self, chunk: int, version: int) -> None:
+    @property
+    def clock(self) -> int:
+        """It includes so many updates of every worker that takes part."""
+        return min(self.clocks, default=0)
+
+    def land(self, chunk: int, version: int, clock: int = 0) -> None:
         """A chunk's elements are in the vector."""
-        self.versions[chunk] = version
+        self.versions[chunk], self.clocks[chunk] = version, clock
         self.num_landed.advance(self.num_landed.value + 1)
         self.release(chunk)
 
@@ -177,6 +185,7 @@ class ServerClient:
         self.chunks = chunks
         self.spare: Vector | None = spare
         self.claims = Claims()
+        self.clock = 0
         self._runtime = runtime
         self._endpoint = endpoint
         self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
@@ -185,7 +194,8 @@ class ServerClient:
         self._silence_s = silence_s
         self._retry_s = retry_s
         self._jitter = runtime.random("retry")
-        self._sequence = 0
+        self._sequence = 0  # of the push or command issued last
+        self._last_push = 0  # of the push issued last
         self._pushing: asyncio.Task[None] | None = None
         self._pushed: Vector | None = None  # by the push started last
         self._last_fetch: Arrival | None = None
@@ -193,8 +203,12 @@ class ServerClient:
 
     # ---- verbs --------------------------------------------------------------------------
 
-    async def push_soon(self, update: Update) -> None:
+    async def push_soon(self, update: Update, *, tick: bool = False) -> None:
         """Starts a push, once the one before it is done.
+
+        Args:
+            update: what is pushed; one of nothing is done at once.
+            tick: it makes this worker's clock one later.
 
         Raises:
             What the push before failed with: it may have been applied to some chunks.
@@ -204,11 +218,15 @@ class ServerClient:
             if update.on_done is not None:
                 update.on_done()
             return
+        if tick:
+            self.clock += 1
+            update.clock = self.clock
         self._sequence += 1
         update.sequence = self._sequence
         # Initial parameters cannot wait for a fetch, which may be waiting for them.
         sequence, before = self._sequence, None if update.assign else self._last_fetch
         self._pushed = update.vector
+        self._last_push = sequence
         name = f"{self._runtime.node}-push-{sequence}"
         self._pushing = awaited_later(self._runtime.spawn(self._push(update, sequence, before), name=name))
 
@@ -225,7 +243,9 @@ class ServerClient:
         if pushing is not None:
             await asyncio.shield(pushing)
 
-    def fetch_soon(self, *, min_version: int = 0, own: bool = True, flush: bool = False) -> Arrival:
+    def fetch_soon(
+        self, *, min_version: int = 0, own: bool = True, flush: bool = False, min_clock: int = 0
+    ) -> Arrival:
         """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
 
         Each chunk is one version, at least `min_version`. Where what was pushed last lies in that vector,
@@ -236,6 +256,7 @@ class ServerClient:
             own: all own pushes before it are applied to it, or are in the server's sum; else it may
                 overtake them.
             flush: what the server's sums hold is applied to it, though no update is due.
+            min_clock: so many updates, at least, of every worker that takes part are in it.
 
         Raises:
             InternalError: the fetch before was not adopted yet, so there is no spare vector.
@@ -246,9 +267,10 @@ class ServerClient:
         self._num_fetches += 1
         terms = v1.Fetch(
             min_version=min_version,
-            after_sequence=self._sequence if own else 0,
+            after_sequence=self._last_push if own else 0,
             number=self._num_fetches,
             flush=flush,
+            min_clock=min_clock,
         )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
         free = self.settle() if self._pushed is arrival.vector else None
@@ -297,7 +319,20 @@ class ServerClient:
             min_version=min(result.min_version for result in results),
             max_version=max(result.max_version for result in results),
             counters=counters,
+            clock=max(result.clock for result in results),
         )
+
+    async def leave(self) -> None:
+        """This worker has nothing to do for now: nobody waits for its clock. Its pushes are settled."""
+        await self.command(v1.Command(kind=v1.Command.LEAVE))
+
+    async def enter(self) -> None:
+        """This worker takes part again: at its own clock, or at that of the slowest if that is later."""
+        clock = -1
+        while clock != self.clock:  # the second time all shards are told the latest of theirs
+            clock = self.clock
+            result = await self.command(v1.Command(kind=v1.Command.ENTER, clock=clock))
+            self.clock = max(clock, result.clock)
 
     async def assign(self, vector: Vector) -> None:
         """Hands out initial parameters: version 0 of every chunk that has none yet. Others keep theirs."""
@@ -340,6 +375,7 @@ class ServerClient:
                 learning_rate=update.learning_rate,
                 round=update.round,
                 num_gradients=update.num_gradients,
+                clock=update.clock,
             )
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "push", request)
@@ -464,7 +500,7 @@ class ServerClient:
                     link.fetched_bytes += header.elems * arrival.vector.tensor.element_size()
                     self._claim(header, opened_ns)
                     self.claims.note(Kind.SHARD, name, opened_ns, self._runtime.now())
-                    arrival.land(header.index, header.version)
+                    arrival.land(header.index, header.version, header.clock)
                     progressed()
             finally:
                 stream.cancel("done")

@@ -30,6 +30,7 @@ class Commands:
         store: its vectors.
         versions: gives the versions of its chunks.
         unread: waits until no peer reads any of them where they lie.
+        take_part: told which worker is at which clock, or has nothing to do (None); returns its clock.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class Commands:
         store: Store,
         versions: Callable[[], Sequence[int]],
         unread: Callable[[], Awaitable[None]],
+        take_part: Callable[[str, int | None], int],
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._versions = versions
         self._unread = unread
-        self._results: dict[tuple[str, int], OrderedDict[int, asyncio.Task[float]]] = {}
+        self._take_part = take_part
+        self._results: dict[tuple[str, int], OrderedDict[int, asyncio.Task[v1.CommandResult]]] = {}
 
     async def carry_out(
         self, sender: str, incarnation: int, command: v1.Command, counters: Counter[str]
@@ -59,12 +62,19 @@ class Commands:
         results = self._results.setdefault((sender, incarnation), OrderedDict())
         if command.sequence not in results:
             name = f"command-{sender}-{command.sequence}"
-            results[command.sequence] = self._runtime.spawn(self._do(command), name=name)
+            results[command.sequence] = self._runtime.spawn(self._do(sender, command), name=name)
             while len(results) > KEPT_RESULTS:
                 results.popitem(last=False)
-        return v1.CommandResult(scalar=await asyncio.shield(results[command.sequence]))
+        return await asyncio.shield(results[command.sequence])
 
-    async def _do(self, command: v1.Command) -> float:
+    async def _do(self, sender: str, command: v1.Command) -> v1.CommandResult:
+        kind = v1.Command
+        if command.kind in (kind.LEAVE, kind.ENTER):
+            own = command.clock if command.kind == kind.ENTER else None
+            return v1.CommandResult(clock=self._take_part(sender, own))
+        return v1.CommandResult(scalar=await self._do_on_vectors(command))
+
+    async def _do_on_vectors(self, command: v1.Command) -> float:
         store, kind = self._store, v1.Command
         if command.kind in (kind.CREATE, kind.DROP) and not command.out:
             raise ConfigError("CREATE and DROP need the name of a vector other than the parameters")

@@ -31,6 +31,10 @@ class Membership(Protocol):
         """Waits until something holds that a notice decides."""
         ...
 
+    def listen(self, listener: Callable[[v1.Notice], None]) -> None:
+        """Calls with each notice that brings news."""
+        ...
+
     def report(self, report: v1.CutReport) -> None:
         """Says how far this node is with a cut."""
         ...
@@ -84,6 +88,8 @@ class ShardNode:
             self._service.register(notice.model, opens=False)
             holder = ShardHolder(self._service, self._config.rank)
             await self._restore(holder)
+            self._hear(self._member.notice)
+            self._member.listen(self._hear)
             self._service.open()
             agreeing = self._agree()
             snapshots = Snapshots(self._runtime, self._member, holder)
@@ -103,6 +109,10 @@ class ShardNode:
             raise
         finally:
             await self._member.leave()
+
+    def _hear(self, notice: v1.Notice) -> None:
+        """Who is lost keeps nobody waiting."""
+        self._service.keep({node.rank for node in notice.nodes if node.role == "worker"})
 
     def _agree(self) -> list[asyncio.Task[None]]:
         """Keeps up with the other shards, where a quorum makes each update."""

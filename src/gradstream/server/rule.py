@@ -33,6 +33,7 @@ class Contribution:
         round: synchronous strategies: the version it is meant for.
         basis: version of the chunk that the gradient was computed on.
         absent: the sender contributes nothing this time; there are no elements.
+        clock: of the sender, once this is in; 0 where it keeps none (see `clocks.py`).
     """
 
     sender: str
@@ -45,6 +46,7 @@ class Contribution:
     round: int = 0
     basis: int = 0
     absent: bool = False
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class FetchTerms:
         after_sequence: this push of the same sender must have been applied, or be in the sum (0: none).
         flush: the chunk's sum must be empty: what it holds is applied, though no update is due.
         beside: no gradient will be computed on it.
+        min_clock: every worker that takes part must be there.
     """
 
     sender: str
@@ -64,6 +67,7 @@ class FetchTerms:
     after_sequence: int = 0
     flush: bool = False
     beside: bool = False
+    min_clock: int = 0
 
 
 class Rule(Protocol):

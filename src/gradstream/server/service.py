@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -72,6 +72,7 @@ class ShardConfig:
         resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
         order: notes in which order things happen, or holds them to one.
         correction: what is done to a contribution before it is used; None for nothing.
+        workers: how many there are, whose clocks are kept.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class ShardConfig:
     quorum: int | None = None
     order: Order = field(default_factory=AsItComes)
     correction: Correction | None = None
+    workers: int = 0
 
     @property
     def waiting_every_s(self) -> float:
@@ -166,7 +168,7 @@ class ShardService:
             memory, elems = self._runtime.memory, self.store.elems
             self.senders = SenderStates(memory, self.chunks, elems, dtype, config.correction)
         here = self.chunks.chunks_of(config.rank)
-        self.state = ShardState(here, config.rule, quorum=config.quorum is not None)
+        self.state = ShardState(here, config.rule, quorum=config.quorum is not None, workers=config.workers)
         self._order.begin(lambda chunk: self.state.chunks[chunk].busy, self.state.version)
         if config.quorum is not None:
             self.agreement = Agreement(
@@ -179,7 +181,9 @@ class ShardService:
                 waiting_every_s=config.waiting_every_s,
                 decided=self._decide,
             )
-        self._commands = Commands(self._runtime, self.store, self.versions, self._readers.all_gone)
+        self._commands = Commands(
+            self._runtime, self.store, self.versions, self._readers.all_gone, self._take_part
+        )
         self._endpoint.identity.fingerprint = model.fingerprint
         if opens:
             self.open()
@@ -238,6 +242,7 @@ class ShardService:
                 round=request.round,
                 basis=chunk.version,
                 absent=elements is None,
+                clock=request.clock,
             )
             if elements is not None:
                 self._elements[token, chunk.index] = elements
@@ -295,12 +300,12 @@ class ShardService:
                 data = v1.PushResults(results=results).SerializeToString()
                 await inbox.stream.send(v1.Frame(body=v1.Body(data=data)))
 
-    async def _woken(self, stream: Stream, wake: asyncio.Event, chunks: set[int]) -> bool:
+    async def _woken(self, stream: Stream, wake: asyncio.Event, chunks: set[int], min_clock: int = 0) -> bool:
         """Waits for news; where none comes, tells the peer whom it waits for, and returns False."""
         try:
             await self._runtime.within(self._config.waiting_every_s, wake.wait())
         except TimeoutError:
-            await stream.waiting(list(self.state.awaited(sorted(chunks))))
+            await stream.waiting(list(self.state.awaited(sorted(chunks), min_clock)))
             return False
         wake.clear()
         return True
@@ -321,6 +326,7 @@ class ShardService:
             request.after_sequence,
             flush=request.flush,
             beside=request.number == 0,
+            min_clock=request.min_clock,
         )
         token = next(self._tokens)
         fetched = Fetched(_rank(opened.sender), request.number, request.attempt, acts=request.flush)
@@ -331,7 +337,7 @@ class ShardService:
                 self._order.ask(chunk, fetched, partial(self._ask, chunk, terms, token))
             while outbox.ready or outbox.waiting:
                 if not outbox.ready:
-                    await self._woken(stream, outbox.wake, outbox.waiting)
+                    await self._woken(stream, outbox.wake, outbox.waiting, terms.min_clock)
                     continue
                 chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._config.silence_s)
@@ -344,6 +350,7 @@ class ShardService:
                         dtype=to_wire(self.store.dtype),
                         version=version,
                         waited=waited,
+                        clock=self.state.clocks.slowest(chunk),
                     )
                     self._order.read(chunk, fetched)
                     if self.senders is not None and not terms.beside:
@@ -398,6 +405,21 @@ class ShardService:
         )
         data = result.SerializeToString()
         await stream.send(v1.Frame(body=v1.Body(data=data)))
+
+    def _take_part(self, sender: str, clock: int | None) -> int:
+        """A worker is at this clock, or, without one, has nothing to do for now. Returns its clock."""
+        clocks, rank = self.state.clocks, _rank(sender)
+        if clock is None:
+            clocks.leave(rank)
+        else:
+            clock = clocks.enter(rank, clock)
+        self._carry_out(self.state.clocks_changed())
+        return clock or 0
+
+    def keep(self, ranks: Collection[int]) -> None:
+        """Only these workers are left in the run: nobody waits for the others' clocks."""
+        self.state.clocks.keep(ranks)
+        self._carry_out(self.state.clocks_changed())
 
     def _decide(self, verdict: Verdict) -> None:
         self.on_verdict(verdict)

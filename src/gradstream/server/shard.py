@@ -5,7 +5,7 @@ meanwhile queues. A push is exactly-once per (sender, incarnation, sequence, chu
 is answered DUPLICATE if the first was applied, and takes its place if that one still waits.
 
     push ──▶ duplicate? drop? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
-    fetch ─▶ version and own push there? ──▶ Release, or waits (and says for whom)
+    fetch ─▶ version, own push and clocks there? ──▶ Release, or waits (and says for whom)
 
 Where the rule says that an update is not complete, what is due only joins the chunk's sum: that is done with
 it, and the version stays. What a sum holds when nothing more will come is applied by a fetch that asks for it
@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gradstream.server.clocks import Clocks
 from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms, Rule, completes_of
 from gradstream.server.window import SequenceWindow
@@ -139,6 +140,7 @@ class ShardState:
         rule: the strategy's server half.
         quorum: wait for verdicts.
         window: makes the set of applied sequence numbers of one sender.
+        workers: how many there are, whose clocks are kept.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class ShardState:
         window: Callable[[], SequenceWindow] = SequenceWindow,
         *,
         quorum: bool = False,
+        workers: int = 0,
     ) -> None:
         self._rule = rule
         self._completes = completes_of(rule)
@@ -155,6 +158,7 @@ class ShardState:
         self._quorum = quorum
         self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
         self.chunks = {chunk: ChunkState() for chunk in chunks}
+        self.clocks = Clocks(self.chunks, workers)
 
     def version(self, chunk: int) -> int:
         """Updates applied to a chunk; -1 before its initial parameters are there."""
@@ -197,6 +201,8 @@ class ShardState:
         for parked in due.update:
             done = parked.contribution
             self._window_of(state, done).add(done.sequence)
+            if done.clock:
+                self.clocks.tick(chunk, done.rank, done.clock)
             staleness = 0 if parked.assign or done.absent else before - done.basis
             out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))
         arrivals, state.arrivals = state.arrivals, []
@@ -209,10 +215,14 @@ class ShardState:
     def fetch(self, chunk: int, terms: FetchTerms, token: Token) -> list[Instruction]:
         """A reader asks for a chunk."""
         state = self.chunks[chunk]
-        if self._satisfied(state, terms):
+        if self._satisfied(chunk, state, terms):
             return [Release(token, chunk)]
         state.fetches.append((terms, token))
         return self._start(chunk, state) if terms.flush and not state.busy else []
+
+    def clocks_changed(self) -> list[Instruction]:
+        """Somebody takes part that did not, or no longer does: see `clocks`."""
+        return [one for chunk, state in self.chunks.items() for one in self._release(chunk, state)]
 
     def forget(self, token: Token) -> None:
         """The stream behind a token is gone: nobody waits for its fetches. Its pushes stand."""
@@ -220,8 +230,13 @@ class ShardState:
             if state.fetches:
                 state.fetches = [(terms, held) for terms, held in state.fetches if held != token]
 
-    def awaited(self, chunks: Iterable[int]) -> Sequence[str]:
-        """For whom readers of, or contributors to, these chunks have to wait: names, sorted."""
+    def awaited(self, chunks: Iterable[int], min_clock: int = 0) -> Sequence[str]:
+        """For whom readers of, or contributors to, these chunks have to wait: names, sorted.
+
+        Args:
+            chunks: which.
+            min_clock: that a reader asks for.
+        """
         names: dict[str, None] = {}
         for chunk in chunks:
             state = self.chunks[chunk]
@@ -229,6 +244,7 @@ class ShardState:
                 names["the worker of the lowest rank (initial parameters)"] = None
             parked = [held.contribution for held in state.parked]
             names.update(dict.fromkeys(self._rule.awaited(state.version, parked)))
+            names.update((f"worker-{rank}", None) for rank in self.clocks.behind(chunk, min_clock))
         return sorted(names)
 
     def _window_of(self, state: ChunkState, who: Contribution | FetchTerms) -> SequenceWindow:
@@ -313,15 +329,17 @@ class ShardState:
             at_once or self._completes(state.version, state.summed, contributions),
         )
 
-    def _satisfied(self, state: ChunkState, terms: FetchTerms) -> bool:
+    def _satisfied(self, chunk: int, state: ChunkState, terms: FetchTerms) -> bool:
         if state.version < max(terms.min_version, 0) or (terms.flush and state.unapplied):
+            return False
+        if terms.min_clock and self.clocks.slowest(chunk) < terms.min_clock:
             return False
         return terms.after_sequence == 0 or terms.after_sequence in self._window_of(state, terms)
 
     def _release(self, chunk: int, state: ChunkState) -> list[Instruction]:
-        ready = [token for terms, token in state.fetches if self._satisfied(state, terms)]
+        ready = [token for terms, token in state.fetches if self._satisfied(chunk, state, terms)]
         if ready:
             state.fetches = [
-                (terms, token) for terms, token in state.fetches if not self._satisfied(state, terms)
+                (terms, token) for terms, token in state.fetches if not self._satisfied(chunk, state, terms)
             ]
         return [Release(token, chunk) for token in ready]

@@ -6,11 +6,13 @@ from gradstream.strategies.base import Strategy, Worker
 from gradstream.strategies.downpour import Downpour
 from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
 from gradstream.strategies.softsync import Softsync
+from gradstream.strategies.ssp import SSP
 from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
 
 __all__ = [
     "EAMSGD",
+    "SSP",
     "AllReduce",
     "AsySG",
     "Downpour",

@@ -69,12 +69,23 @@ class Gradient(Protocol):
 class Server(Protocol):
     """The parameter server as a worker sees it: see `gradstream.server.ServerClient`."""
 
-    def fetch_soon(self, *, min_version: int = 0, own: bool = True) -> Arrival:
-        """Starts a fetch into the spare vector; unless `own`, it does not wait for this worker's pushes."""
+    @property
+    def clock(self) -> int:
+        """How many updates this worker has made with `tick`."""
         ...
 
-    async def push_soon(self, update: Update) -> None:
-        """Starts a push, once the one before it is done; raises what that one failed with."""
+    def fetch_soon(self, *, min_version: int = 0, own: bool = True, min_clock: int = 0) -> Arrival:
+        """Starts a fetch into the spare vector; unless `own`, it does not wait for this worker's pushes.
+
+        With `min_clock` it waits for so many updates of every worker that takes part.
+        """
+        ...
+
+    async def push_soon(self, update: Update, *, tick: bool = False) -> None:
+        """Starts a push, once the one before it is done; raises what that one failed with.
+
+        With `tick` it is one more update on this worker's clock.
+        """
         ...
 
     async def settle(self) -> None:
@@ -135,6 +146,7 @@ class Worker(Protocol):
     reduction: Reduction  # whether gradients are means or sums over their samples
     step: int  # local minibatches so far, this one excluded
     version: int  # of the parameters that gradients are computed on; of their oldest chunk
+    clock: int  # these have so many updates of every worker that takes part; this one's all, where applied
 
     @property
     def unpushed(self) -> int:
@@ -151,12 +163,19 @@ class Worker(Protocol):
         """The other workers; raises InternalError where the strategy goes through servers."""
         ...
 
-    def batches(self, flush: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[Minibatch]:
+    def batches(
+        self,
+        flush: Callable[[], Awaitable[None]] | None = None,
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> AsyncIterator[Minibatch]:
         """This worker's minibatches, in order; ends when every sample of the run is accounted for.
 
         Args:
             flush: awaited before this worker waits for others, at the end and for a checkpoint: returns
                 when all that it has computed is in the model. None pushes what has been accumulated.
+            before: awaited before each minibatch is begun. The place to wait for other workers' clocks: who
+                waits there stands for a cut, for which the others stand too. With it this worker takes
+                part in clocks, but for when it has nothing to do: nobody waits for it then.
         """
         ...
 
@@ -172,8 +191,8 @@ class Worker(Protocol):
         """Waits for a fetch; from then on its vector holds the worker's parameters."""
         ...
 
-    async def refresh(self, *, own: bool = True) -> None:
-        """Fetches and adopts at once, between two gradients: needs no spare vector. `own` as in `Server`."""
+    async def refresh(self, *, own: bool = True, min_clock: int = 0) -> None:
+        """Fetches and adopts at once, between two gradients: needs no spare vector; see `Server`."""
         ...
 
     async def apply(self, gradient: Gradient, lr: float | None = None) -> None:

@@ -109,7 +109,7 @@ class Accept(_message.Message):
     def __init__(self, window: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited", "reference", "rows")
+    __slots__ = ("index", "sequence", "elems", "dtype", "version", "flags", "waited", "reference", "clock", "rows")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class Chunk(_message.Message):
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     WAITED_FIELD_NUMBER: _ClassVar[int]
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     index: int
     sequence: int
@@ -127,8 +128,9 @@ class Chunk(_message.Message):
     flags: int
     waited: Waited
     reference: Reference
+    clock: int
     rows: int
-    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ..., reference: _Optional[_Union[Reference, _Mapping]] = ..., rows: _Optional[int] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., sequence: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., version: _Optional[int] = ..., flags: _Optional[int] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ..., reference: _Optional[_Union[Reference, _Mapping]] = ..., clock: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Reference(_message.Message):
     __slots__ = ("channel", "segment", "offset_bytes", "size_bytes", "loan")
@@ -257,7 +259,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "rows")
+    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "clock", "rows")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -274,6 +276,7 @@ class Push(_message.Message):
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     NUM_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     command: Push.Command
     vector: str
@@ -283,8 +286,9 @@ class Push(_message.Message):
     round: int
     alpha: float
     num_gradients: int
+    clock: int
     rows: bool
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., rows: bool = ...) -> None: ...
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., rows: bool = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")
@@ -319,12 +323,13 @@ class PushResults(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[PushResult, _Mapping]]] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Fetch(_message.Message):
-    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "flush", "known", "number", "attempt")
+    __slots__ = ("vector", "min_version", "after_sequence", "chunks", "flush", "min_clock", "known", "number", "attempt")
     VECTOR_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     FLUSH_FIELD_NUMBER: _ClassVar[int]
+    MIN_CLOCK_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -333,10 +338,11 @@ class Fetch(_message.Message):
     after_sequence: int
     chunks: _containers.RepeatedScalarFieldContainer[int]
     flush: bool
+    min_clock: int
     known: _containers.RepeatedScalarFieldContainer[int]
     number: int
     attempt: int
-    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., flush: bool = ..., known: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+    def __init__(self, vector: _Optional[str] = ..., min_version: _Optional[int] = ..., after_sequence: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ..., flush: bool = ..., min_clock: _Optional[int] = ..., known: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Unchanged(_message.Message):
     __slots__ = ("chunks", "versions")
@@ -347,7 +353,7 @@ class Unchanged(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("kind", "out", "x", "y", "alpha", "sequence")
+    __slots__ = ("kind", "out", "x", "y", "alpha", "sequence", "clock")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CREATE: _ClassVar[Command.Kind]
@@ -357,6 +363,8 @@ class Command(_message.Message):
         ADD: _ClassVar[Command.Kind]
         DOT: _ClassVar[Command.Kind]
         STATUS: _ClassVar[Command.Kind]
+        LEAVE: _ClassVar[Command.Kind]
+        ENTER: _ClassVar[Command.Kind]
     CREATE: Command.Kind
     DROP: Command.Kind
     COPY: Command.Kind
@@ -364,22 +372,26 @@ class Command(_message.Message):
     ADD: Command.Kind
     DOT: Command.Kind
     STATUS: Command.Kind
+    LEAVE: Command.Kind
+    ENTER: Command.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     OUT_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     Y_FIELD_NUMBER: _ClassVar[int]
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     kind: Command.Kind
     out: str
     x: str
     y: str
     alpha: float
     sequence: int
-    def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ...) -> None: ...
+    clock: int
+    def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("scalar", "min_version", "max_version", "counters")
+    __slots__ = ("scalar", "min_version", "max_version", "counters", "clock")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -391,11 +403,13 @@ class CommandResult(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     scalar: float
     min_version: int
     max_version: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    clock: int
+    def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
     __slots__ = ("name", "role", "rank", "address", "incarnation")

@@ -49,6 +49,7 @@ class ServerReplica(Replica):
         self._num_updates = 0
         self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
         self._refs: list[BatchRef] = []
+        self._takes_part = True
 
     @property
     def server(self) -> ServerClient:
@@ -89,20 +90,32 @@ class ServerReplica(Replica):
         await arrival.done()
         self.server.spare, self.parameters = self.parameters, arrival.vector
         self.server.spare.name, self.parameters.name = "spare", "parameters"
-        self._computes_on(arrival.versions)
+        self._computes_on(arrival)
 
-    async def refresh(self, *, own: bool = True, flush: bool = False) -> None:
+    async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
         """See `strategies.base.Worker`; `flush` as in `ServerClient.fetch_soon`."""
+        if min_clock and self._between:
+            await self._stand()  # who waits for others, who may stand for a cut, stands for it too
         spare, self.server.spare = self.server.spare, self._gradient
-        arrival = self.server.fetch_soon(own=own, flush=flush)
+        arrival = self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock)
         await arrival.done()
         self._gradient, self.parameters, self.server.spare = self.parameters, arrival.vector, spare
         self._gradient.name, self.parameters.name = "gradient", "parameters"
-        self._computes_on(arrival.versions)
+        self._computes_on(arrival)
 
-    def _computes_on(self, versions: Sequence[int]) -> None:
-        self._basis = versions
-        self.version = min(versions, default=0)
+    def _computes_on(self, arrival: Arrival) -> None:
+        self._basis, self.clock = arrival.versions, arrival.clock
+        self.version = min(arrival.versions, default=0)
+
+    async def _rest(self) -> None:
+        if self._takes_part:
+            self._takes_part = False
+            await self.server.leave()
+
+    async def _return(self) -> None:
+        if not self._takes_part:
+            self._takes_part = True
+            await self.server.enter()
 
     async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
         """See `strategies.base.Worker`."""
@@ -230,7 +243,7 @@ class ServerReplica(Replica):
         pull, parameters, difference = ElasticPull(share), self.parameters, arrival.vector
         await self._work(lambda: pull(parameters.tensor, difference.tensor), [], [parameters, difference])
         self.server.spare = difference
-        self._computes_on(arrival.versions)
+        self._computes_on(arrival)
         return self._take_own(difference)
 
     def take_parameters(self) -> Update:

@@ -172,6 +172,7 @@ class Replica(ABC):
         self.step = parts.first_step
         self.samples = 0  # gone through
         self.version = -1  # no parameters yet
+        self.clock = 0
         self._runtime = parts.runtime
         self._layout = parts.layout
         assert parts.differentiator is not None
@@ -186,6 +187,8 @@ class Replica(ABC):
         self._watch = parts.watch
         self._num_rounds = 0  # of its own line of minibatches, gone through or missed
         self._late = False
+        self._between = True  # two minibatches
+        self._bounded = False  # others wait for this worker, and it for them
         self._allocate_elems = allocate
         self.parameters = self._allocate("parameters") if parameters is None else parameters
         self._gradient = self._allocate("gradient")
@@ -216,6 +219,14 @@ class Replica(ABC):
     async def _flush(self) -> None:
         """Returns once everything that this worker has computed is in the model."""
 
+    async def _rest(self) -> None:
+        """This worker has nothing to do for now: nobody waits for it."""
+        return
+
+    async def _return(self) -> None:
+        """It takes part again, if it had rest."""
+        return
+
     def _memory_free(self, *, mean: bool) -> Coroutine[Any, Any, None] | None:
         """What the next gradient has to wait for before its vector may be written; None for nothing."""
         del mean
@@ -239,18 +250,29 @@ class Replica(ABC):
     # ---- batches ------------------------------------------------------------------------
 
     async def batches(
-        self, flush: Callable[[], Awaitable[None]] | None = None
+        self,
+        flush: Callable[[], Awaitable[None]] | None = None,
+        before: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncIterator[base.Minibatch]:
         """See `strategies.base.Worker`."""
         self._put_in = flush or self._flush
+        self._bounded = before is not None
         async with aclosing(self._schedule.refs(self._close, self._skip)) as refs:
             async for ref in refs:
+                begun_ns = self._runtime.now()
+                if before is not None:
+                    await self._return()
+                    await before()
                 if not await self._pace.gate(self._stand):
+                    if self._bounded:
+                        await self._rest()
                     return
-                self._stopwatch.begin(self._runtime.now())
+                self._stopwatch.begin(self._runtime.now() if before is None else begun_ns)
+                self._between = False
                 batch = await self._named(ref)
                 self._owed[ref] = None
                 yield batch
+                self._between = True
                 self._report(batch)
                 self.step += 1
                 self.samples += batch.num_samples
@@ -300,6 +322,8 @@ class Replica(ABC):
                 f"{next(iter(self._owed))} for one: a strategy must push the gradient of each minibatch, "
                 "by update(), accumulate() or optimize()"
             )
+        if self._bounded:
+            await self._rest()
 
     def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:
         """These are in an update. What to call when it has been acknowledged."""

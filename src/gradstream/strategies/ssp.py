@@ -1,0 +1,82 @@
+"""Stale synchronous parallel: nobody is more than s clocks ahead of the slowest, and nobody waits before.
+
+    client, at its clock c:                                  server, on each push:
+      if the copy lacks an update of a clock ≤ c - s - 1:      w ← Opt(w, g)
+          w ← fetch()            (waits for the slowest)
+      g ← ∇ℓ(w; batch)
+      w ← w - α·g                (it sees its own updates)
+      push(g);  c ← c + 1
+
+A worker's clock counts its updates. At clock c it sees every worker's updates up to clock c - s - 1,
+perhaps newer ones, and always its own: so the fastest is at most s clocks ahead of the slowest. A copy that
+has every update of clocks below k serves until clock k + s, so a fetch is due every s to s + 1 steps.
+
+Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that has
+gone through its share, or is lost, holds nobody back; one that takes over minibatches of a lost worker takes
+part again, at the clock of the slowest if its own is behind that. Every push is an update of its own at
+the full rate, as in Downpour: for what `synchronous` does at a rate, give W workers a W-th of it.
+
+Reference: Ho, Cipar, Cui, Lee, Kim, Gibbons, Gibson, Ganger, Xing, "More effective distributed ML via a
+stale synchronous parallel parameter server", NIPS 2013. Different here: clocks are kept chunk by chunk, so
+one that is complete need not wait for the others; updates are pushed at every clock, not gathered in a
+cache; and the rate is the update rule's, for which `InverseRoot` is the paper's η_t = σ/√t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from gradstream.errors import ConfigError
+from gradstream.model.base import Reduction
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.server.rule import Immediate, Rule
+from gradstream.strategies.base import Strategy, Worker
+
+__all__ = ["SSP"]
+
+
+@dataclass(frozen=True, slots=True)
+class SSP(Strategy):
+    """Stale synchronous parallel; see the module.
+
+    Args:
+        bound: s, in clocks, which are steps; 0 is bulk synchronous.
+        local_lr: α, by which a worker sees its own updates between two fetches; the optimizer's rate if
+            None. That is exact where the update rule is SGD.
+    """
+
+    bound: int = 3
+    local_lr: float | None = None
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    survives_worker_loss: ClassVar[bool] = True
+    plain: ClassVar[Mapping[str, object] | None] = {"bound": 0}
+
+    def __post_init__(self) -> None:
+        if self.bound < 0:
+            raise ConfigError(f"SSP(bound={self.bound}): expected a number of clocks, 0 or more")
+
+    def optimizer(self) -> Optimizer:
+        """SGD: a worker's own steps are then those of the server."""
+        return SGD(lr=0.01)
+
+    async def train(self, worker: Worker) -> None:
+        """The client."""
+        async for batch in worker.batches(before=partial(self._read, worker)):
+            gradient = await worker.gradient(batch)
+            await worker.descend(gradient, self.local_lr)
+            await worker.server.push_soon(worker.take_accumulated(), tick=True)
+
+    async def _read(self, worker: Worker) -> None:
+        """Sees to it that the worker's copy is fresh enough for its clock; else waits for the slowest."""
+        needed = max(0, worker.server.clock - self.bound)
+        if worker.version < 0 or worker.clock < needed:
+            await worker.refresh(min_clock=needed)
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        """Every push is an update of its own, as it comes."""
+        return Immediate()

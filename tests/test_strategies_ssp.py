@@ -1,0 +1,242 @@
+"""Stale synchronous parallel: nobody reads what is older than its bound, and nobody waits for less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import gradstream as gs
+from gradstream.data.base import BatchRef
+from gradstream.data.plan import PartitionPlan
+from gradstream.model.base import Batch, Layout
+from gradstream.runtime.base import Report
+from gradstream.runtime.world import Constant, Cost, Exponential, Link, Network, World
+from gradstream.server.clocks import NOBODY, Clocks
+from gradstream.server.rule import Contribution, FetchTerms, Immediate
+from gradstream.server.shard import Apply, Parked, Release, ShardState
+from gradstream.simulate import simulate
+from gradstream.strategies import Worker
+from gradstream.testing import check_strategy
+from gradstream.testing.runs import Tokens, check_exactly_once, numbered
+from gradstream.testing.trials import token_run
+
+WORKERS, CLOCKS = 4, 24
+SAMPLES = WORKERS * CLOCKS  # each minibatch is one sample
+
+
+def world(*, jitter_s: float = 2e-2) -> World:
+    """Gradients and links as slow as they like."""
+    return World(
+        costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=5e-4)},
+        network=Network(link=Link(latency_s=1e-3, jitter_s=jitter_s)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a worker's gradient was computed on.
+
+    Args:
+        rank: of the worker.
+        clock: its own: minibatches before this one.
+        included: by chunk and rank, how many of that worker's first minibatches are in the parameters.
+    """
+
+    rank: int
+    clock: int
+    included: tuple[tuple[int, ...], ...]
+
+
+class Witness(Tokens):
+    """Tokens that look at what they are computed on: parameters say which minibatches are in them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(num_chunks=2)
+        self.layout = Layout.of([("tokens", (2, 128))], torch.float32)
+        plan = PartitionPlan(SAMPLES, 1, WORKERS, seed=seed)
+        self.line = [
+            [int(plan.ids(BatchRef(0, rank, k))[0]) for k in range(CLOCKS)] for rank in range(WORKERS)
+        ]
+        self.reads: list[Read] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Witness:
+        return self  # all workers write into one list
+
+    def gradient(
+        self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
+    ) -> float:
+        assert batch.ids is not None
+        (sample,) = batch.ids
+        rank, clock = next(
+            (rank, line.index(sample)) for rank, line in enumerate(self.line) if sample in line
+        )
+        counts = parameters.view(2, 128).round().to(torch.int64).tolist()
+        included = tuple(tuple(self._prefix(chunk, line) for line in self.line) for chunk in counts)
+        self.reads.append(Read(rank, clock, included))
+        gradient.zero_()
+        gradient.view(2, 128)[:, int(sample)] = -1.0
+        report(len(gradient))
+        return 0.0
+
+    @staticmethod
+    def _prefix(chunk: list[int], line: list[int]) -> int:
+        """How many of a worker's minibatches are in a chunk, which must be its first ones, each once."""
+        there = [chunk[sample] for sample in line]
+        count = sum(there)
+        assert there == [1] * count + [0] * (len(line) - count), "not the first ones, or one of them twice"
+        return count
+
+
+def check_bound(reads: list[Read], bound: int) -> int:
+    """The four assertions of the method, at each read; returns how far apart clocks were, at most.
+
+    Raises:
+        AssertionError: an update of clock ≤ c - s - 1 is missing, or an own one, or one is too far ahead.
+    """
+    begun, furthest = [0] * WORKERS, 0
+    for read in reads:
+        begun[read.rank] = read.clock + 1
+        for chunk, included in enumerate(read.included):
+            where = f"worker-{read.rank} at clock {read.clock}, chunk {chunk}, has {included}"
+            assert min(included) >= read.clock - bound, f"{where}: older than {bound} clocks"
+            assert included[read.rank] == read.clock, f"{where}: its own updates are not what it sees"
+            furthest = max(furthest, read.clock - min(included))
+        ahead = read.clock - (min(begun) - 1)
+        assert ahead <= bound + 1, f"{where}, {ahead} clocks ahead of one that has begun {begun}"
+    return furthest
+
+
+def reads_of(strategy: gs.Strategy, seed: int, **options: Any) -> list[Read]:
+    model = Witness(seed)
+    options = {"world": world(), **options}
+    simulate(
+        model, numbered(SAMPLES), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=WORKERS, servers=2,
+        batch_size=1, epochs=1, chunk_elems=128, seed=seed, **options,
+    )  # fmt: skip
+    assert len(model.reads) == SAMPLES
+    return model.reads
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_read_is_older_than_the_bound_and_some_are_as_old(bound: int) -> None:
+    assert max(check_bound(reads_of(gs.SSP(bound), seed), bound) for seed in range(6)) == bound
+
+
+@dataclass(frozen=True, slots=True)
+class OneOff(gs.SSP):
+    """Planted: reads locally for one clock too many."""
+
+    async def _read(self, worker: Worker) -> None:
+        needed = max(0, worker.server.clock - self.bound - 1)
+        if worker.version < 0 or worker.clock < needed:
+            await worker.refresh(min_clock=needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Blind(gs.SSP):
+    """Planted: a worker does not see its own updates before it fetches."""
+
+    async def train(self, worker: Worker) -> None:
+        async for batch in worker.batches(before=partial(self._read, worker)):
+            await worker.accumulate(await worker.gradient(batch))
+            await worker.server.push_soon(worker.take_accumulated(), tick=True)
+
+
+@pytest.mark.parametrize("bound", [0, 3])
+def test_the_checker_notices_a_bound_that_is_off_by_one(bound: int) -> None:
+    with pytest.raises(AssertionError, match=f"older than {bound} clocks"):
+        check_bound(reads_of(OneOff(bound), 0), bound)
+    check_bound(reads_of(OneOff(bound), 0), bound + 1)
+
+
+def test_the_checker_notices_who_does_not_see_its_own_updates() -> None:
+    with pytest.raises(AssertionError, match="its own updates"):
+        check_bound(reads_of(Blind(3), 0), 3)
+
+
+def test_the_checker_notices_a_shard_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Clocks, "slowest", lambda self, chunk: NOBODY)
+    with pytest.raises(AssertionError, match="older than 3 clocks"):
+        check_bound(reads_of(gs.SSP(3), 0), 3)
+
+
+# ---- what it equals ---------------------------------------------------------------------------
+
+
+def test_it_obeys_the_laws() -> None:
+    assert not check_strategy(gs.SSP(bound=1)).broken
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3, 7])
+def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
+    """A copy serves until it is s clocks old; of others' latest updates it has what was there."""
+    even = World(costs={"gradient": Cost(base_s=0.1, spread=Constant())}, network=Network(link=Link(1e-4)))
+    run = simulate(
+        Witness(0), numbered(SAMPLES), strategy=gs.SSP(bound), optimizer=gs.SGD(lr=1.0), workers=WORKERS,
+        servers=2, batch_size=1, epochs=1, chunk_elems=128, world=even,
+    )  # fmt: skip
+    fetches = run.summary["fetches"] - 1  # the final one
+    assert SAMPLES / (bound + 1) <= fetches <= SAMPLES / max(1, bound) + WORKERS
+
+
+# ---- who holds whom back ----------------------------------------------------------------------
+
+
+def test_who_is_through_or_never_begins_holds_nobody_back() -> None:
+    """Shares of 1 : 1 : 6: the last worker has the others' time to itself, and one has no share at all."""
+    run = simulate(
+        Tokens(4), numbered(64), strategy=gs.SSP(1), optimizer=gs.SGD(lr=1.0), workers=4, servers=2,
+        batch_size=1, epochs=2, shares=[1, 1, 6, 0], chunk_elems=64, world=world(),
+    )  # fmt: skip
+    check_exactly_once(run, 64, 2)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_deaths_hold_nobody_back(bound: int) -> None:
+    """Nothing is lost, and each of those left is through; who takes minibatches over takes part again."""
+    for seed in range(6):
+        outcome = token_run(
+            gs.SSP(bound), workers=4, epochs=3, seed=seed, kill=(f"worker-{seed % 4}", 0.02 + 0.015 * seed)
+        )
+        assert outcome.run is not None, f"seed {seed}: {outcome.ending}"
+        assert outcome.lost == [f"worker-{seed % 4}"]
+
+
+def test_clocks_of_those_who_take_part() -> None:
+    clocks = Clocks([0, 1], 3)
+    for chunk in (0, 1):
+        for rank, clock in ((0, 5), (1, 7), (2, 6)):
+            clocks.tick(chunk, rank, clock)
+    assert clocks.slowest(0) == 5
+    assert clocks.behind(0, 7) == [0, 2]
+    clocks.leave(0)
+    assert clocks.slowest(0) == 6
+    assert clocks.enter(0, 5) == 6, "it comes back at the clock of the slowest"
+    assert (clocks.slowest(0), clocks.slowest(1)) == (6, 6)
+    clocks.leave(1)
+    assert clocks.enter(1, 7) == 7, "and never goes back itself"
+    clocks.keep({1})
+    assert clocks.slowest(0) == 7
+    assert clocks.enter(2, 9) == 9
+    assert clocks.slowest(0) == 7, "who is lost does not come back"
+    clocks.leave(1)
+    assert clocks.slowest(0) == NOBODY
+
+
+def test_a_fetch_waits_for_the_slowest_and_says_so() -> None:
+    state = ShardState([0], Immediate(), workers=2)
+    push = partial(Contribution, "worker-0", 0, 1, samples=1)
+    assert isinstance(state.push(0, Parked(push(sequence=1), "init", assign=True))[0], Apply)
+    state.applied(0)
+    assert isinstance(state.push(0, Parked(push(sequence=2, clock=1), "a"))[0], Apply)
+    state.applied(0)
+    terms = FetchTerms("worker-0", 1, after_sequence=2, min_clock=1)
+    assert state.fetch(0, terms, "fetch") == []
+    assert state.awaited([0], terms.min_clock) == ["worker-1"]
+    state.clocks.leave(1)
+    assert state.clocks_changed() == [Release("fetch", 0)]
+    assert state.clocks_changed() == []
