@@ -19,6 +19,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.membership.goal import Until
 from gradstream.model.base import Model
+from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import groups_of
 from gradstream.registry import (
@@ -31,6 +32,7 @@ from gradstream.registry import (
 )
 from gradstream.roles import Cast
 from gradstream.server.chunks import ChunkMap
+from gradstream.sparse.updates import check_compiler
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import CHOICES, Choice
 from gradstream.worker.evaluation import EvaluationPlan, Metric
@@ -273,6 +275,8 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     if job.record:
         _check_recorded(job, strategy)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
+    if strategy.through == "shared":
+        _check_shared(job, strategy, optimizer)
     model = job.model
     cast = Cast(
         job=run_id,
@@ -309,15 +313,28 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
 def num_servers(job: Job, strategy: Strategy) -> int:
     """How many shards there are: as many as are asked for, where the strategy has any. Raises ConfigError."""
     name = type(strategy).__name__
-    if strategy.through == "group":
+    if strategy.through != "servers":
         if job.servers:
-            raise ConfigError(
-                f"servers={job.servers}, but {name} exchanges in a group of workers, without: leave it out"
-            )
+            how = "in a group of workers" if strategy.through == "group" else "in memory that workers share"
+            raise ConfigError(f"servers={job.servers}, but {name} exchanges {how}, without: leave it out")
         return 0
     if job.servers == 0:
         raise ConfigError(f"servers=0: {name} goes through a parameter server; expected at least 1")
     return 1 if job.servers is None else job.servers
+
+
+def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
+    """Raises where a vector that workers write without waiting for each other cannot do what is asked for."""
+    name = type(strategy).__name__
+    check_compiler(f"what {name} does to shared memory")
+    if is_open_ended(job):
+        raise ConfigError(f"{name} has no part for a training loop of your own: give it a model and data")
+    if not isinstance(optimizer, SGD) or optimizer.state_names or optimizer.weight_decay or job.groups:
+        raise ConfigError(
+            f"{name} adds -lr·gradient to single components, and has no state of them: got {optimizer}"
+            f"{' and groups' if job.groups else ''}; expected gradstream.SGD(lr), without momentum, decay or "
+            "groups (sparse models have l2=)"
+        )
 
 
 def is_open_ended(job: Job) -> bool:

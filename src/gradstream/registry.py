@@ -50,6 +50,7 @@ STRATEGIES = {
     "downpour": "gradstream.strategies.downpour:Downpour",
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",
     "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
+    "hogwild": "gradstream.strategies.hogwild:Hogwild",
     "softsync": "gradstream.strategies.softsync:Softsync",
     "ssp": "gradstream.strategies.ssp:SSP",
     "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",

@@ -280,13 +280,13 @@ class Cuts:
         return [Emit(event), *(again or [Notify()])]
 
     def lost(self, who: str, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
-        """A node is gone. Once the shards hold their ranges, a worker is not needed any more.
+        """A node is gone. Once the shards hold their ranges, only who writes them is needed.
 
         Args:
             workers, shards: who is left, to make another cut if the run is to stop with one.
         """
         cut = self.current
-        if cut is None or who not in cut.workers or not cut.standing:
+        if cut is None or who not in cut.workers or not (cut.standing or who in cut.shards):
             return []
         if self.ending:  # the others get to where they stop all the same
             cut.workers = [worker for worker in cut.workers if worker != who]

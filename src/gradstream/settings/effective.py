@@ -45,7 +45,7 @@ def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
     entries = []
     defaults = {field.name: plain(_default(field)) for field in dataclasses.fields(job)}
     values = {**overrides(job), "servers": num_servers(job, strategy)}
-    defaults["servers"] = 0 if strategy.through == "group" else 1
+    defaults["servers"] = 1 if strategy.through == "servers" else 0
     for name, value in values.items():
         default = defaults[name]
         if isinstance(getattr(job, name), Mapping) or not isinstance(value, Mapping):

@@ -5,6 +5,7 @@ from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.base import Strategy, Worker
 from gradstream.strategies.downpour import Downpour
 from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
+from gradstream.strategies.hogwild import Hogwild
 from gradstream.strategies.softsync import Softsync
 from gradstream.strategies.ssp import SSP
 from gradstream.strategies.staleness_aware import StalenessAware
@@ -17,6 +18,7 @@ __all__ = [
     "AsySG",
     "Downpour",
     "ElasticAveraging",
+    "Hogwild",
     "Softsync",
     "StalenessAware",
     "Strategy",

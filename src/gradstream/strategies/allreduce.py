@@ -70,7 +70,7 @@ class AllReduce(Strategy):
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
-    through: ClassVar[Literal["servers", "group"]] = "group"
+    through: ClassVar[Literal["servers", "group", "shared"]] = "group"
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:

@@ -22,7 +22,7 @@ from gradstream.server.client import Arrival, Update
 from gradstream.server.correction import Correction
 from gradstream.server.rule import Rule
 
-__all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Pushes", "Server", "Strategy", "Worker"]
+__all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Pushes", "Server", "Shared", "Strategy", "Worker"]
 
 Pushes = Literal["gradients", "differences", "parameters"]
 """What a strategy's pushes hold, and so where the run's update rule is carried out.
@@ -138,6 +138,32 @@ class Peers(Protocol):
         ...
 
 
+class Shared(Protocol):
+    """The parameters of a run whose workers have one vector in shared memory; see `strategies.hogwild`.
+
+    Both verbs read and write it while others do, as `update` says: one of `sparse.updates.UPDATES`. What they
+    were given is in the model when they return.
+    """
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the model has a way to go through single samples."""
+        ...
+
+    async def sweep(self, batch: Minibatch, update: str) -> None:
+        """Each sample of a minibatch, in order, is an update: w_v ← w_v - η·g_v where it touches v.
+
+        Raises:
+            GradientError: the loss is not finite. What was computed is in the parameters.
+            DeadlineError: naming a worker that keeps a lock.
+        """
+        ...
+
+    async def add(self, gradient: Gradient, update: str) -> None:
+        """Component by component, w ← w - η·gradient, at the rate of its minibatch. Raises DeadlineError."""
+        ...
+
+
 class Worker(Protocol):
     """One model replica: its batches, its compute, and the verbs of exchange."""
 
@@ -161,6 +187,11 @@ class Worker(Protocol):
     @property
     def group(self) -> Peers:
         """The other workers; raises InternalError where the strategy goes through servers."""
+        ...
+
+    @property
+    def shared(self) -> Shared:
+        """The vector of all workers; raises InternalError where each has its own."""
         ...
 
     def batches(
@@ -254,8 +285,9 @@ class Strategy(ABC):
     survives_worker_loss: ClassVar[bool]
     """Whether the others go on when a worker dies."""
 
-    through: ClassVar[Literal["servers", "group"]] = "servers"
-    """Where gradients are brought together: on servers, or among the workers, in a group without any."""
+    through: ClassVar[Literal["servers", "group", "shared"]] = "servers"
+    """Where gradients are brought together: on servers; without any, among the workers, in a group; or in one
+    vector in memory that all workers share."""
 
     pushes: ClassVar[Pushes] = "gradients"
     """What its pushes hold, and so who carries out the run's update rule; see `Pushes`."""

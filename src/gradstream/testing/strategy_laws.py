@@ -195,7 +195,7 @@ def exactly_once(strategy: Strategy) -> str:
     """Every push counts once, also where frames are lost, doubled and overtaken."""
     retries = duplicates = 0
     for seed in range(SEEDS):
-        world = bad_world(2, 0 if strategy.through == "group" else 2)
+        world = bad_world(2, 2 if strategy.through == "servers" else 0)
         outcome = token_run(strategy, workers=2, epochs=EPOCHS, seed=seed, world=world)
         _counted(outcome, f"seed {seed}, on a bad network")
         retries += outcome.total("exchange", "retries")
@@ -300,7 +300,7 @@ def _bytes_of(outcome: Outcome) -> bytes:
 def ends(strategy: Strategy) -> str:
     """It comes to its end with 1 to 5 workers and 1, 2 or 7 shards (or none), also where a share is short."""
     longest = 0.0
-    sizes = list(itertools.product(range(1, 6), (0,) if strategy.through == "group" else (1, 2, 7)))
+    sizes = list(itertools.product(range(1, 6), (1, 2, 7) if strategy.through == "servers" else (0,)))
     for workers, servers in sizes:
         outcome = token_run(strategy, workers=workers, servers=servers, epochs=1, batch_size=3)
         run = _ended(outcome, f"with workers={workers}, servers={servers}")

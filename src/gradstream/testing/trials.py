@@ -246,7 +246,7 @@ def trial(
     record, events = Record(unweighted), list[Any]()
     options = {"world": WORLD, "chunk_elems": 64, "deadlines": QUICK, "on_event": events.append, **options}
     options |= {"strategy": observed(strategy, record), "script": partial(_direct, kill=kill, stop=stop)}
-    if strategy.through == "group":
+    if strategy.through != "servers":
         options["servers"] = None
     storage = None if stop is None else MemoryStorage()
     try:

@@ -50,6 +50,7 @@ from gradstream.worker.pace import Pace
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.server_exchange import ServerExchange
 from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.shared_exchange import form_shared
 from gradstream.worker.siblings import Siblings
 from gradstream.worker.updater import Updater, UpdateRule
 from gradstream.worker.worker import Replica, ReplicaParts, Watch
@@ -301,6 +302,8 @@ class WorkerNode:
             group_replica = partial(LoopGroupReplica, loop=loop)
         if config.strategy.through == "servers":
             return ServerExchange(around, layout, config.chunk_elems, partial(server_replica, self._parts()))
+        if config.strategy.through == "shared":
+            return await form_shared(around, self._parts(), config.model, config.data, config.chunk_elems)
         notice = self._member.notice
         assert config.form_group is not None
         workers = names_of(notice.nodes, "worker")

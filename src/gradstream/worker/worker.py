@@ -240,12 +240,19 @@ class Replica(ABC):
     @property
     def server(self) -> base.Server:
         """See `strategies.base.Worker`."""
-        raise InternalError('this run has no servers: the strategy says through = "group"')
+        raise InternalError('this run has no servers: the strategy says through = "group" or "shared"')
 
     @property
     def group(self) -> base.Peers:
         """See `strategies.base.Worker`."""
-        raise InternalError('the workers of this run form no group: the strategy says through = "servers"')
+        raise InternalError(
+            'the workers of this run form no group: the strategy does not say through = "group"'
+        )
+
+    @property
+    def shared(self) -> base.Shared:
+        """See `strategies.base.Worker`."""
+        raise InternalError('each worker of this run has a vector of its own: through is not "shared"')
 
     # ---- batches ------------------------------------------------------------------------
 

@@ -1,0 +1,93 @@
+"""Instructions that numba has no name for: an atomic add to an element of an array, and locks that are words.
+
+They work between processes, on memory that these share: what makes an instruction atomic is the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+__all__ = ["acquire", "atomic_add", "compiled", "release", "swap_if"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+YIELD_EVERY = 16
+"""Looks at a lock between two offers of the core to whoever may hold it."""
+
+_yield_core = types.ExternalFunction("sched_yield", types.int32())
+
+
+def compiled(function: F) -> F:
+    """Machine code of a function, made when it is first called. It keeps no lock of Python's.
+
+    Floating-point numbers are added in the order written: no reordering, no fusing.
+    """
+    made: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    return cast(F, made)
+
+
+def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    """The address of an element."""
+    made = context.make_array(kind)(context, builder, array)
+    item: Any = cgutils.get_item_pointer  # numba's own is half typed
+    return item(context, builder, kind, made, [index], wraparound=False)
+
+
+def _atomic_add(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] += value, as one: nobody sees or does anything between the load and the store."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = _place(context, builder, signature.args[0], given[0], given[1])
+        builder.atomic_rmw("fadd", place, given[2], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), generate
+
+
+def _swap_if(typing: Any, array: Any, index: Any, expected: Any, wanted: Any) -> Any:
+    """array[index] ← wanted if it is `expected`, as one; whether it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = _place(context, builder, signature.args[0], given[0], given[1])
+        pair = builder.cmpxchg(place, given[2], given[3], "acq_rel", "monotonic")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(array, types.intp, array.dtype, array.dtype), generate
+
+
+def _store(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """array[index] ← value, after everything that was written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = _place(context, builder, signature.args[0], given[0], given[1])
+        builder.store_atomic(given[2], place, "release", signature.args[0].dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, array.dtype), generate
+
+
+atomic_add: Any = intrinsic(_atomic_add)
+swap_if: Any = intrinsic(_swap_if)
+store: Any = intrinsic(_store)
+
+
+@compiled
+def acquire(locks: Any, at: int, me: int, looks: int) -> bool:
+    """Takes a lock, whose word is then `me`; False where it was not free at any of so many looks."""
+    for look in range(looks):
+        if swap_if(locks, at, 0, me):
+            return True
+        if look % YIELD_EVERY == YIELD_EVERY - 1:
+            _yield_core()
+    return False
+
+
+@compiled
+def release(locks: Any, at: int) -> None:
+    """Gives a lock back."""
+    store(locks, at, 0)

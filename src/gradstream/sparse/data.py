@@ -1,0 +1,345 @@
+"""Sparse data: samples that touch few features each, as one table in compressed rows (CSR).
+
+Machine code goes through the table itself, by sample number: a minibatch copies nothing (`SparseRows`). In a
+HOGWILD! run the table lies in shared memory, once for all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradstream.data.checksum import checksum_of
+from gradstream.errors import DataError
+from gradstream.model.batch import Batch
+
+__all__ = [
+    "SparseDataset",
+    "SparseRows",
+    "Sparsity",
+    "Table",
+    "from_csr",
+    "from_ratings",
+    "sparsity_of",
+    "table_of",
+]
+
+Array = np.ndarray[Any, Any]
+
+
+class Table(NamedTuple):
+    """Samples in compressed rows: those of sample i are at indptr[i] to indptr[i+1].
+
+    Args:
+        indptr: (n+1,) int64.
+        indices: (z,) int32, of features, ascending in each row.
+        values: (z,) float32.
+        targets: (n,) float32; classes are 0 and 1.
+        scale: (d,) float32: n/d_v, where d_v samples have feature v; 0 where none has. A regulariser that is
+            taken of touched components alone, times this, is in expectation the one of all.
+    """
+
+    indptr: Array
+    indices: Array
+    values: Array
+    targets: Array
+    scale: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Samples of a table by number: what the inputs of a sparse minibatch are.
+
+    Args:
+        table: of all samples.
+        ids: (b,) int64.
+    """
+
+    table: Table
+    ids: Array
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Sparsity:
+    """How rarely samples meet, as Niu and others (2011) measure it; E are the samples.
+
+    Args:
+        omega: Ω, the most components of a sample.
+        delta: Δ, the largest share of samples that have a component in common.
+        rho: ρ, the largest share of samples that share any component with one; or a bound of it.
+        exact: whether `rho` is that, and not min(1, max_e Σ_{v∈e} d_v/|E|), which is at least as large.
+    """
+
+    omega: int
+    delta: float
+    rho: float
+    exact: bool
+
+
+class SparseDataset:
+    """A data set of sparse samples. Made by `from_csr`, `from_ratings`, `synthetic` and `from_svmlight`.
+
+    Args:
+        name: for messages and records.
+        num_samples, num_features, num_values: n, d and z of the table to train on.
+        build: makes it, and the held-out one; called when somebody reads first.
+        num_test_samples, num_test_values: of the held-out table; 0 where there is none.
+        classes: whether targets are classes.
+        checksum: tells data sets of this name apart.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_samples: int,
+        num_features: int,
+        num_values: int,
+        build: Callable[[], tuple[Table, Table]],
+        *,
+        num_test_samples: int = 0,
+        num_test_values: int = 0,
+        classes: bool = True,
+        checksum: str = "",
+    ) -> None:
+        self.name = name
+        self.num_samples = num_samples
+        self.num_features = num_features
+        self.num_test_samples = num_test_samples
+        self.classes = classes
+        self.checksum = checksum
+        self._num_values = (num_values, num_test_values)
+        self._build = build
+
+    @cached_property
+    def tables(self) -> tuple[Table, Table]:
+        """What is trained on, and what is held out: made when first asked for, unless `map` came before."""
+        return self._build()
+
+    def batch(self, ids: Array) -> Batch:
+        """The samples with these ids; copies nothing of them. Raises DataError for an unknown id."""
+        return self._rows(self.tables[0], ids, self.num_samples, "training")
+
+    def test_batch(self, ids: Array) -> Batch:
+        """The held-out samples with these ids. Raises DataError for an unknown id."""
+        return self._rows(self.tables[1], ids, self.num_test_samples, "test")
+
+    def sparsity(self, *, exact: bool = False) -> Sparsity:
+        """Ω, Δ and ρ of the samples to train on.
+
+        Args:
+            exact: find ρ itself, not a bound: it takes time in proportion to Σ_v d_v².
+        """
+        return sparsity_of(self.tables[0], exact=exact)
+
+    def shared(self) -> Iterator[tuple[str, int, np.dtype[Any]]]:
+        """The arrays of both tables, before they are made: name, number of elements, dtype."""
+        sizes = ((self.num_samples, self._num_values[0]), (self.num_test_samples, self._num_values[1]))
+        for part, (samples, values) in zip(("train", "test"), sizes, strict=True):
+            yield f"{part} indptr", samples + 1, np.dtype(np.int64)
+            yield f"{part} indices", values, np.dtype(np.int32)
+            yield f"{part} values", values, np.dtype(np.float32)
+            yield f"{part} targets", samples, np.dtype(np.float32)
+            yield f"{part} scale", self.num_features if part == "train" else 0, np.dtype(np.float32)
+
+    def fill(self, places: Mapping[str, Array]) -> None:
+        """Makes both tables, where `shared` has asked for; other processes `map` them then."""
+        for array, place in zip((a for table in self.tables for a in table), places.values(), strict=True):
+            place[...] = array
+        self.map(places)
+
+    def map(self, places: Mapping[str, Array]) -> None:
+        """Takes the tables from there; what was in this process's own memory is let go."""
+        arrays = list(places.values())
+        self.__dict__["tables"] = (Table(*arrays[:5]), Table(*arrays[5:]))
+        self._build = _nothing
+
+    def _rows(self, table: Table, ids: Array, num_samples: int, what: str) -> Batch:
+        if len(ids) and not (ids.min() >= 0 and ids.max() < num_samples):
+            raise DataError(
+                f"ids from {ids.min()} to {ids.max()} asked of {num_samples} {what} samples of {self.name}"
+            )
+        targets = table.targets[ids]
+        return Batch(
+            SparseRows(table, ids), targets.astype(np.int64) if self.classes else targets, len(ids), ids
+        )
+
+    def __repr__(self) -> str:
+        samples = f"{self.num_samples} + {self.num_test_samples} samples"
+        return f"<{self.name}: {samples}, {self.num_features} features>"
+
+
+def _nothing() -> tuple[Table, Table]:
+    raise AssertionError("the tables are there")
+
+
+def from_csr(
+    indptr: Any,
+    indices: Any,
+    values: Any,
+    targets: Any,
+    *,
+    num_features: int | None = None,
+    test: tuple[Any, Any, Any, Any] | None = None,
+    classes: bool | None = None,
+    name: str = "sparse",
+) -> SparseDataset:
+    """A data set from arrays in compressed rows, as scipy's `csr_matrix` has them.
+
+    Args:
+        indptr: (n+1,) where each sample begins.
+        indices: (z,) features, from 0, each at most once in a sample; sorted here where they are not.
+        values: (z,) numbers.
+        targets: (n,) classes 0 and 1 (or -1 and 1), or numbers.
+        num_features: d; None takes the largest feature.
+        test: the same four of held-out samples.
+        classes: whether targets are classes; None says so where they are integers, or all -1, 0 or 1.
+        name: for messages and records.
+
+    Raises:
+        DataError: lengths do not fit, a feature is out of range or twice in a sample, a number is not finite.
+
+    Example:
+        >>> data = from_csr([0, 2, 3], [0, 5, 2], [1.0, 2.0, 1.0], [0, 1])
+        >>> data.num_features, data.sparsity().omega
+        (6, 2)
+    """
+    parts = [(indptr, indices, values, targets), *([] if test is None else [test])]
+    arrays = [_checked(part, which) for part, which in zip(parts, ("training", "test"), strict=False)]
+    largest = max((int(part[1].max()) + 1 for part in arrays if len(part[1])), default=0)
+    d = largest if num_features is None else num_features
+    if largest > d:
+        raise DataError(f"{name}: feature {largest - 1} of num_features={d}: features are numbered from 0")
+    labels = np.concatenate([part[3] for part in arrays])
+    if classes is None:
+        classes = bool(np.isin(labels, (-1, 0, 1)).all())
+    tables = [
+        table_of(part[0], part[1], part[2], (part[3] > 0) if classes else part[3], d if k == 0 else 0)
+        for k, part in enumerate(arrays)
+    ]
+    if len(tables) == 1:
+        tables.append(_empty())
+    n, m = len(tables[0].targets), len(tables[1].targets)
+    if not n:
+        raise DataError(f"{name} has no samples: indptr has {len(tables[0].indptr)} elements")
+    return SparseDataset(
+        name,
+        n,
+        d,
+        len(tables[0].values),
+        lambda: (tables[0], tables[1]),
+        num_test_samples=m,
+        num_test_values=len(tables[1].values),
+        classes=classes,
+        checksum=_checksum(tables),
+    )
+
+
+def from_ratings(
+    rows: Any,
+    columns: Any,
+    values: Any,
+    shape: tuple[int, int],
+    *,
+    test: tuple[Any, Any, Any] | None = None,
+    name: str = "ratings",
+) -> SparseDataset:
+    """Known entries of a matrix, for `matrix_completion`: each is a sample that touches its row and column.
+
+    Args:
+        rows, columns: (n,) where each entry is.
+        values: (n,) what it is.
+        shape: of the matrix.
+        test: the same three of held-out entries.
+
+    Raises:
+        DataError: lengths do not fit, an entry is outside of the matrix, a number is not finite.
+    """
+
+    def incidence(i: Any, j: Any, v: Any) -> tuple[Array, Array, Array, Array]:
+        i, j, v = np.asarray(i), np.asarray(j), np.asarray(v)
+        if not len(i) == len(j) == len(v):
+            raise DataError(
+                f"{name}: {len(i)} rows, {len(j)} columns and {len(v)} values; expected as many of each"
+            )
+        if len(i) and not (i.min() >= 0 and j.min() >= 0 and i.max() < shape[0] and j.max() < shape[1]):
+            raise DataError(f"{name}: an entry is outside of the {shape[0]} × {shape[1]} matrix")
+        both = np.stack([i, j + shape[0]], axis=1).astype(np.int32).ravel()
+        return 2 * np.arange(len(i) + 1), both, np.ones(2 * len(i), np.float32), v
+
+    held = None if test is None else incidence(*test)
+    return from_csr(
+        *incidence(rows, columns, values), num_features=sum(shape), test=held, classes=False, name=name
+    )
+
+
+def sparsity_of(table: Table, *, exact: bool) -> Sparsity:
+    """See `SparseDataset.sparsity`."""
+    n, sizes = len(table.targets), np.diff(table.indptr)
+    degrees = np.bincount(table.indices, minlength=1)
+    reach = np.add.reduceat(np.append(degrees[table.indices], 0), table.indptr[:-1])
+    rho = min(1.0, float(np.where(sizes > 0, reach, 0).max(initial=0)) / n)
+    if exact:
+        order = np.argsort(table.indices, kind="stable")
+        samples = np.repeat(np.arange(n), sizes)[order]  # by feature
+        ends = np.concatenate([[0], np.cumsum(degrees)])
+        most = 0
+        for i in range(n):
+            features = table.indices[table.indptr[i] : table.indptr[i + 1]]
+            met = [samples[ends[v] : ends[v + 1]] for v in features]
+            most = max(most, len(np.unique(np.concatenate(met))) if met else 0)
+        rho = most / n
+    return Sparsity(int(sizes.max(initial=0)), float(degrees.max(initial=0)) / n, rho, exact)
+
+
+def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array, Array, Array]:
+    indptr, indices, values, targets = (np.asarray(array) for array in part)
+    if indptr.ndim != 1 or not len(indptr) or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        raise DataError(
+            f"indptr of the {which} samples: expected (n+1,) numbers that begin at 0 and never fall"
+        )
+    if not len(indices) == len(values) == indptr[-1] or len(targets) != len(indptr) - 1:
+        raise DataError(
+            f"{which} samples: {len(targets)} targets, {len(indices)} indices and {len(values)} values; "
+            f"expected {len(indptr) - 1} targets and {indptr[-1]} of both others, as indptr says"
+        )
+    if len(indices) and indices.min() < 0:
+        raise DataError(f"{which} samples: feature {indices.min()}; expected numbers from 0")
+    if not (np.isfinite(values).all() and np.isfinite(targets).all()):
+        raise DataError(f"{which} samples: a value or target is not finite")
+    rows = np.repeat(np.arange(len(targets)), np.diff(indptr))
+    order = np.lexsort((indices, rows))
+    indices, values = indices[order], values[order]
+    twice = (np.diff(indices) == 0) & (np.diff(rows) == 0)
+    if twice.any():
+        at = int(np.argmax(twice))
+        raise DataError(f"{which} sample {rows[at]} has feature {indices[at]} twice: add them up first")
+    return indptr, indices, values, targets
+
+
+def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: int) -> Table:
+    """A table of arrays that fit; `d` features, 0 where `scale` is not needed."""
+    n = len(targets)
+    degrees = np.bincount(indices, minlength=d)[:d]
+    scale = np.divide(n, degrees, out=np.zeros(d), where=degrees > 0)
+    return Table(
+        np.asarray(indptr, np.int64),
+        np.asarray(indices, np.int32),
+        np.asarray(values, np.float32),
+        np.asarray(targets, np.float32),
+        scale.astype(np.float32),
+    )
+
+
+def _empty() -> Table:
+    return table_of(np.zeros(1), np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0)
+
+
+def _checksum(tables: list[Table]) -> str:
+    return checksum_of([array for table in tables for array in table])

@@ -1,0 +1,72 @@
+"""Files in the svmlight (libsvm) format: a line is a sample, `target feature:value ... # remark`."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradstream.errors import ConfigError, DataError
+from gradstream.sparse.data import SparseDataset, from_csr
+
+__all__ = ["from_svmlight", "read_svmlight"]
+
+
+def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, Any]:
+    """The four arrays of `from_csr`: indptr, indices, values, targets. `qid:` entries are passed over.
+
+    Args:
+        path: of a text file.
+        first: number of the first feature: 1 as in svmlight, or 0.
+
+    Raises:
+        ConfigError: there is no such file.
+        DataError: a line is no sample; names file and line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    indptr, indices, values, targets = array("q", [0]), array("q"), array("f"), array("f")
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            try:
+                targets.append(float(words[0]))
+                for word in words[1:]:
+                    feature, _, value = word.partition(":")
+                    if feature != "qid":
+                        indices.append(int(feature) - first)
+                        values.append(float(value))
+            except ValueError as error:
+                raise DataError(
+                    f"{path}:{number}: {error}; expected a line `target feature:value feature:value ...`"
+                ) from error
+            if indices and indices[-1] < 0:
+                raise DataError(
+                    f"{path}:{number}: feature {indices[-1] + first}; features begin at {first}: first=0?"
+                )
+            indptr.append(len(indices))
+    return np.array(indptr), np.array(indices, np.int64), np.array(values), np.array(targets)
+
+
+def from_svmlight(
+    path: str | Path, test: str | Path | None = None, *, first: int = 1, num_features: int | None = None
+) -> SparseDataset:
+    """A data set from such files; see `read_svmlight` and `from_csr`. Every node of a run reads them.
+
+    For what takes long to read: read it once, keep the arrays with `numpy.save`, and give `from_csr` those of
+    `numpy.load(..., mmap_mode="r")`.
+
+    Args:
+        path: samples to train on.
+        test: held-out ones.
+        first: see `read_svmlight`.
+        num_features: d; None takes the largest in either file.
+    """
+    held = None if test is None else read_svmlight(test, first=first)
+    train = read_svmlight(path, first=first)
+    return from_csr(*train, num_features=num_features, test=held, name=Path(path).stem)

@@ -1,0 +1,142 @@
+"""Sparse problems made up from a seed: as large as one likes, and nothing to download."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from gradstream.errors import ConfigError
+from gradstream.sparse.data import SparseDataset, Table, from_ratings, table_of
+
+__all__ = ["synthetic", "synthetic_ratings"]
+
+AT_ONCE = 1 << 14
+"""Samples that are drawn together."""
+
+
+def synthetic(
+    num_samples: int,
+    num_features: int,
+    touched: int,
+    *,
+    num_test_samples: int = 0,
+    task: Literal["classes", "numbers"] = "classes",
+    skew: float = 0.0,
+    noise: float = 0.1,
+    seed: int = 0,
+) -> SparseDataset:
+    """Samples x of norm 1 with `touched` features each, and targets of a hidden linear function w*·x.
+
+    They are made when they are first read: in a HOGWILD! run by one worker, in shared memory.
+
+    Args:
+        num_samples, num_features: n and d.
+        touched: Ω, features of each sample; numbers that are drawn twice are drawn again one higher.
+        num_test_samples: held-out ones besides.
+        task: "classes", 1 where w*·x > 0 and 0 elsewhere; or "numbers".
+        skew: 0 draws all features alike; else feature v with a probability that falls as
+            (v+1)^(-skew): words of a language have about 1. Frequent ones are spread over the vector.
+        noise: share of classes that are turned round; or standard deviation of what is added to numbers.
+        seed: of everything.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    if min(num_samples, num_features) < 1 or num_test_samples < 0 or not 1 <= touched <= num_features:
+        raise ConfigError(
+            f"synthetic({num_samples}, {num_features}, {touched}): expected samples and features, and "
+            "from 1 to all of them touched"
+        )
+    if task not in ("classes", "numbers") or not 0 <= skew < 4 or not 0 <= noise < 10:
+        raise ConfigError(
+            f"synthetic(task={task!r}, skew={skew}, noise={noise}): expected 'classes' or 'numbers', a "
+            "skew from 0 to below 4, noise from 0 to below 10"
+        )
+
+    def build() -> tuple[Table, Table]:
+        rng = np.random.default_rng(seed)
+        truth = rng.standard_normal(num_features, np.float32)
+        spread = rng.permutation(num_features).astype(np.int32) if skew else None
+        parts = []
+        for count in (num_samples, num_test_samples):
+            indices = np.empty((count, touched), np.int32)
+            values = np.empty((count, touched), np.float32)
+            targets = np.empty(count, np.float32)
+            for start in range(0, count, AT_ONCE):
+                block = slice(start, min(start + AT_ONCE, count))
+                indices[block] = _features(rng, len(targets[block]), num_features, touched, skew, spread)
+                drawn = rng.standard_normal(indices[block].shape, np.float32)
+                values[block] = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
+                targets[block] = _targets(rng, (values[block] * truth[indices[block]]).sum(1), task, noise)
+            parts.append(
+                (np.arange(count + 1, dtype=np.int64) * touched, indices.ravel(), values.ravel(), targets)
+            )
+        return table_of(*parts[0], num_features), table_of(*parts[1], 0)
+
+    return SparseDataset(
+        "synthetic",
+        num_samples,
+        num_features,
+        num_samples * touched,
+        build,
+        num_test_samples=num_test_samples,
+        num_test_values=num_test_samples * touched,
+        classes=task == "classes",
+        checksum=repr((num_samples, num_features, touched, num_test_samples, task, skew, noise, seed)),
+    )
+
+
+def _features(rng: Any, rows: int, d: int, touched: int, skew: float, spread: Any) -> Any:
+    """(rows, touched) different numbers below d in each row, ascending."""
+    if skew == 0:
+        drawn = rng.integers(0, d, (rows, touched))
+    elif skew == 1:
+        drawn = np.floor((d + 1) ** rng.random((rows, touched))) - 1
+    else:  # the inverse of the distribution, as of a continuous one
+        power = 1 - skew
+        drawn = np.floor((1 + rng.random((rows, touched)) * ((d + 1) ** power - 1)) ** (1 / power)) - 1
+    drawn = np.sort(np.minimum(drawn.astype(np.int64), d - 1), axis=1)
+    # The k-th smallest leaves room for k smaller ones and for all larger ones: ties move apart, in order.
+    ranks = np.arange(touched)
+    drawn = np.maximum.accumulate(np.maximum(drawn - ranks, 0), axis=1) + ranks
+    drawn = np.minimum(drawn, d - touched + ranks)
+    return drawn if spread is None else np.sort(spread[drawn], axis=1)
+
+
+def _targets(rng: Any, margins: Any, task: str, noise: float) -> Any:
+    if task == "numbers":
+        return margins + noise * rng.standard_normal(len(margins))
+    return (margins > 0) ^ (rng.random(len(margins)) < noise)
+
+
+def synthetic_ratings(
+    shape: tuple[int, int],
+    num_entries: int,
+    rank: int,
+    *,
+    noise: float = 0.1,
+    num_test_entries: int = 0,
+    seed: int = 0,
+) -> SparseDataset:
+    """Entries of a random matrix of low rank, for `matrix_completion`; an entry may come twice.
+
+    Args:
+        shape: of the matrix.
+        num_entries: known ones.
+        rank: of the matrix; its entries have a variance of 1, and noise besides.
+        noise: standard deviation of it.
+        num_test_entries: held-out ones.
+        seed: of everything.
+    """
+    if min(*shape, num_entries, rank) < 1:
+        raise ConfigError(f"synthetic_ratings({shape}, {num_entries}, {rank}): expected numbers from 1")
+    rng = np.random.default_rng(seed)
+    left, right = (rng.standard_normal((size, rank)) / rank**0.25 for size in shape)
+
+    def entries(count: int) -> tuple[Any, Any, Any]:
+        i, j = rng.integers(0, shape[0], count), rng.integers(0, shape[1], count)
+        return i, j, (left[i] * right[j]).sum(axis=1) + noise * rng.standard_normal(count)
+
+    known = entries(num_entries)
+    return from_ratings(*known, shape, test=entries(num_test_entries) if num_test_entries else None)

@@ -1,0 +1,75 @@
+"""HOGWILD!: worker processes of one machine update one vector in shared memory, without locks.
+
+    each worker, without waiting for any other:
+      sample e of its partition:   read the components of w that e touches, as they are at this moment
+                                   g ← ∂f_e(w), on these components alone
+      for each touched v:          w_v ← w_v - η·g_v
+
+Nothing else happens: there is no server, no message, and no consistent read. Where samples are sparse, two
+workers rarely touch the same component at the same time, and what is overwritten or read half way is noise
+that hardly slows convergence down. `update` says what one component's update is:
+
+    "atomic"             an atomic add: no update is lost. The algorithm as it is analysed
+    "plain"              load, add, store: of two that meet, one may be lost
+    "component_locks"    AIG, a baseline of the paper: the components of e are locked from read to write
+    "lock"               the other: one lock of the whole vector, from read to write
+
+With a dense model (a network of torch's) each worker computes the gradient of a minibatch on the live vector
+and adds it; the locks are held while it is added. The theory does not cover that.
+
+Bytes: none; what it costs is traffic of cache lines between cores. A dead worker stops nobody, and the others
+take over its samples.
+
+Reference: Niu, Recht, Ré, Wright, "HOGWILD!: A lock-free approach to parallelizing stochastic gradient
+descent", NIPS 2011; as in its experiments, all components of e are updated, not one at random. Different
+here: samples come in the order of a permutation of each epoch, not independently; the paper's
+round-robin baseline (RR) is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gradstream.errors import UnknownNameError
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.optim.schedules import StepDecay
+from gradstream.sparse.updates import UPDATES
+from gradstream.strategies.base import Strategy, Worker
+
+__all__ = ["Hogwild"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hogwild(Strategy):
+    """HOGWILD! (Niu and others, 2011), with two locking schemes to compare it with; see the module.
+
+    Args:
+        update: what one component's update is: "atomic", "plain", "lock" or "component_locks".
+    """
+
+    update: str = "atomic"
+
+    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    survives_worker_loss: ClassVar[bool] = True
+    through: ClassVar[Literal["servers", "group", "shared"]] = "shared"
+    plain: ClassVar[Mapping[str, object] | None] = {}
+
+    def __post_init__(self) -> None:
+        if self.update not in UPDATES:
+            raise UnknownNameError("update of Hogwild", self.update, UPDATES)
+
+    def optimizer(self) -> Optimizer:
+        """Plain SGD; a constant rate in each epoch, times 0.9 from one to the next, as in the experiments."""
+        return SGD(lr=StepDecay(0.1, every=1, factor=0.9))
+
+    async def train(self, worker: Worker) -> None:
+        """Goes through each minibatch sample by sample, where the model is sparse; else it is one update."""
+        shared = worker.shared
+        async for batch in worker.batches():
+            if shared.sparse:
+                await shared.sweep(batch, self.update)
+            else:
+                await shared.add(await worker.gradient(batch), self.update)

@@ -1,0 +1,151 @@
+"""A replica whose parameters are those of all: one vector in shared memory, which every worker updates.
+
+A gradient is computed on the vector as it is while others write it, and added to it as it is then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import torch
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import GradientError
+from gradstream.memory import Span, Vector
+from gradstream.model.base import Model
+from gradstream.model.batch import Batch
+from gradstream.runtime.base import Work
+from gradstream.server.waits import Claims
+from gradstream.sparse.data import SparseRows
+from gradstream.sparse.model import Place, SparseModel
+from gradstream.sparse.updates import LOOKS
+from gradstream.strategies import base
+from gradstream.worker.board import Board
+from gradstream.worker.gradient import Result
+from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
+
+__all__ = ["SharedReplica"]
+
+
+class SharedReplica(Replica):
+    """Implements `strategies.base.Worker`, and `strategies.base.Shared`, where workers have one vector.
+
+    Args:
+        parts: what every replica is made of.
+        model: of this worker.
+        parameters: of all workers.
+        board: how far all of them are, and the locks.
+        unlock: awaited with the number of a lock that has not been had for some milliseconds: returns when it
+            is worth another look.
+        alone: nobody else computes at the same time (a simulation): gradients are added without machine code.
+    """
+
+    def __init__(
+        self,
+        parts: ReplicaParts,
+        model: Model,
+        parameters: Vector,
+        board: Board,
+        unlock: Callable[[int], Awaitable[None]],
+        alone: bool,
+    ) -> None:
+        super().__init__(parts, parts.runtime.memory.allocate, Claims(), parameters)
+        self.board = board
+        self._model = model
+        self._unlock = unlock
+        self._alone = alone
+
+    @property
+    def shared(self) -> base.Shared:
+        """See `strategies.base.Worker`."""
+        return self
+
+    @property
+    def sparse(self) -> bool:
+        """See `strategies.base.Shared`."""
+        return isinstance(self._model, SparseModel)
+
+    async def newest(self) -> torch.Tensor:
+        """See `Replica.newest`."""
+        return self.parameters.tensor
+
+    async def _flush(self) -> None:
+        """An update is in the model when the strategy goes on from it."""
+
+    async def sweep(self, batch: base.Minibatch, update: str) -> None:
+        """See `strategies.base.Shared`."""
+        assert isinstance(batch, SampleBatch)
+        model, rate = self._model, self._rate(batch.ref)
+        assert isinstance(model, SparseModel)
+        rows: list[SparseRows] = []
+
+        def go(at: Place) -> float:
+            if not rows:
+                rows.append(_joined(batch.samples or self._differentiator.read(batch.ref, self.step)))
+            return model.sweep(rows[0], rate, update, LOOKS, at)
+
+        if batch.num_samples:
+            begun_ns = self._runtime.now()
+            work = Work("gradient", samples=batch.num_samples)
+            loss = await self._carried_out(go, batch.num_samples, work)
+            if not math.isfinite(loss) and not self._runtime.memory.phantom:
+                ref = batch.ref
+                raise GradientError(
+                    f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch}): the "
+                    f"loss is {loss}; lower the learning rate, or scale the values. It is in the parameters"
+                )
+            self._result = Result(loss / batch.num_samples)
+            self._stopwatch.computed(begun_ns, self._runtime.now())
+        self._in_model((batch.ref,))
+
+    async def add(self, gradient: base.Gradient, update: str) -> None:
+        """See `strategies.base.Shared`."""
+        assert isinstance(gradient, ComputedGradient)
+        elements, rate = gradient.vector.tensor, gradient.lr
+
+        def go(at: Place) -> float:
+            if self._alone:
+                at.parameters.add_(elements, alpha=-rate)
+                at.state[0] = len(elements)
+            else:
+                from gradstream.sparse.sweep import adder_of
+
+                w = at.parameters.numpy()
+                adder_of(update)(
+                    w, elements.numpy(), w.dtype.type(rate), at.locks, np.int32(at.me), LOOKS, at.state
+                )
+            return 0.0
+
+        if gradient.samples:
+            begun_ns = self._runtime.now()
+            work = Work("apply", elems=len(elements))
+            await self._carried_out(go, len(elements), work, reads=[gradient.vector.all])
+            self._stopwatch.worked(begun_ns, self._runtime.now())
+        self._in_model(gradient.refs)
+
+    async def _carried_out(
+        self, go: Callable[[Place], float], num: int, work: Work, reads: Sequence[Span] = ()
+    ) -> float:
+        """Σ of what `go` returns, called until it has got to `num`; it stops at locks that it cannot have."""
+        at, total = Place(self.parameters.tensor, self.board.locks, self.rank + 1), 0.0
+        while True:
+            total += await self._runtime.compute(
+                lambda _: go(at), work=work, reads=reads, writes=[self.parameters.all], phantom=math.nan
+            )
+            if self._runtime.memory.phantom or not at.blocked(num):
+                return total
+            await self._unlock(int(at.state[1]))
+
+    def _in_model(self, refs: tuple[BatchRef, ...]) -> None:
+        self.board.count()
+        self.version = self.board.version
+        self._handed_out(refs)()
+
+
+def _joined(parts: Sequence[Batch]) -> SparseRows:
+    """The samples of a minibatch, whose parts (`accumulate`) are of one table."""
+    rows = [part.inputs for part in parts]
+    assert all(isinstance(one, SparseRows) for one in rows), "a sparse model goes through sparse data"
+    return SparseRows(rows[0].table, np.concatenate([one.ids for one in rows]))

@@ -1,0 +1,280 @@
+"""HOGWILD!'s machine code, on memory that several processes share: nothing is lost where that is promised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gradstream.cluster.machine import num_cores
+from gradstream.segments import Segment, supported
+from gradstream.sparse import from_csr, from_samples, linear
+from gradstream.sparse.data import SparseDataset, SparseRows, Table
+from gradstream.sparse.model import Place, SparseModel
+from gradstream.sparse.updates import FIRST, LOOKS, UPDATES, WHOLE, num_locks
+
+pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
+pytestmark = pytest.mark.skipif(not supported(), reason="shared memory needs Linux")
+
+ADDS = 1_000_000
+COMPONENTS = 64  # few, so that workers meet
+FORK = multiprocessing.get_context("fork")
+PROMISED = [update for update in UPDATES if update != "plain"]
+
+
+def touched(table: Any, i: int, where: Any) -> int:
+    where[0] = table.indices[i]
+    return 1
+
+
+def minus_one(w: Any, table: Any, i: int, where: Any, count: int, into: Any) -> float:
+    into[0] = -1.0
+    return 0.0
+
+
+def shared_vector(elems: int, dtype: torch.dtype) -> torch.Tensor:
+    return Segment.create(max(1, elems * dtype.itemsize), "test").tensor(0, elems, dtype)
+
+
+def in_processes(num: int, work: Callable[[int], None]) -> list[int]:
+    """Forks, lets all begin together, and returns how each ended."""
+    start, children = FORK.Barrier(num), []
+    for rank in range(num):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                start.wait()
+                work(rank)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+def go_through(model: SparseModel, rows: SparseRows, rate: float, update: str, at: Place) -> float:
+    """A sweep to its end, as a worker makes it whose peers are all alive."""
+    at.state[:] = 0
+    loss = model.sweep(rows, rate, update, LOOKS, at)
+    while at.blocked(len(rows)):
+        loss += model.sweep(rows, rate, update, LOOKS, at)
+    return loss
+
+
+class Shared:
+    """A vector of all processes, and the locks."""
+
+    def __init__(self, elems: int) -> None:
+        self.parameters = shared_vector(elems, torch.float32)
+        self.locks = shared_vector(num_locks(elems), torch.int32).numpy()
+
+    def place(self, rank: int) -> Place:
+        return Place(self.parameters, self.locks, rank + 1)
+
+
+def counted(update: str, workers: int, times: int = 1) -> float:
+    """Σ of a vector to whose random components each worker has added 1 a million times, `times` over."""
+    rng = np.random.default_rng(0)
+    components = rng.integers(0, COMPONENTS, ADDS).astype(np.int32)
+    empty = np.zeros(0, np.float32)
+    table = Table(np.zeros(1, np.int64), components, empty, empty, empty)
+    model = from_samples([("w", (COMPONENTS,))], touched, minus_one, most=1)
+    go_through(model, SparseRows(table, np.zeros(1, np.int64)), 1.0, update, Shared(COMPONENTS).place(0))
+    shared = Shared(COMPONENTS)
+
+    def work(rank: int) -> None:
+        ids = np.random.default_rng(rank).permutation(ADDS)
+        for _ in range(times):
+            go_through(model, SparseRows(table, ids), 1.0, update, shared.place(rank))
+
+    assert in_processes(workers, work) == [0] * workers
+    assert not shared.locks.any()
+    return float(shared.parameters.double().sum())
+
+
+@pytest.mark.parametrize("update", PROMISED)
+def test_no_update_is_lost(update: str) -> None:
+    assert counted(update, 4 if update == "atomic" else 2) == ADDS * (4 if update == "atomic" else 2)
+
+
+@pytest.mark.skipif(num_cores() < 2, reason="on one core two stores hardly ever meet")
+def test_plain_stores_lose_updates() -> None:
+    assert counted("plain", 1) == ADDS
+    # Where the machine is busy, one of the two may be done before the other has a core.
+    assert any(counted("plain", 2, times=10) < 20 * ADDS for _ in range(10))
+
+
+@pytest.mark.parametrize("update", PROMISED)
+def test_whole_gradients_are_added_without_loss(update: str) -> None:
+    from gradstream.sparse.sweep import adder_of
+
+    add, elems, times = adder_of(update), 1000, 200
+    ones, rate = np.ones(elems, np.float32), np.float32(-1)
+    shared = Shared(elems)
+    w = shared.parameters.numpy()
+
+    def work(rank: int) -> None:
+        for _ in range(times):
+            state = np.zeros(2, np.int64)
+            while state[0] < elems:
+                add(w, ones, rate, shared.locks, np.int32(rank + 1), LOOKS, state)
+
+    add(
+        np.zeros(elems, np.float32),
+        ones,
+        rate,
+        Shared(elems).locks,
+        np.int32(1),
+        LOOKS,
+        np.zeros(2, np.int64),
+    )
+    assert in_processes(2, work) == [0, 0]
+    assert (w == 2 * times).all()
+
+
+# ---- the same result ----------------------------------------------------------------------
+
+
+def separable(num_samples: int = 4000, num_features: int = 500) -> SparseDataset:
+    """Least squares in which each sample has one feature: Σ (w_v - y_i)²/2."""
+    rng = np.random.default_rng(1)
+    features = rng.integers(0, num_features, num_samples)
+    targets = rng.standard_normal(num_features)[features] + 0.5 * rng.standard_normal(num_samples)
+    return from_csr(
+        np.arange(num_samples + 1), features, np.ones(num_samples), targets, num_features=num_features
+    )
+
+
+def objective_after(data: SparseDataset, update: str, workers: int, *, fault: bool = False) -> float:
+    """f after 6 epochs, each cut among the workers, who begin it together.
+
+    Args:
+        fault: they update vectors of their own.
+    """
+    model = linear(data.num_features, loss="squared")
+    shared, order = Shared(data.num_features), np.random.default_rng(2)
+    orders = [order.permutation(data.num_samples) for _ in range(6)]
+    model.objective(shared.parameters, data)
+    go_through(model, data.batch(np.arange(2)).inputs, 0.0, update, Shared(data.num_features).place(0))
+
+    together = FORK.Barrier(workers)
+
+    def work(rank: int) -> None:
+        at = shared.place(rank)
+        if fault:
+            at.parameters = at.parameters.clone()
+        for epoch, ids in enumerate(orders):
+            together.wait()
+            go_through(model, data.batch(ids[rank::workers]).inputs, 0.1 * 0.7**epoch, update, at)
+        if fault and rank == 0:
+            shared.parameters.copy_(at.parameters)
+
+    assert in_processes(workers, work) == [0] * workers
+    return model.objective(shared.parameters, data)
+
+
+@pytest.mark.parametrize("update", ["atomic", "plain"])
+def test_separable_least_squares_is_as_good_with_any_number_of_workers(update: str) -> None:
+    data = separable()
+    alone = objective_after(data, update, 1)
+    for workers in (2, 4):
+        assert objective_after(data, update, workers) == pytest.approx(alone, rel=0.01)
+
+
+def test_that_check_sees_workers_that_do_not_share() -> None:
+    data = separable()
+    assert objective_after(data, "plain", 2, fault=True) > 1.01 * objective_after(data, "plain", 1)
+
+
+def serial(data: SparseDataset, ids: Any, rate: float, l2: float = 0.0) -> Any:
+    """SGD in so many words, in float32: w ← w - η·(x·w - y)·x, sample by sample."""
+    table, w = data.tables[0], np.zeros(data.num_features, np.float32)
+    for i in ids:
+        e = slice(table.indptr[i], table.indptr[i + 1])
+        where, x = table.indices[e], table.values[e]
+        margin = 0.0
+        for v, value in zip(where, x, strict=True):
+            margin += float(w[v] * value)
+        slope = margin - float(table.targets[i])
+        gradient = (slope * x.astype(np.float64)).astype(np.float32)
+        if l2:
+            pull = l2 * table.scale[where].astype(np.float64) * w[where]
+            gradient = (gradient + pull).astype(np.float32)
+        w[where] -= np.float32(rate) * gradient
+    return w
+
+
+def rows_of_five(num_samples: int = 300, num_features: int = 60) -> SparseDataset:
+    rng = np.random.default_rng(3)
+    indices = np.stack([rng.choice(num_features, 5, replace=False) for _ in range(num_samples)]).ravel()
+    return from_csr(
+        np.arange(num_samples + 1) * 5,
+        indices,
+        rng.standard_normal(5 * num_samples),
+        rng.standard_normal(num_samples),
+        num_features=num_features,
+    )
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_one_worker_is_serial_sgd_bit_for_bit(update: str) -> None:
+    data = rows_of_five()
+    ids = np.random.default_rng(4).permutation(data.num_samples)
+    expected = serial(data, ids, 0.05)
+    shared, model = Shared(data.num_features), linear(data.num_features, loss="squared")
+    go_through(model, data.batch(ids).inputs, 0.05, update, shared.place(0))
+    assert shared.parameters.numpy().tobytes() == expected.tobytes()
+    other = serial(data, ids[::-1], 0.05)
+    assert shared.parameters.numpy().tobytes() != other.tobytes(), "another order is to be seen"
+
+
+def test_the_penalty_is_of_touched_components_alone() -> None:
+    data = rows_of_five()
+    ids = np.arange(data.num_samples)
+    shared, model = Shared(data.num_features), linear(data.num_features, loss="squared", l2=0.01)
+    go_through(model, data.batch(ids).inputs, 0.05, "plain", shared.place(0))
+    np.testing.assert_allclose(
+        shared.parameters.numpy(), serial(data, ids, 0.05, l2=0.01), rtol=1e-5, atol=1e-7
+    )
+    assert np.abs(shared.parameters.numpy() - serial(data, ids, 0.05)).max() > 1e-3
+
+
+# ---- locks of the dead ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("update", "lock"), [("lock", WHOLE), ("component_locks", FIRST + 7)])
+def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: str, lock: int) -> None:
+    from gradstream.sparse.atomics import acquire
+    from gradstream.sparse.sweep import free
+
+    rng = np.random.default_rng(5)
+    data = from_csr(
+        np.arange(11) * 2, np.array([[v, v + 1] for v in range(10)]).ravel(), np.ones(20), rng.random(10)
+    )
+    model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)
+    acquire(Shared(1).locks, WHOLE, 1, 1)
+
+    def die(rank: int) -> None:
+        acquire(shared.locks, lock, rank + 2, LOOKS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_processes(1, die) == [-signal.SIGKILL]
+    rows, at = data.batch(np.arange(10)).inputs, shared.place(0)
+    model.sweep(rows, 0.1, update, 100, at)
+    assert at.blocked(10)
+    assert at.state.tolist() == [0 if lock == WHOLE else 6, lock]  # sample 6 is the first that touches 7
+    held = [number for number in range(num_locks(data.num_features)) if shared.locks[number]]
+    assert held == [lock], "a worker that cannot go on keeps nothing"
+    assert not free(shared.locks, lock, 1)
+    assert free(shared.locks, lock, 2)
+    model.sweep(rows, 0.1, update, 100, at)
+    assert not at.blocked(10)
+    assert not shared.locks.any()
+    assert shared.parameters.numpy().tobytes() == serial(data, range(10), 0.1).tobytes()
