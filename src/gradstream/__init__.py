@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         AsySG,
         Downpour,
         ElasticAveraging,
+        Hogwild,
         Softsync,
         StalenessAware,
         Strategy,
