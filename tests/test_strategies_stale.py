@@ -1,0 +1,335 @@
+"""Gradients that others have overtaken: how large a rate may be, how stale they are, what they weigh."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradstream as gs
+from gradstream.memory import Memory
+from gradstream.run import Run
+from gradstream.runtime.world import Cost, Link, Network, World
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.rule import Contribution, Rule
+from gradstream.server.shard import Apply, Parked, ShardState
+from gradstream.server.store import Store
+from gradstream.simulate import simulate
+from gradstream.strategies import Strategy, penalty
+from gradstream.strategies.softsync import WeighedMean
+from gradstream.strategies.staleness_aware import Weighed
+from gradstream.testing import check_strategy
+from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.strategy_laws import complete, documented, plain, travels
+
+INSTANT = Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0), header_bytes=0)
+
+
+@dataclass(frozen=True)
+class Staggered:
+    """Workers begin at different instants, and all gradients take the same time: they come by turns."""
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        return 1.0 + rng.random() if count == 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Jitter(Staggered):
+    """The same, but they take up to 5 % more or less."""
+
+    def draw(self, rng: random.Random, count: int) -> float:
+        return super().draw(rng, count) * rng.uniform(0.95, 1.05)
+
+
+BY_TURNS = World(costs={"gradient": Cost(base_s=1.0, spread=Staggered())}, network=INSTANT)
+
+
+# ---- the limit of stability -------------------------------------------------------------------------
+
+
+def limit(staleness: int) -> float:
+    """f = a·w²/2, each gradient τ updates old: stable if and only if η·a is below this."""
+    return 2 * math.sin(math.pi / (2 * (2 * staleness + 1)))
+
+
+def trajectory(strategy: Strategy, curvatures: Sequence[float], staleness: int) -> np.ndarray[Any, Any]:
+    """|w| wherever a gradient was computed, (updates, curvatures), of Σ a·w²/2 by SGD with rate 1.
+
+    τ + 1 workers that come by turns: whoever pushes has been overtaken by each of the others once.
+    """
+    seen: list[np.ndarray[Any, Any]] = []
+    a, workers = np.array(curvatures), staleness + 1
+
+    def gradients(parameters: Any, inputs: Any, targets: Any) -> tuple[float, Any]:
+        seen.append(np.abs(parameters["w"]))
+        return 0.0, {"w": a * parameters["w"]}
+
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.ones(len(a))},
+        outputs=lambda parameters, inputs: inputs,
+        gradients=gradients,
+        dtype="float64",
+    )
+    run = simulate(
+        model,
+        gs.from_arrays(np.zeros((workers, 1)), np.zeros(workers)),
+        strategy=strategy,
+        optimizer=gs.SGD(lr=1.0),
+        workers=workers,
+        batch_size=1,
+        steps=max(15, 120 // workers),
+        world=BY_TURNS,
+        seed=1,
+    )
+    counts = dict(run.summary["staleness"])
+    counts[0] -= 1  # the initial parameters
+    expected = dict.fromkeys(range(staleness), 1) | {staleness: len(seen) - staleness}
+    assert counts == expected, "τ is not the same from the first round on"
+    return np.array(seen)
+
+
+def growth(seen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """By how much the last third is larger than the one before."""
+    third = len(seen) // 3
+    grown: np.ndarray[Any, Any] = seen[-third:].max(axis=0) / seen[-2 * third : -third].max(axis=0)
+    return grown
+
+
+def root(staleness: int, share: float) -> float:
+    """|r|, the factor from one update to the next: r^{τ+1} - r^τ + η·a = 0."""
+    polynomial = np.zeros(staleness + 2)
+    polynomial[0] = 1.0
+    polynomial[1] -= 1.0
+    polynomial[-1] += share * limit(staleness)
+    return float(np.abs(np.roots(polynomial)).max())
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 8, 16])
+def test_a_fixed_rate_is_stable_below_the_limit_and_not_above(staleness: int) -> None:
+    fixed = gs.StalenessAware(power=0.0)
+    seen = trajectory(fixed, [0.95 * limit(staleness), 1.05 * limit(staleness)], staleness)
+    below, above = growth(seen)
+    assert below < 1 < above
+    updates = len(seen) // 3
+    assert above == pytest.approx(root(staleness, 1.05) ** updates, rel=0.25)
+    if staleness:  # else there is nothing to see of it any more
+        assert below == pytest.approx(root(staleness, 0.95) ** updates, rel=0.25)
+
+
+@pytest.mark.parametrize("staleness", [2, 8])
+def test_the_rate_over_tau_is_stable_above_the_limit(staleness: int) -> None:
+    (grown,) = growth(trajectory(gs.StalenessAware(), [1.05 * limit(staleness)], staleness))
+    assert grown < 0.5
+
+
+def test_without_the_penalty_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the penalty is off."""
+    monkeypatch.setattr("gradstream.strategies.staleness_aware.factor", lambda weight, power, staleness: 1.0)
+    (grown,) = growth(trajectory(gs.StalenessAware(), [1.05 * limit(8)], 8))
+    assert grown > 1
+
+
+# ---- how stale gradients are --------------------------------------------------------------------------
+
+
+def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 20) -> Counter[int]:
+    """Of n-softsync with workers of equal speed, without the first rounds and the last."""
+    world = World(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT, phantom=True)
+    run = simulate(
+        Sized([64]),
+        numbered(workers),
+        strategy=gs.Softsync(splits=splits),
+        optimizer=gs.SGD(lr=1.0),
+        workers=workers,
+        batch_size=1,
+        steps=rounds,
+        world=world,
+    )
+    return staleness_between(run, 3.0, rounds - 2.0)
+
+
+def staleness_between(run: Run, start_s: float, stop_s: float) -> Counter[int]:
+    counts: Counter[int] = Counter()
+    for event in run.events:
+        if event["event"] == "exchange" and start_s < event["time_s"] < stop_s:
+            counts.update({int(tau): count for tau, count in event["staleness"].items()})
+    return counts
+
+
+@pytest.mark.parametrize("splits", [1, 15, 30])
+def test_mean_staleness_of_softsync(splits: int) -> None:
+    """λ = 30: n·(1 - 1/λ), and never above 2n."""
+    counts = steady_staleness(splits)
+    mean = sum(tau * count for tau, count in counts.items()) / counts.total()
+    assert counts.total() > 400
+    assert mean == pytest.approx(splits * (1 - 1 / 30), rel=0.01)
+    assert max(counts) <= 2 * splits
+    if splits == 1:
+        assert set(counts) == {0, 1, 2}
+
+
+# ---- what they weigh ----------------------------------------------------------------------------------
+
+
+def contribution(basis: int, sequence: int = 1) -> Contribution:
+    return Contribution("worker-0", 0, 1, sequence, samples=1, learning_rate=0.5, basis=basis)
+
+
+@pytest.mark.parametrize(("basis", "weight"), [(100, 1.0), (99, 1.0), (98, 0.5), (90, 0.1), (0, 0.01)])
+def test_a_gradient_of_version_j_at_version_100(basis: int, weight: float) -> None:
+    rule: Rule = Weighed("power", 1.0)
+    state = ShardState([0], rule)
+    state.chunks[0].version = 100
+    (due,) = state.push(0, Parked(contribution(basis), "push"))
+    assert isinstance(due, Apply)
+    weights = rule.weights(due.step - 1, [held.contribution for held in due.update])
+    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.SGD(lr=1.0))
+    store.update(0, [torch.ones(64, dtype=torch.float64)], weights, lr=due.learning_rate, step=due.step)
+    assert store.parameters.tensor.tolist() == pytest.approx([-0.5 * weight] * 64, rel=1e-15)
+
+
+def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
+    """v ← μ·v + g/τ, w ← w - α·v: what the velocity holds already goes on undiminished."""
+    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.SGD(lr=1.0, momentum=0.5))
+    rule = Weighed("power", 1.0)
+    one = torch.ones(64, dtype=torch.float64)
+    for step, basis in ((1, 0), (2, 1), (11, 0)):
+        store.update(0, [one], rule.weights(step - 1, [contribution(basis)]), lr=1.0, step=step)
+    velocities = [1.0, 0.5 * 1.0 + 1.0, 0.5 * 1.5 + 0.1]
+    assert store.parameters.tensor.tolist() == pytest.approx([-sum(velocities)] * 64)
+
+
+def test_softsync_takes_the_mean_of_c() -> None:
+    rule = gs.Softsync(splits=4, power=1.0).rule(30, "mean")
+    assert rule == WeighedMean(7, "power", 1.0)  # ⌊30/4⌋
+    assert rule.weights(10, [contribution(5)]) == [pytest.approx(1 / 7 / 5)]
+    assert gs.Softsync(splits=30, power=0.0).rule(30, "mean").weights(10, [contribution(5)]) == [1.0]
+    assert gs.Softsync(splits=31).rule(30, "mean") == WeighedMean(1, "power", 1.0)
+
+
+def test_asysg_takes_the_sum_of_m() -> None:
+    rule: Any = gs.AsySG(gradients=3).rule(8, "mean")
+    assert rule.weights(10, [contribution(0)]) == (1.0,)
+    assert [rule.completes(0, summed, [contribution(0)]) for summed in range(3)] == [False, False, True]
+
+
+def halves(staleness: int) -> float:
+    return 0.5**staleness
+
+
+def nothing(staleness: int) -> float:
+    return math.nan
+
+
+def test_any_function_of_tau_weighs() -> None:
+    assert Weighed(halves, 1.0).weights(13, [contribution(10)]) == [0.125]
+    assert Weighed("exponential", 2.0).weights(3, [contribution(0)]) == [pytest.approx(math.exp(-6))]
+    with pytest.raises(gs.UserCodeError, match="the weight of staleness 3 is nan"):
+        Weighed(nothing, 1.0).weights(3, [contribution(0)])
+    with pytest.raises(gs.UserCodeError, match="the weight of staleness 3 raised ZeroDivisionError"):
+        penalty.factor(lambda tau: 1 / (tau - 3), 1.0, 3)
+
+
+def test_a_function_travels_as_its_place() -> None:
+    from gradstream.registry import describe, find_strategy
+
+    described = describe(gs.StalenessAware(weight=halves))
+    assert described["fields"]["weight"] == {"function": f"{__name__}:halves"}
+    assert find_strategy("staleness-aware", described["fields"]) == gs.StalenessAware(weight=halves)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gs.StalenessAware(power=-1.0), r"power=-1.0.*at least 0"),
+        (lambda: gs.Softsync(power=math.nan), r"power=nan.*at least 0"),
+        (lambda: gs.Softsync(splits=0), r"splits=0.*at least 1"),
+        (lambda: gs.AsySG(gradients=0), r"gradients=0.*at least 1"),
+        (lambda: gs.StalenessAware(weight="powre"), "did you mean 'power'"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(gs.ConfigError, match=message):
+        make()
+
+
+# ---- what becomes of learning -------------------------------------------------------------------------
+
+
+def loss_after(strategy: Strategy, lr: float, *, workers: int = 15) -> float:
+    """Of noisy least squares with curvatures from 0.1 to 1, which begins at about 5."""
+    rng = np.random.default_rng(0)
+    a, noise = np.linspace(0.1, 1.0, 10), rng.standard_normal((450, 10)) / 4
+    noise -= noise.mean(axis=0)
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.full(10, 1.0)},
+        outputs=lambda parameters, inputs: inputs,
+        gradients=lambda parameters, inputs, targets: {"w": a * parameters["w"] + inputs.mean(axis=0)},
+        dtype="float64",
+    )
+    world = World(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT)
+    run = simulate(
+        model, gs.from_arrays(noise, np.zeros(450)), strategy=strategy, optimizer=gs.SGD(lr=lr),
+        workers=workers, batch_size=2, epochs=1, world=world,
+    )  # fmt: skip
+    return float((a * run.parameters["w"] ** 2).sum() / 2)
+
+
+def test_alpha_over_tau_converges_where_the_constant_rate_does_not() -> None:
+    """The rate that synchronous SGD converges with, above the limit of τ ≈ 14."""
+    lr = 3 * limit(14)
+    assert loss_after(gs.Softsync(splits=1, power=0.0), lr) < 0.5
+    assert loss_after(gs.Softsync(splits=15, power=0.0), lr) > 50
+    for strategy in (gs.StalenessAware(), gs.Softsync(splits=5)):
+        assert loss_after(strategy, lr) < 0.5
+
+
+def mean_square_gradient(updates: int) -> float:
+    """AsySG with the paper's rate, and τ = 3, on f(x) = E|x - ξ|²/2: |∇f|² = |x|², averaged over all reads.
+
+    γ = √((f(x_1) - f*) / (M·K·L·σ²)) with f(x_1) - f* = 20/2, M = L = 1 and σ² = 20.
+    """
+    rng = np.random.default_rng(7)
+    noise = rng.standard_normal((updates, 20))
+    noise -= noise.mean(axis=0)
+    seen: list[float] = []
+
+    def gradients(parameters: Any, inputs: Any, targets: Any) -> Any:
+        seen.append(float(parameters["x"] @ parameters["x"]))
+        return {"x": parameters["x"] - inputs[0]}
+
+    model = gs.from_functions(
+        init=lambda seed: {"x": np.ones(20)},
+        outputs=lambda parameters, inputs: inputs,
+        gradients=gradients,
+        dtype="float64",
+    )
+    run = simulate(
+        model, gs.from_arrays(noise, np.zeros(updates)), strategy="asysg",
+        optimizer=gs.SGD(lr=math.sqrt(10 / 20 / updates)), workers=4, batch_size=1, epochs=1, world=BY_TURNS,
+    )  # fmt: skip
+    assert max(run.summary["staleness"]) == 3
+    assert len(seen) == updates
+    return float(np.mean(seen))
+
+
+def test_asysg_falls_with_the_root_of_k() -> None:
+    budgets = [50, 200, 800]
+    found = [mean_square_gradient(updates) for updates in budgets]
+    slope, _ = np.polyfit(np.log(budgets), np.log(found), 1)
+    assert slope == pytest.approx(-0.5, abs=0.1)
+
+
+def test_they_obey_the_laws() -> None:
+    """All of them in full; of the two that are parts of it, what takes no time."""
+    check_strategy(gs.Softsync(splits=2))
+    for strategy in (gs.StalenessAware(), gs.AsySG(gradients=4)):
+        for law in (documented, travels, plain, complete):
+            law(strategy)
