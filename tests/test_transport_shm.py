@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,17 @@ from gradstream.memory import Vector
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
 from gradstream.segments import SHARED_BYTES, Segment, SharedMemory
-from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update, readers
+from gradstream.server import (
+    ChunkMap,
+    Gathered,
+    Immediate,
+    Rule,
+    ServerClient,
+    ShardConfig,
+    ShardService,
+    Update,
+    readers,
+)
 from gradstream.testing.pieces import Held, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
 from gradstream.transport.loans import SHELF_BYTES
@@ -292,14 +303,46 @@ async def test_a_segment_that_is_not_sealed_ends_the_channel() -> None:
 # ---- the parameter server ---------------------------------------------------------------
 
 
-def test_an_update_waits_for_its_readers_but_not_for_one_that_has_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asyncio.run(_reads_on(monkeypatch))
+PUSHED_ELEMS, PUSHED_CHUNK = 1 << 16, 1 << 15
 
 
-async def _reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    elems, chunk_elems = 1 << 16, 1 << 15
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A shard that knows its parameters, all 1, and two workers."""
+
+    service: ShardService
+    client: ServerClient
+    idler: ShmEndpoint
+    ones: Vector
+
+    async def push(self) -> None:
+        await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, basis=[0, 0]))
+        await self.client.settle()
+        assert not self.ones.lent, "a push is done when its vector is the worker's again"
+
+    async def fetch(self) -> torch.Tensor:
+        arrival = self.client.fetch_soon()
+        await arrival.done()
+        self.client.spare = arrival.vector
+        return arrival.vector.tensor
+
+    async def kept(self) -> tuple[Stream, Received]:
+        """The first chunk, lent to the other worker, who keeps it."""
+        await self.service._readers.all_gone()
+        for _ in range(100):  # until it is lent what it reads
+            stream = await self.idler.open("shard-0", "fetch", v1.Fetch(), window=1)
+            kept = await take_chunk(stream)
+            if any(not one.returned for one in self.service._readers._lent.get(0, ())):
+                break
+        return stream, kept
+
+    @property
+    def parameters(self) -> torch.Tensor:
+        return self.service.store.parameters.tensor
+
+
+@asynccontextmanager
+async def served(rule: Rule) -> AsyncIterator[Served]:
     ends = {
         name: ShmEndpoint(
             Identity("job", name, index, fingerprint=1), RealRuntime(name, memory=SharedMemory())
@@ -307,51 +350,74 @@ async def _reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
         for index, name in enumerate(("shard-0", "worker-0", "worker-1"), start=1)
     }
     shard, worker, idler = ends.values()
-    service = ShardService(shard.runtime, shard, ShardConfig(0, 1, Immediate(), SGD(lr=1.0)))
-    service.register(v1.ModelSpec(fingerprint=1, elems=elems, dtype=v1.FLOAT32, chunk_elems=chunk_elems))
+    service = ShardService(shard.runtime, shard, ShardConfig(0, 1, rule, SGD(lr=1.0)))
+    service.register(
+        v1.ModelSpec(fingerprint=1, elems=PUSHED_ELEMS, dtype=v1.FLOAT32, chunk_elems=PUSHED_CHUNK)
+    )
     for end in ends.values():
         await end.start()
         end.know("shard-0", shard.address)
     try:
         memory = worker.runtime.memory
         spare, ones = (
-            memory.allocate(elems, torch.float32, name, exchanged=True) for name in ("spare", "ones")
+            memory.allocate(PUSHED_ELEMS, torch.float32, name, exchanged=True) for name in ("spare", "ones")
         )
         ones.tensor.fill_(1)
         client = ServerClient(
             worker.runtime,
             worker,
             ["shard-0"],
-            ChunkMap(elems, chunk_elems, 1),
+            ChunkMap(PUSHED_ELEMS, PUSHED_CHUNK, 1),
             spare,
             silence_s=20,
             retry_s=20,
         )
         await client.assign(ones)
-        for _ in range(3):  # from the third on everything goes by reference
-            await client.push_soon(Update(ones, samples=1, learning_rate=1.0, basis=[0, 0]))
-            await client.settle()
-            assert not ones.lent, "a push is done when its vector is the worker's again"
-            arrival = client.fetch_soon()
-            await arrival.done()
-            client.spare = arrival.vector
-        assert bool((spare.tensor == -2).all())
-        await service._readers.all_gone()
-        for _ in range(100):  # until it is lent what it reads
-            stream = await idler.open("shard-0", "fetch", v1.Fetch(), window=1)
-            kept = await take_chunk(stream)
-            if any(not one.returned for one in service._readers._lent.get(0, ())):
-                break
-        monkeypatch.setattr(readers, "PATIENCE_S", 0.02)
-        await client.push_soon(Update(ones, samples=1, learning_rate=1.0, basis=[0, 0]))
-        await client.settle()
-        assert bool((service.store.parameters.tensor == -3).all())
-        assert kept.payload is not None and kept.payload[0] == -3, "it was lent, and is not what it was"
-        following = await take_chunk(stream)  # by its stream, as copies
-        assert following.payload is not None and bool((following.payload == -3).all())
+        yield Served(service, client, idler, ones)
     finally:
         for end in ends.values():
             await end.close()
+
+
+def test_an_update_waits_for_its_readers_but_not_for_one_that_has_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asyncio.run(_reads_on(monkeypatch))
+
+
+async def _reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(Immediate()) as there:
+        for _ in range(3):  # from the third on everything goes by reference
+            await there.push()
+            fetched = await there.fetch()
+        assert bool((fetched == -2).all())
+        stream, kept = await there.kept()
+        monkeypatch.setattr(readers, "PATIENCE_S", 0.02)
+        await there.push()
+        assert bool((there.parameters == -3).all())
+        assert kept.payload is not None and kept.payload[0] == -3, "it was lent, and is not what it was"
+        following = await take_chunk(stream)  # by its stream, as copies
+        assert following.payload is not None and bool((following.payload == -3).all())
+
+
+def test_a_sum_grows_while_others_read_the_parameters() -> None:
+    """And lets go of what was pushed, at once."""
+    asyncio.run(_sums_up())
+
+
+async def _sums_up() -> None:
+    async with served(Gathered(3)) as there:
+        for _ in range(6):
+            await there.push()
+        assert bool((await there.fetch() == -5).all())
+        _, kept = await there.kept()
+        await there.push()
+        await there.push()
+        assert bool((there.parameters == -5).all())
+        assert kept.payload is not None and bool((kept.payload == -5).all()), "it waits for no reader"
+        del kept
+        await there.push()
+        assert bool((there.parameters == -8).all())
 
 
 # ---- processes that die -----------------------------------------------------------------

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from gradstream.errors import ConfigError, GradstreamError, RefusedError
+from gradstream.memory import Span
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime, Work
@@ -513,15 +514,16 @@ class ShardService:
         start, stop = self.chunks.bounds(chunk)
         elems = (stop - start) * max(1, len(pushed))
         work = Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS)
-        spans = store.update_spans(chunk)
+        writes = store.update_spans(chunk) if due.completes else []
         if due.update and due.update[0].assign:
-            await self._runtime.compute(lambda _: store.assign(chunk, pushed[0]), work=work, writes=spans)
+            await self._runtime.compute(lambda _: store.assign(chunk, pushed[0]), work=work, writes=writes)
             return
-        weights = self._weights(due)
+        weights, reads = self._weights(due), list[Span]()
         if summed or not due.completes:
-            spans += store.sum_spans(chunk)
+            writes += store.sum_spans(chunk)  # others may read the parameters where they lie meanwhile
         if self.senders is not None:
-            spans += [s for held in present for s in self.senders.spans(held.contribution.sender, chunk)]
+            writes += [s for held in present for s in self.senders.spans(held.contribution.sender, chunk)]
+            reads = [] if due.completes else [store.span(store.parameters, chunk)]
 
         def arithmetic(_: object) -> None:
             parts = self._corrected(chunk, present, pushed)
@@ -530,7 +532,7 @@ class ShardService:
             else:
                 store.gather(chunk, parts, weights, summed=summed)
 
-        await self._runtime.compute(arithmetic, work=work, writes=spans)
+        await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
 
     def _weights(self, due: Apply) -> list[float]:
         """Of the contributions that are there."""
