@@ -134,7 +134,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         member.receipt(refs(rank, batch))
     complete = False
     while not complete:
-        batches, complete = await member.orphans(0, last=True)
+        batches, complete, _ = await member.orphans(0, last=True)
         member.receipt(batches)
     member.finished()
     assert (await member.over()).phase == v1.Notice.FINISHED

@@ -274,6 +274,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     _check_quorum(job, strategy)
     if job.record:
         _check_recorded(job, strategy)
+    _check_drive(job, strategy)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     if strategy.through == "shared":
         _check_shared(job, strategy, optimizer)
@@ -470,9 +471,27 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
         why = f"{name} with backup workers decides by arrival, which a replay does not know yet"
     elif job.shares == MEASURED:
         why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
+    elif strategy.drives():
+        why = f"the drive of {name} goes by what is in the model when, which a replay does not know yet"
     else:
         return
     raise ConfigError(f"record=True: {why}; leave record out")
+
+
+def _check_drive(job: Job, strategy: Strategy) -> None:
+    if not strategy.drives():
+        return
+    name = type(strategy).__name__
+    if strategy.cut != "partitions" or strategy.through != "servers":
+        raise ConfigError(
+            f"{name} has a drive(), and its workers go through rounds together: who is held back would be "
+            'missing in each; expected cut = "partitions", and servers'
+        )
+    if is_open_ended(job):
+        raise ConfigError(
+            f"{name} holds workers back for a while, and others take their minibatches: a training loop of "
+            "your own has data of its own; leave out warm starts and waves"
+        )
 
 
 def _check_evaluation(job: Job) -> None:

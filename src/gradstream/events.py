@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointEvent",
     "CheckpointFailedEvent",
     "CpuEvent",
+    "DriveEvent",
     "EvaluatedEvent",
     "Event",
     "ExchangeEvent",
@@ -261,6 +262,20 @@ class RoundEvent(Event):
     accepted: list[int]  # ranks
     left_out: list[int]  # ranks: late, skipped or dead; their samples are dropped
     ids: list[int] | None  # samples of the accepted, by rank; None where samples have no numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriveEvent(Event):
+    """Who takes part from now on, where the strategy says so (coordinator).
+
+    A worker in neither list is gone. One that is held back begins no further minibatch.
+    """
+
+    name: ClassVar[str] = "drive"
+    phase: str  # the strategy's own word
+    engaged: list[str]
+    held: list[str]
+    samples: int | None  # in the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from gradstream.membership.goal import Goal, Until
 from gradstream.membership.keeper import Keeping
 from gradstream.membership.member import Member
 from gradstream.membership.state import Membership
+from gradstream.membership.turns import Turns
 from gradstream.model.base import Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
@@ -195,6 +196,7 @@ class Cast:
         """The coordinator; `on_events` gets every event of the run as JSON lines."""
         ledger = self.ledger()
         batches = sum(ledger.batches(epoch) for epoch in range(ledger.num_epochs))
+        driven = self.strategy.drives()
         rounds, earlier = self.strategy.cut == "rounds", self.resume.step if self.resume is not None else 0
         started = StartedEvent(
             job=self.job,
@@ -217,6 +219,7 @@ class Cast:
             limits=Limits(hold_s=self.cut_s),
             quorum=self.strategy.quorum(self.workers),
             balance=Balance(ledger.plan) if self.balanced and isinstance(ledger, Ledger) else None,
+            turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
         )
         return Coordinator(
             runtime,
@@ -227,6 +230,8 @@ class Cast:
             keeping=None if self.policy is None else self._keeping(started, self.policy),
             earlier_s=self._earlier_s,
             goal=None if self.until is None else Goal(self.until),
+            drive=self.strategy.drive if driven else None,
+            num_samples=self.data.num_samples,
         )
 
     def _keeping(self, started: StartedEvent, policy: Policy) -> Keeping:

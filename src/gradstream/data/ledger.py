@@ -6,6 +6,9 @@ A minibatch belongs to the worker whose rank is its partition, until that worker
 every minibatch of the partition without a receipt is an orphan, and is handed to whoever asks;
 if the taker is lost too, it is an orphan again. Receipts come in any order and more than once.
 
+A worker may also be held back for a while. Its partition is *lent* then: what is left of it is handed
+out as if it were orphaned, and when the worker is let in, it goes on behind what others have taken.
+
 A partition's minibatches, over all epochs, are one line of sequence numbers k (`Plan.nth`). What is
 kept is a low-water mark in that line and the few numbers received ahead of it, so the memory is that
 of the disorder and not of the length of the run.
@@ -32,7 +35,8 @@ class _Partition:
     total: int
     low: int = 0  # all below have receipts
     ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
-    orphaned: bool = False
+    orphaned: bool = False  # its worker is lost, or held back
+    first: int = 0  # its worker's own begin here: others have those before, or had them
     fresh: int = 0  # orphans from here on were never handed out
     returned: list[int] = field(default_factory=list)  # heap: handed out, and the taker was lost
 
@@ -204,13 +208,49 @@ class Ledger:
         if rank in self._lost:
             return 0
         self._lost.add(rank)
+        return self._let_go(rank)
+
+    def lend(self, rank: int) -> int:
+        """A worker is held back: others may take what is left of its partition, and what it had taken.
+
+        It must have nothing under way: everything that it has begun has a receipt. Lending twice changes
+        nothing.
+
+        Returns:
+            How many minibatches others may take now.
+        """
+        return self._let_go(rank)
+
+    def recall(self, rank: int) -> int:
+        """A worker is let in again: what nobody has taken of its partition is its own.
+
+        Returns:
+            The first of its minibatches, counted over the epochs, that is. Those before it have receipts,
+            or whoever took them goes on with them.
+
+        Raises:
+            InternalError: the worker is lost.
+        """
+        if rank in self._lost:
+            raise InternalError(f"worker {rank} was lost: it cannot be let in")
         line = self._partitions[rank]
-        line.orphaned, line.fresh = True, line.low
+        if line.orphaned:
+            while line.received(line.fresh):
+                line.fresh += 1
+            line.orphaned, line.first = False, line.fresh
+        return line.first
+
+    def _let_go(self, rank: int) -> int:
+        """What is left of a partition, and what its worker has taken of others, is for others to take."""
+        line, count = self._partitions[rank], 0
+        if not line.orphaned:
+            line.orphaned, line.fresh = True, max(line.low, line.first)
+            count = line.total - line.fresh - sum(k >= line.fresh for k in line.ahead)
         held = [place for place, taker in self._holder.items() if taker == rank]
         for place in held:
             del self._holder[place]
             heapq.heappush(self._partitions[place[0]].returned, place[1])
-        return line.total - line.low - len(line.ahead) + len(held)
+        return count + len(held)
 
     def orphans(self, epoch: int, limit: int, taker: int) -> tuple[BatchRef, ...]:
         """Hands up to `limit` orphans of data epochs 0 … `epoch` to a worker, oldest epoch first.
@@ -258,6 +298,25 @@ class Ledger:
                 if size is None:
                     return None
                 total += size
+        return total
+
+    @property
+    def total_samples(self) -> int | None:
+        """How many samples the run goes through, those that were done when the plan began left out.
+
+        None in a stream: only reading tells.
+        """
+        total, whole = 0, None
+        for epoch in range(self.num_epochs):
+            like_others = epoch >= self.plan.done.horizon and all(
+                self._span(partition, epoch) == self.plan.batches_per_epoch(partition)
+                for partition in range(len(self._partitions))
+            )
+            samples = whole if like_others and whole is not None else self.samples(epoch)
+            if samples is None:
+                return None
+            whole = samples if like_others else whole
+            total += samples
         return total
 
     def done(self) -> Done:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.events import Event, FailedEvent, encode
+from gradstream.membership.bell import Bell
+from gradstream.membership.driver import Driver
 from gradstream.membership.goal import Goal
 from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
 from gradstream.membership.keeper import Keeper, Keeping
@@ -22,7 +24,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["Bell", "Coordinator", "Leases", "Outcome"]
+__all__ = ["Coordinator", "Leases", "Outcome"]
 
 BEATS_PER_LEASE = 4
 """How often either side shows that it is alive: three in a row may be lost or late."""
@@ -54,28 +56,6 @@ class Outcome:
     failed: FailedEvent | None
 
 
-class Bell:
-    """Wakes everybody who waits when it is rung; a ring that nobody waits for is kept."""
-
-    __slots__ = ("_event",)
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def ring(self) -> None:
-        """Wakes who waits."""
-        self._event.set()
-
-    async def rung(self, runtime: Runtime, seconds: float) -> bool:
-        """Returns whether it was rung within `seconds`, and takes the ring."""
-        try:
-            await runtime.within(seconds, self._event.wait())
-        except TimeoutError:
-            return False
-        self._event.clear()
-        return True
-
-
 class Coordinator:
     """Serves "join" (the presence of each node), "orphans" (batches of lost workers), "ending" and "shares".
 
@@ -88,6 +68,8 @@ class Coordinator:
         keeping: what checkpoints are made; None makes none.
         earlier_s: of the run's time before it was resumed.
         goal: ends the run early.
+        drive: says who takes part, and when; None where all do.
+        num_samples: of a data epoch; None where nobody counts.
     """
 
     def __init__(
@@ -101,6 +83,8 @@ class Coordinator:
         keeping: Keeping | None = None,
         earlier_s: float = 0.0,
         goal: Goal | None = None,
+        drive: Callable[[Driver], Awaitable[None]] | None = None,
+        num_samples: int | None = None,
     ) -> None:
         self._runtime = runtime
         self._membership = membership
@@ -115,6 +99,18 @@ class Coordinator:
         self._endpoint = endpoint
         self._earlier_s = earlier_s
         self._goal = goal
+        self._drive = drive
+        self._driver: Driver | None = None
+        self._driving: asyncio.Task[None] | None = None
+        if drive is not None:
+            self._driver = Driver(
+                runtime,
+                membership,
+                self._carry_out,
+                time_s=self._time_s,
+                num_samples=num_samples,
+                look_s=leases.beat_s,
+            )
         self._keeper = None if keeping is None else Keeper(runtime, endpoint, membership, keeping)
         self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
@@ -138,6 +134,8 @@ class Coordinator:
                 await self._ended.rung(self._runtime, self._leases.join_s)
         finally:
             deadline.cancel()
+            if self._driving is not None:
+                self._driving.cancel()
         while self._presences and await self._ended.rung(self._runtime, self._leases.lease_s):
             pass
         await self._runtime.gather(*self._jobs)
@@ -171,6 +169,7 @@ class Coordinator:
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
         del self._presences[who]
         self._carry_out(self._membership.lost(who, reason, self._age_s()))
+        self._tell_driver()
         self._ended.ring()
 
     async def _listen(self, stream: Stream, who: str) -> None:
@@ -186,10 +185,15 @@ class Coordinator:
                 self._on_events(beat.events)
                 self._note(beat.events)
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
+            self._tell_driver()
             if (beat.receipts or beat.verdicts) and self._goal is not None:
                 self._reached(self._goal.counted(self._membership.num_samples))
             if beat.receipts or beat.verdicts:
                 self._wake_askers()
+
+    def _tell_driver(self) -> None:
+        if self._driver is not None:
+            self._driver.look()
 
     async def _tell(self, stream: Stream, bell: Bell) -> None:
         """Sends the notice at each change, and now and then as a sign of life, up to the last one.
@@ -249,6 +253,9 @@ class Coordinator:
         if self._training_ns is None and self._membership.phase == v1.Notice.TRAINING:
             self._training_ns = self._runtime.now()
             self._watch_clock()
+            if self._driver is not None and self._drive is not None:
+                work = self._driver.run(self._drive)
+                self._driving = self._runtime.spawn(work, name=f"{self._runtime.node}-drive")
         for instruction in instructions:
             if isinstance(instruction, Emit):
                 if isinstance(instruction.event, FailedEvent):

@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import Speed
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.events import CarriersEvent, Event, encode
-from gradstream.membership.coordinator import Bell, Leases
+from gradstream.membership.bell import Bell
+from gradstream.membership.coordinator import Leases
 from gradstream.membership.state import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 
-__all__ = ["Member", "RunAbortedError", "RunStoppedError"]
+__all__ = ["Left", "Member", "RunAbortedError", "RunStoppedError"]
 
 
 class RunAbortedError(GradstreamError):
@@ -39,6 +41,20 @@ class RunAbortedError(GradstreamError):
 
 class RunStoppedError(GradstreamError):
     """Somebody has asked the run to stop, and it did; it can be resumed."""
+
+
+class Left(NamedTuple):
+    """What a worker that has no minibatches of its own left is told.
+
+    Args:
+        refs: minibatches to go through.
+        complete: there will be none any more.
+        turn: of the worker, where it may be held back: then they are its own no longer.
+    """
+
+    refs: list[BatchRef]
+    complete: bool
+    turn: int = 0
 
 
 class Member:
@@ -193,6 +209,11 @@ class Member:
         self._beat.cuts.append(report)
         self._urgent.ring()
 
+    def stands(self, number: int) -> None:
+        """This worker is held back by the turn of this number, and all that it has begun is in the model."""
+        self._beat.stands = number
+        self._urgent.ring()
+
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """These workers' contributions make the update of a round: what they had of it is in the model."""
         self._beat.verdicts.append(v1.Verdict(round=round, ranks=ranks))
@@ -234,8 +255,8 @@ class Member:
             pass
         return True
 
-    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
-        """Batches of lost workers to go through, and whether the data epoch is complete.
+    async def orphans(self, epoch: int, last: bool) -> Left:
+        """Batches to go through that others have left, and whether the data epoch is complete.
 
         Args:
             epoch: data epoch whose own batches this worker is done with.
@@ -252,7 +273,7 @@ class Member:
             v1.OrphanBatches,
             silence_s=self._leases.lease_s,
         )
-        return [ref_of(receipt) for receipt in answer.batches], answer.complete
+        return Left([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.turn)
 
     async def ending(self, batches: int, samples: int, next_round: int) -> bool:
         """Says that this worker has no minibatches left, and returns whether the run is over for it.
@@ -363,7 +384,9 @@ class Member:
     @property
     def _has_news(self) -> bool:
         beat = self._beat
-        return bool(self._events or beat.receipts or beat.verdicts or beat.finished or beat.cuts)
+        return bool(
+            self._events or beat.receipts or beat.verdicts or beat.finished or beat.cuts or beat.stands
+        )
 
     async def _send_beat(self, stream: Stream) -> None:
         beat, self._beat = self._beat, v1.Beat()

@@ -24,6 +24,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import Speed
 from gradstream.events import (
+    DriveEvent,
     FailedEvent,
     FinishedEvent,
     JoinedEvent,
@@ -37,6 +38,7 @@ from gradstream.events import (
 from gradstream.membership.balance import Balance
 from gradstream.membership.cut import Cut, Cuts, Limits
 from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
+from gradstream.membership.turns import Turns
 from gradstream.wire import v1
 
 __all__ = ["Emit", "Instruction", "Membership", "Notify", "Refuse", "receipt_of", "ref_of"]
@@ -72,6 +74,7 @@ class Membership:
         quorum: so many contributions make an update, and so many workers are needed; None leaves it to
             `survives_worker_loss`. Verdicts then tell what is in the model, and receipts do not.
         balance: decides the shares of a round by measured speed; None leaves them as they are.
+        turns: who takes part, where the strategy says so; None for all, from the begin.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Membership:
         limits: Limits | None = None,
         balance: Balance | None = None,
         quorum: int | None = None,
+        turns: Turns | None = None,
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.epoch = 0
@@ -108,6 +112,7 @@ class Membership:
             self._model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
         self._resume = resume
         self.balance = balance
+        self.turns = turns
         self.cuts = Cuts(
             ledger,
             policy or Policy(),
@@ -159,6 +164,7 @@ class Membership:
             reason=self._reason,
             culprit=self._culprit,
             cut=None if self.cuts.current is None else self.cuts.current.as_notice(),
+            drive=None if self.turns is None else self.turns.as_notice(),
         )
 
     # ---- what happens -------------------------------------------------------------------
@@ -197,6 +203,8 @@ class Membership:
             self.ledger.receipt(ref_of(receipt), node.rank)
             self._receipt_s = at_s
         out: list[Instruction] = []
+        if beat.stands and self.turns is not None and self.turns.stands(who, beat.stands):
+            out.append(Notify())
         for verdict in beat.verdicts:
             out += self._verdict(verdict.round, list(verdict.ranks))
             self._receipt_s = at_s
@@ -249,11 +257,12 @@ class Membership:
         if hopeless:
             return out + self._abort(who, "PeerLostError", f"{reason}; {hopeless}")
         self.ledger.lost(node.rank)
+        replaced = self.turns is not None and self.turns.lost(who)
         if node.role == "worker" and not had_finished and self.workers:
             # The worker of the lowest rank keeps the final parameters. Whoever that is now may have
             # finished when it was not: it says so again once it has done this.
             self._finished.discard(self.workers[0].name)
-        out.append(Notify())
+        out += self._driven() if replaced else [Notify()]
         out += self.cuts.lost(who, at_s, *self._names)
         return out + self._after_cut() + self._rebalance() + self._conclude()
 
@@ -264,6 +273,17 @@ class Membership:
         if self.phase == v1.Notice.GATHERING:
             return self._stop()
         return self.cuts.stop(at_s, *self._names) + self._after_cut()
+
+    def engage(self, count: int, phase: str) -> list[Instruction]:
+        """The strategy says how many workers take part from now on, and what it calls that."""
+        if self.turns is None or self.phase != v1.Notice.TRAINING:
+            return []
+        self.turns.engage(count, phase)
+        return self._driven()
+
+    def drive_failed(self, error: str, message: str, traceback: str) -> list[Instruction]:
+        """The strategy cannot say who takes part any more."""
+        return [] if self.over else self._abort("coordinator", error, message, traceback)
 
     def finish(self, reason: str, at_s: float) -> list[Instruction]:
         """The run has done enough. It finishes with what workers have begun; asking again changes nothing."""
@@ -306,11 +326,13 @@ class Membership:
             return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self.epoch}")
         if self.cuts.ending:
             return v1.OrphanBatches(complete=True)
-        refs = self.ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
+        turn = self.turns.turn_of(who) if self.turns is not None else v1.Turn()
+        refs = () if turn.held else self.ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
         complete = self.ledger.finished if last else self.ledger.complete(epoch)
         if last and not refs and not complete and not self.over:
             return None
-        return v1.OrphanBatches(batches=[receipt_of(ref) for ref in refs], complete=complete)
+        batches = [receipt_of(ref) for ref in refs]
+        return v1.OrphanBatches(batches=batches, complete=complete, turn=turn.number)
 
     def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
         """A worker of an open-ended run has no minibatches left; None when the answer has to wait."""
@@ -352,6 +374,17 @@ class Membership:
         """Stops the run if that is what the cut was for."""
         return self._stop() if self.cuts.stopped and not self.over else []
 
+    def _driven(self) -> list[Instruction]:
+        """Says who takes part now."""
+        assert self.turns is not None
+        event = DriveEvent(
+            phase=self.turns.phase,
+            engaged=self.turns.engaged,
+            held=self.turns.held,
+            samples=self.num_samples,
+        )
+        return [Emit(event), Notify()]
+
     def _rebalance(self) -> list[Instruction]:
         """Decides the shares that workers wait for, once all who are in have asked."""
         decided = self.balance.decide([node.rank for node in self.workers]) if self.balance else None
@@ -362,7 +395,7 @@ class Membership:
         return [Emit(StoppedEvent(step=self.cuts.step, folder=self.cuts.kept)), Notify()]
 
     def _resumed(self, resume: Resume) -> ResumedEvent:
-        samples = self._num_before()
+        samples = self.num_samples_before
         steps = dict(resume.steps)
         return ResumedEvent(step=resume.step, folder=resume.folder, steps=steps, samples=samples)
 
@@ -425,6 +458,8 @@ class Membership:
         while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
             out.append(Emit(self._ledger_event(self._num_complete)))
             self._num_complete += 1
+        if self.ledger.finished and self.turns is not None and self.turns.dismiss():
+            out.append(Notify())
         if any(node.name not in self._finished for node in self.workers):
             return out
         early = self.cuts.ending and not self.ledger.finished
@@ -453,7 +488,7 @@ class Membership:
     def num_samples(self) -> int | None:
         """Samples in the model: those with a receipt; None in a stream that does not count them."""
         samples = self.ledger.num_samples
-        return None if samples is None else samples + self._num_before()
+        return None if samples is None else samples + self.num_samples_before
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -464,7 +499,8 @@ class Membership:
                 found[str(epoch)] = found.get(str(epoch), 0) + count
         return found
 
-    def _num_before(self) -> int:
+    @property
+    def num_samples_before(self) -> int:
         """Samples that were in the model when a resumed run went on."""
         return self._samples_before() - sum(self._dropped_before.values())
 

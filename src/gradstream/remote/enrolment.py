@@ -15,7 +15,7 @@ from typing import Any
 
 import gradstream
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
-from gradstream.membership.coordinator import Bell
+from gradstream.membership.bell import Bell
 from gradstream.remote.address import Address
 from gradstream.remote.authority import ENROLMENT, Authority
 from gradstream.remote.measure import serve_measure

@@ -2,7 +2,8 @@
 
 A strategy has two halves. `train(worker)` is the paper's client and runs on every worker; `rule`
 is the paper's server and decides, on every shard, what is done with a push and when a fetch may
-be answered. Neither sees a socket: a worker's verbs are all there is.
+be answered. Neither sees a socket: a worker's verbs are all there is. Where it needs a third, `drive(run)`
+runs once, on the coordinator, and says who takes part and when.
 
 Where workers exchange in a group, there is no server, and `train` is the whole of it.
 """
@@ -22,7 +23,18 @@ from gradstream.server.client import Arrival, Update
 from gradstream.server.correction import Correction
 from gradstream.server.rule import Rule
 
-__all__ = ["Bucket", "Gradient", "Minibatch", "Peers", "Pushes", "Server", "Shared", "Strategy", "Worker"]
+__all__ = [
+    "Bucket",
+    "Drive",
+    "Gradient",
+    "Minibatch",
+    "Peers",
+    "Pushes",
+    "Server",
+    "Shared",
+    "Strategy",
+    "Worker",
+]
 
 Pushes = Literal["gradients", "differences", "parameters"]
 """What a strategy's pushes hold, and so where the run's update rule is carried out.
@@ -171,12 +183,18 @@ class Worker(Protocol):
     num_workers: int
     reduction: Reduction  # whether gradients are means or sums over their samples
     step: int  # local minibatches so far, this one excluded
+    since: int  # the same since it was let in, or has come to its phase: all before that is in the model
     version: int  # of the parameters that gradients are computed on; of their oldest chunk
     clock: int  # these have so many updates of every worker that takes part; this one's all, where applied
 
     @property
     def unpushed(self) -> int:
         """Minibatches that are behind no update yet: accumulated, or gone through by `optimize`."""
+        ...
+
+    @property
+    def phase(self) -> str:
+        """What `drive` calls what is done now, as of this minibatch; "" where nobody drives."""
         ...
 
     @property
@@ -273,6 +291,57 @@ class Worker(Protocol):
         ...
 
 
+class Drive(Protocol):
+    """A run as its strategy's `drive` sees it, on the coordinator.
+
+    Nobody takes part before `engage`. Progress is counted in samples that are in the model, those before the
+    run was resumed included; so a drive that goes by it goes on where it was: its waits are over.
+    """
+
+    @property
+    def workers(self) -> Sequence[str]:
+        """Names of the workers that are there, by rank."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Of a data epoch. Raises ConfigError in a stream, which does not count."""
+        ...
+
+    @property
+    def total_samples(self) -> int:
+        """That the run goes through in all. Raises the same."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """That are in the model. Raises the same."""
+        ...
+
+    async def engage(self, count: int, phase: str = "") -> None:
+        """From now on `count` workers take part: those of the lowest ranks; one that is lost is replaced.
+
+        The others are held back: they finish the minibatch that they are in and push everything, and
+        others may take what is left of their data. Returns when they have.
+
+        Args:
+            count: more than there are means all of them.
+            phase: what `Worker.phase` says from the next minibatch on. A worker that comes to another one
+                pushes everything before.
+        """
+        ...
+
+    async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
+        """Returns once so many samples are in the model, or so many seconds of training have passed.
+
+        Samples are heard of with the workers' reports, a quarter of a second late or so.
+
+        Raises:
+            UserCodeError: no worker takes part, so that there will be no progress.
+        """
+        ...
+
+
 class Strategy(ABC):
     """Base of all strategies, which are frozen dataclasses of their options.
 
@@ -326,6 +395,18 @@ class Strategy(ABC):
     @abstractmethod
     async def train(self, worker: Worker) -> None:
         """The client: returns when the worker's share of the run is done."""
+
+    async def drive(self, run: Drive) -> None:
+        """What is to happen once in a run, on the coordinator: warm starts, waves. See `Drive`.
+
+        Optional: where a strategy has none, all workers take part from the begin. When it returns, it stays
+        as it is then. Only partitions can be taken over, so `cut` must be "partitions".
+        """
+        await run.engage(len(run.workers))
+
+    def drives(self) -> bool:
+        """Whether `drive` has anything to do, with these options."""
+        return type(self).drive is not Strategy.drive
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """The server: a pure rule, the same on each shard. None of a strategy that goes through a group."""

@@ -15,6 +15,13 @@ Bytes a step and worker: 4N/n_push up, 4N/n_fetch down (float32). A dead worker 
 samples it had not got acknowledged are taken over by the others. What one push brings is applied
 chunk by chunk: two chunks may show different numbers of updates at one instant, as in the paper.
 
+    drive:  warm start    one replica alone, until so many samples are in the model
+            waves         the others join, so many at a time
+            finish alone  one replica alone again, for the last so many samples
+
+Alone a replica is plain SGD by the server's rule: it fetches before each gradient and pushes after it, goes
+through all of the data in the order in which one node would, and Adagrad's sums go on from there.
+
 Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 and §4.1.
 Different here: a push is due after step n_push - 1, not before step 0, so that a fetch finds the
 worker's own progress; Adagrad divides by √(Σ acc²) + ε, as the paper's rate is 0/0 at first. The paper
@@ -24,6 +31,7 @@ mean of their progress, it is what brings accuracy back to that of one machine (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -32,10 +40,15 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
+from gradstream.server.client import Arrival
 from gradstream.server.rule import Immediate, Rule
-from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.amount import amount
+from gradstream.strategies.base import Drive, Strategy, Worker
 
-__all__ = ["Downpour"]
+__all__ = ["ALONE", "TOGETHER", "Downpour"]
+
+ALONE, TOGETHER = "alone", "together"
+"""Phases of its drive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,10 @@ class Downpour(Strategy):
         overlap: exchange while computing, at the price of one more period of delay.
         local_lr: α of the local steps between two fetches; the optimizer's rate if None.
         local_momentum: μ of the local steps, in [0, 1). Each worker keeps its v over all fetches.
+        warm_start: one replica goes first: a number of samples, or of data epochs ("0.5epochs").
+        waves: in how many waves the others join after it.
+        wave_every: how long a wave trains before the next one joins, as `warm_start`; 0 is as long as that.
+        finish_alone: one replica goes through the last samples of the run, as `warm_start`.
     """
 
     push_every: int = 1
@@ -55,6 +72,10 @@ class Downpour(Strategy):
     overlap: bool = True
     local_lr: float | None = None
     local_momentum: float = 0.0
+    warm_start: int | str = 0
+    waves: int = 1
+    wave_every: int | str = 0
+    finish_alone: int | str = 0
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
@@ -70,6 +91,15 @@ class Downpour(Strategy):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"Downpour({name}={value}): expected a number of steps of at least 1")
+        for name in ("warm_start", "wave_every", "finish_alone"):
+            amount(f"Downpour.{name}", getattr(self, name))
+        if self.waves < 1:
+            raise ConfigError(f"Downpour(waves={self.waves}): expected a number of waves of at least 1")
+        if self.waves > 1 and not (self.warm_start or self.wave_every):
+            raise ConfigError(
+                f"Downpour(waves={self.waves}): expected wave_every, how long a wave trains before the next "
+                "one joins, since there is no warm start for it to be as long as"
+            )
         if not 0.0 <= self.local_momentum < 1.0:
             raise ConfigError(f"Downpour(local_momentum={self.local_momentum}): expected 0 or more, below 1")
 
@@ -83,18 +113,57 @@ class Downpour(Strategy):
 
     async def train(self, worker: Worker) -> None:
         """The client, Algorithm 1.1."""
-        asked = worker.server.fetch_soon() if self.overlap else None
+        asked: Arrival | None = None
         async for batch in worker.batches():
-            if worker.step % self.fetch_every == 0:
-                if asked is None:
-                    await worker.refresh()
-                else:
-                    await worker.adopt(asked)
-                    asked = worker.server.fetch_soon()
+            alone = worker.phase == ALONE
+            if alone or worker.since % self.fetch_every == 0:
+                asked = await self._fetch(worker, asked, overlap=self.overlap and not alone)
             gradient = await worker.gradient(batch)
-            await worker.descend(gradient, self.local_lr, momentum=self.local_momentum)
-            if (worker.step + 1) % self.push_every == 0:
+            if alone:
+                await worker.accumulate(gradient)
+            else:
+                await worker.descend(gradient, self.local_lr, momentum=self.local_momentum)
+            if alone or (worker.since + 1) % self.push_every == 0:
                 await worker.server.push_soon(worker.take_accumulated())
+
+    async def _fetch(self, worker: Worker, asked: Arrival | None, *, overlap: bool) -> Arrival | None:
+        """Adopts what was asked for a period ago, or else what is newest. Returns what is asked for now."""
+        if asked is not None:
+            await worker.adopt(asked)
+        if not overlap:
+            await worker.refresh()
+            return None
+        if worker.since == 0:  # what was asked for before is of another phase
+            await worker.adopt(worker.server.fetch_soon())
+        return worker.server.fetch_soon()
+
+    def drives(self) -> bool:
+        """Whether somebody is to begin, join or end apart from the others."""
+        return bool(self.warm_start or self.finish_alone) or self.waves > 1
+
+    async def drive(self, run: Drive) -> None:
+        """Warm start, waves, and the end by one replica."""
+        num_workers = len(run.workers)
+        warm, between, last = (
+            amount(name, getattr(self, name)).of(run.num_samples)
+            for name in ("warm_start", "wave_every", "finish_alone")
+        )
+        between = between or warm
+        if warm + (self.waves - 1) * between + last >= run.total_samples:
+            raise ConfigError(
+                f"{self}: its begin and its end take all of the {run.total_samples:,} samples of the run; "
+                "nothing is left for all workers together"
+            )
+        if warm:
+            await run.engage(1, ALONE)
+            await run.until(samples=warm)
+        for wave in range(self.waves):
+            await run.until(samples=warm + wave * between)
+            await run.engage(math.ceil(num_workers * (wave + 1) / self.waves), TOGETHER)
+        if last:
+            await run.until(samples=run.total_samples - last)
+            await run.engage(0, TOGETHER)
+            await run.engage(1, ALONE)
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """Every push is an update of its own, as it comes."""

@@ -487,7 +487,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut", "drive")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -507,6 +507,7 @@ class Notice(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
+    DRIVE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     model: ModelSpec
@@ -514,7 +515,33 @@ class Notice(_message.Message):
     reason: str
     culprit: str
     cut: Cut
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ...) -> None: ...
+    drive: Drive
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., drive: _Optional[_Union[Drive, _Mapping]] = ...) -> None: ...
+
+class Drive(_message.Message):
+    __slots__ = ("turns", "phase")
+    class TurnsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: Turn
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.MessageMap[str, Turn]
+    phase: str
+    def __init__(self, turns: _Optional[_Mapping[str, Turn]] = ..., phase: _Optional[str] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("number", "held", "first")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    held: bool
+    first: int
+    def __init__(self, number: _Optional[int] = ..., held: bool = ..., first: _Optional[int] = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ("number", "phase", "stop_at", "places", "last", "ends")
@@ -590,7 +617,7 @@ class CutReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[CutReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies", "verdicts")
+    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies", "verdicts", "stands")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -598,6 +625,7 @@ class Beat(_message.Message):
     CUTS_FIELD_NUMBER: _ClassVar[int]
     RELIES_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
@@ -605,7 +633,8 @@ class Beat(_message.Message):
     cuts: _containers.RepeatedCompositeFieldContainer[CutReport]
     relies: bool
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ...) -> None: ...
+    stands: int
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., stands: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("round", "ranks")
@@ -652,12 +681,14 @@ class Orphans(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., last: bool = ...) -> None: ...
 
 class OrphanBatches(_message.Message):
-    __slots__ = ("batches", "complete")
+    __slots__ = ("batches", "complete", "turn")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
     complete: bool
-    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ...) -> None: ...
+    turn: int
+    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ..., turn: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradstream.data.base import BatchRef
+from gradstream.membership.member import Left
 from gradstream.recording import Log, Orphans, Stood
 from gradstream.worker.schedule import OrphanSource
 
@@ -23,13 +23,13 @@ class Notes:
         self._source = source
         self._log = log
 
-    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
+    async def orphans(self, epoch: int, last: bool) -> Left:
         """See `OrphanSource`."""
-        refs, complete = await self._source.orphans(epoch, last)
+        left = await self._source.orphans(epoch, last)
         if self._log is not None:
-            self._log.add(Orphans(tuple(refs), complete))
+            self._log.add(Orphans(tuple(left.refs), left.complete))
             self._log.flush()
-        return refs, complete
+        return left
 
     def stood(self, begun: int, ends: bool) -> None:
         """See `Pace`."""

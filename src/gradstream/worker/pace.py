@@ -3,16 +3,24 @@
 When a cut begins, a worker says how many minibatches it has begun, and begins no further one. Told
 where to stop, it goes on up to there, pushes everything that it has computed, and says so. It stands
 until the cut lets go of it. A worker that has nothing to do stands already.
+
+Where the strategy says who takes part, a worker may be held back besides, for as long as it takes. It
+stands then, too; let in, it chooses its next minibatch anew, since others may have taken some of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Literal, TypeAlias
 
 from gradstream.wire import v1
 
-__all__ = ["Pace"]
+__all__ = ["Gate", "Pace"]
+
+Gate: TypeAlias = Literal["go", "anew", "over"]
+"""At the gate: begin the minibatch; or choose another one first, since this may be somebody else's by now;
+or the run ends here."""
 
 
 class Pace:
@@ -21,20 +29,29 @@ class Pace:
     Args:
         worker: this node's name.
         report: called with what this worker has to say about a cut.
-        on_stand: called when a cut has made it stand: with the number of minibatches begun, and whether it
-            will begin no further one.
+        stands: called when it stands because it is held back, with the number of its turn.
+        on_stand: called when a cut, or being held back, has made it stand: with the number of minibatches
+            begun, and whether it will begin no further one.
     """
 
     def __init__(
         self,
         worker: str,
         report: Callable[[v1.CutReport], None],
+        stands: Callable[[int], None],
         on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
     ) -> None:
         self.begun = 0
+        self.phase = ""  # of the strategy, as of the minibatch that was begun last
+        self.turns = 0  # how often this worker was let in, or has come to another phase
         self._on_stand = on_stand
         self._worker = worker
         self._report = report
+        self._report_standing = stands
+        self._drive = v1.Drive()
+        self._turn = v1.Turn()  # of this worker, as told
+        self._number = 0  # of the turn that it has gone through the gate in
+        self._stood = 0  # number of the turn that it has said to stand in
         self._cut = v1.Cut()
         self._limit: int | None = None  # minibatches that may be begun; None for any number
         self._standing = False  # everything that was begun is in the model
@@ -50,7 +67,9 @@ class Pace:
         self._limit = cut.stop_at.get(self._worker, self.begun) if holds else None
         if holds and cut.phase == v1.Cut.PAUSE:
             self._say(v1.CutReport.BEGUN)
-        self._say_if_reached()
+        self._drive = notice.drive
+        self._turn = notice.drive.turns.get(self._worker, v1.Turn())
+        self._say_if_standing()
         self._changed.set()
 
     @property
@@ -63,26 +82,43 @@ class Pace:
         """Whether all that workers had begun is in the model, if they were told where the run ends."""
         return not self._cut.ends or self._cut.phase == v1.Cut.ENDED
 
-    async def gate(self, flush: Callable[[], Awaitable[None]]) -> bool:
-        """Returns True when the next minibatch may be begun, and counts it; False when the run ends here.
+    @property
+    def turn(self) -> v1.Turn:
+        """That this worker was let in by last: since then its own line goes on at `first`."""
+        return self._turn
+
+    async def gate(self, flush: Callable[[], Awaitable[None]]) -> Gate:
+        """Returns when the next minibatch may be begun, and counts it if it is.
 
         Args:
             flush: puts everything that was computed into the model.
         """
-        while self._limit is not None and self.begun >= self._limit:
-            if not self._standing:
-                await flush()
-                self._on_stand(self.begun, False)
-                self.stand()
-                continue  # the cut may have let go meanwhile
-            if self.ending:
-                self._on_stand(self.begun, True)
-                return False
-            self._changed.clear()
-            await self._changed.wait()
+        while True:
+            if self._at_limit or self._turn.held:
+                if not self._standing:
+                    await flush()
+                    self._on_stand(self.begun, False)
+                    self.stand()
+                elif self._at_limit and self.ending:
+                    self._on_stand(self.begun, True)
+                    return "over"
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+            elif self._number != self._turn.number:
+                self._number, self.phase = self._turn.number, self._drive.phase
+                self.turns += 1
+                return "anew"
+            elif self.phase != self._drive.phase:
+                phase = self._drive.phase
+                await flush()  # what a phase has computed is in the model when the next one begins
+                self.phase = phase
+                self.turns += 1
+            else:
+                break
         self._standing = False
         self.begun += 1
-        return True
+        return "go"
 
     def skip(self, count: int) -> None:
         """So many minibatches will not be begun: the rounds they were for are over. They count as begun."""
@@ -91,7 +127,18 @@ class Pace:
     def stand(self) -> None:
         """Everything that was begun is in the model, and nothing more is begun without passing the gate."""
         self._standing = True
+        self._say_if_standing()
+
+    @property
+    def _at_limit(self) -> bool:
+        return self._limit is not None and self.begun >= self._limit
+
+    def _say_if_standing(self) -> None:
+        """Says so to the cut that waits for it, and to the drive that holds it back."""
         self._say_if_reached()
+        if self._standing and self._turn.held and self._stood != self._turn.number:
+            self._stood = self._turn.number
+            self._report_standing(self._turn.number)
 
     def _say_if_reached(self) -> None:
         told = self._cut.number > 0 and self._cut.phase in (v1.Cut.STOP, v1.Cut.SNAPSHOT)

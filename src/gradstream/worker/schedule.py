@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from gradstream.data.base import BatchRef, Plan
+from gradstream.membership.member import Left
 from gradstream.optim.schedules import Position
+from gradstream.wire import v1
 from gradstream.worker.balance import Balance
+from gradstream.worker.pace import Gate
 
-__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "OrphanSource", "Schedule", "Supply"]
+__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "OrphanSource", "Passage", "Schedule", "Supply"]
+
+NOTHING = Left([], complete=True)
 
 UNKNOWN = -1
 """Samples of a minibatch that nobody has seen yet."""
 
-Flush = Callable[[], Awaitable[None]]
-Skip = Callable[[], int]
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What lies between a worker's minibatches.
+
+    Args:
+        gate: passed before each: see `Pace.gate`.
+        turn: by which the worker was let in, after "anew": where its own line goes on, and what was handed
+            to it before is not its any more.
+        close: awaited before the end of the run is waited for: what this worker has computed must be in the
+            model by then, or two workers would wait for each other.
+        skip: how many of its own minibatches, from the next one on, are left out.
+    """
+
+    gate: Callable[[], Awaitable[Gate]]
+    turn: Callable[[], v1.Turn]
+    close: Callable[[], Awaitable[None]]
+    skip: Callable[[], int]
 
 
 class OrphanSource(Protocol):
     """Whoever knows of minibatches that lost workers have left: the coordinator, through `Member`."""
 
-    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
+    async def orphans(self, epoch: int, last: bool) -> Left:
         """Minibatches to go through, and whether every one up to `epoch` is accounted for."""
         ...
 
@@ -88,43 +109,44 @@ class Schedule:
         counts = enumerate(map(self._count, range(self.plan.num_partitions)))
         return max((self.plan.nth(rank, count - 1).epoch for rank, count in counts if count), default=0)
 
-    async def refs(self, flush: Flush, skip: Skip = lambda: 0) -> AsyncGenerator[BatchRef, None]:
-        """Own minibatches in order; after each epoch, those of workers that died.
+    async def refs(self, passage: Passage) -> AsyncGenerator[BatchRef, None]:
+        """Own minibatches in order; after each epoch, those that other workers have left.
 
-        Args:
-            flush: awaited before the end of the run is waited for: what this worker has
-                computed must be in the model by then, or two workers would wait for each other.
-            skip: called before each own minibatch: how many, from this one on, are left out.
+        What was in hand when this worker was held back may be another's when it is let in: it is dropped.
         """
-        begun = self.plan.done.epochs
-        count = -1
-        while (count := count + 1 + skip()) < self.num_batches:
-            ref = self.plan.nth(self.rank, count)
-            if ref.epoch > begun:
-                async for orphan in self._orphans(ref.epoch - 1):
-                    yield orphan
-                begun = ref.epoch
-            if self.balance is not None:
-                await self.balance.reach(ref)
-            yield ref
-        await flush()
-        complete = self.orphanage is None or self.cut == "rounds"
-        while not complete:
-            assert self.orphanage is not None
-            refs, complete = await self.orphanage.orphans(self.last_epoch, True)
+        count, begun = passage.skip(), self.plan.done.epochs
+        while True:
+            own = count < self.num_batches
+            if own:
+                ref = self.plan.nth(self.rank, count)
+                left = await self._left(ref.epoch - 1, last=False) if ref.epoch > begun else NOTHING
+                begun = begun if left.refs else max(begun, ref.epoch)
+                own, refs = not left.refs, left.refs or [ref]
+            else:
+                await passage.close()
+                left = await self._left(self.last_epoch, last=True)
+                refs = left.refs
+                if left.complete:
+                    return
             for ref in refs:
+                if own and self.balance is not None:
+                    await self.balance.reach(ref)
+                while (gate := await passage.gate()) == "anew":
+                    count = passage.turn().first
+                    if own or left.turn != passage.turn().number:
+                        break
+                if gate == "over":
+                    return
+                if gate == "anew":
+                    break
                 yield ref
-            await flush()
+                count += 1 + passage.skip() if own else 0
 
-    async def _orphans(self, epoch: int) -> AsyncIterator[BatchRef]:
-        """Minibatches up to `epoch` that are free to be taken now."""
-        refs: list[BatchRef] = []
-        while self.orphanage is not None and self.cut == "partitions":
-            refs, _ = await self.orphanage.orphans(epoch, False)
-            if not refs:
-                return
-            for ref in refs:
-                yield ref
+    async def _left(self, epoch: int, *, last: bool) -> Left:
+        """Some of what others have left of epochs 0 … `epoch`; if `last`, waits for such, or for the end."""
+        if self.orphanage is None or self.cut == "rounds":
+            return NOTHING
+        return await self.orphanage.orphans(epoch, last)
 
 
 class EndingSource(Protocol):
@@ -177,12 +199,14 @@ class OpenSchedule:
         """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
         return 0 if self._supply.ended else UNKNOWN
 
-    async def refs(self, flush: Flush, skip: Skip = lambda: 0) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, passage: Passage) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
         supply, endings = self._supply, self._endings
         for number in itertools.count():
             if supply.ended:
-                await flush()
+                await passage.close()
                 if await endings.ending(supply.batches, supply.samples, number):
                     return
+            if await passage.gate() == "over":
+                return
             yield BatchRef(0, self._rank, number)

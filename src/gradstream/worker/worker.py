@@ -31,8 +31,8 @@ from gradstream.server.client import Update
 from gradstream.server.waits import Claims
 from gradstream.strategies import base
 from gradstream.worker.gradient import GradientSource, Result
-from gradstream.worker.pace import Pace
-from gradstream.worker.schedule import OpenSchedule, Schedule
+from gradstream.worker.pace import Gate, Pace
+from gradstream.worker.schedule import OpenSchedule, Passage, Schedule
 from gradstream.worker.stopwatch import Stopwatch
 from gradstream.worker.updater import UpdateRule
 
@@ -170,6 +170,7 @@ class Replica(ABC):
         self.num_workers = parts.num_workers
         self.reduction = parts.reduction
         self.step = parts.first_step
+        self.since = 0
         self.samples = 0  # gone through
         self.version = -1  # no parameters yet
         self.clock = 0
@@ -186,6 +187,7 @@ class Replica(ABC):
         self._first_version = parts.first_version
         self._watch = parts.watch
         self._num_rounds = 0  # of its own line of minibatches, gone through or missed
+        self._num_turns = 0  # that `since` counts from
         self._late = False
         self._between = True  # two minibatches
         self._bounded = False  # others wait for this worker, and it for them
@@ -264,17 +266,14 @@ class Replica(ABC):
         """See `strategies.base.Worker`."""
         self._put_in = flush or self._flush
         self._bounded = before is not None
-        async with aclosing(self._schedule.refs(self._close, self._skip)) as refs:
+        passage = Passage(
+            gate=lambda: self._gate(before),
+            turn=lambda: self._pace.turn,
+            close=self._close,
+            skip=self._skip,
+        )
+        async with aclosing(self._schedule.refs(passage)) as refs:
             async for ref in refs:
-                begun_ns = self._runtime.now()
-                if before is not None:
-                    await self._return()
-                    await before()
-                if not await self._pace.gate(self._stand):
-                    if self._bounded:
-                        await self._rest()
-                    return
-                self._stopwatch.begin(self._runtime.now() if before is None else begun_ns)
                 self._between = False
                 batch = await self._named(ref)
                 self._owed[ref] = None
@@ -282,9 +281,34 @@ class Replica(ABC):
                 self._between = True
                 self._report(batch)
                 self.step += 1
+                self.since += 1
                 self.samples += batch.num_samples
                 self._num_rounds += 1
                 await self._on_boundary(self, [ref, *self._missed()])
+
+    async def _gate(self, before: Callable[[], Awaitable[None]] | None) -> Gate:
+        """See `Pace.gate`. The step begins here: with the waiting for clocks, where there are any."""
+        begun_ns = self._runtime.now()
+        if before is not None:
+            await self._return()
+            await before()
+        gate = await self._pace.gate(self._stand)
+        if gate == "over" and self._bounded:
+            await self._rest()
+        if gate == "go":
+            self._take_turn()
+            self._stopwatch.begin(self._runtime.now() if before is None else begun_ns)
+        return gate
+
+    def _take_turn(self) -> None:
+        """Begins to count anew where this worker was let in, or has come to another phase."""
+        if self._num_turns != self._pace.turns:
+            self._num_turns, self.since = self._pace.turns, 0
+
+    @property
+    def phase(self) -> str:
+        """See `strategies.base.Worker`."""
+        return self._pace.phase
 
     def _missed(self) -> list[BatchRef]:
         """Own minibatches of rounds that have gone on without this worker."""

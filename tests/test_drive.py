@@ -1,0 +1,363 @@
+"""Warm starts, waves, an end alone: who is held back loses nothing, and is let in at the right sample."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradstream as gs
+from gradstream.data import BatchRef, Ledger, PartitionPlan
+from gradstream.data.plan import epoch_order
+from gradstream.errors import ConfigError, Interrupted, UserCodeError
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.simulate import simulate
+from gradstream.strategies.base import Drive
+from gradstream.strategies.downpour import ALONE
+from gradstream.summary import EventDict
+from gradstream.testing import check_strategy
+from gradstream.testing.runs import (
+    QUICK,
+    Tokens,
+    check_exactly_once,
+    check_nothing_lost,
+    kill_at,
+    least_squares,
+    numbered,
+)
+
+NUM_TOKENS, EPOCHS = 24, 6
+WORLD = World(
+    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
+)
+DRIVES: dict[str, dict[str, Any]] = {
+    "warm": {"warm_start": "1.5epochs"},
+    "waves": {"waves": 3, "wave_every": 20},
+    "last": {"finish_alone": "2epochs"},
+    "all": {"warm_start": 12, "waves": 3, "wave_every": 10, "finish_alone": 30, "fetch_every": 3},
+}
+
+
+def tokens(strategy: gs.Strategy, **options: Any) -> gs.Run:
+    """A run in which everything applied can be counted."""
+    options = {"workers": 4, "epochs": EPOCHS, **options}
+    return simulate(
+        Tokens(num_chunks=3), numbered(NUM_TOKENS), strategy=strategy, optimizer=gs.SGD(lr=1.0), servers=2,
+        batch_size=2, chunk_elems=64, world=WORLD, deadlines=QUICK, **options,
+    )  # fmt: skip
+
+
+def turns(run: gs.Run) -> list[EventDict]:
+    return [event for event in run.events if event["event"] == "drive"]
+
+
+def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
+    """Who has begun a minibatch in this time."""
+    steps = [event for event in run.events if event["event"] == "step"]
+    return {
+        event["node"]
+        for event in steps
+        if begin_s < event["time_s"] - event["compute_s"] - event["wait_s"] <= end_s
+    }
+
+
+# ---- nothing lost, nothing twice --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drive", DRIVES)
+def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap: bool, seed: int) -> None:
+    run = tokens(gs.Downpour(push_every=2, overlap=overlap, **DRIVES[drive]), seed=seed)
+    check_exactly_once(run, NUM_TOKENS, EPOCHS)
+    ledger = [event for event in run.events if event["event"] == "ledger"]
+    assert [event["epoch"] for event in ledger] == list(range(EPOCHS))
+    told = turns(run)
+    for event, after in zip(told, [*told[1:], None], strict=True):
+        end_s = after["time_s"] if after is not None else 1e9
+        # Clocks of nodes differ by the time that a notice takes, and so does what they have heard.
+        assert not steps_between(run, event["time_s"] + 0.01, end_s - 0.01) & set(event["held"]), event
+    if "finish_alone" in DRIVES[drive]:
+        assert told[-1]["engaged"] == ["worker-0"]
+        assert told[-2]["engaged"] == []
+    else:
+        assert told[-1]["held"] == []
+    assert told[0]["samples"] == 0
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("drive", DRIVES)
+def test_a_worker_is_lost_whoever_and_whenever(drive: str, rank: int) -> None:
+    """In the warm start another takes the place of the one that is lost."""
+    rng = random.Random(rank)
+    for _ in range(3):
+        script = kill_at(f"worker-{rank}", rng.uniform(0.01, 1.0))
+        run = tokens(gs.Downpour(push_every=2, **DRIVES[drive]), seed=rank, script=script)
+        check_nothing_lost(run, NUM_TOKENS, EPOCHS)
+
+
+def test_the_next_one_takes_the_place_of_a_lost_one() -> None:
+    run = tokens(gs.Downpour(warm_start="3epochs"), script=kill_at("worker-0", 0.3))
+    engaged = [event["engaged"] for event in turns(run)]
+    assert engaged == [["worker-0"], ["worker-1"], ["worker-1", "worker-2", "worker-3"]]
+    assert [event["phase"] for event in turns(run)] == ["alone", "alone", "together"]
+    assert turns(run)[-1]["samples"] >= 3 * NUM_TOKENS
+
+
+def stop_at(seconds: float) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    async def script(cluster: Any) -> None:
+        await cluster.virtual.runtime("director").sleep(seconds)
+        cluster.stop()
+
+    return script
+
+
+@pytest.mark.parametrize("drive", DRIVES)
+def test_stopped_anywhere_it_goes_on_where_the_drive_was(drive: str) -> None:
+    rng, stops = random.Random(5), 0
+    for _ in range(4):
+        storage, when_s = MemoryStorage(), rng.uniform(0.05, 1.0)
+        strategy = gs.Downpour(push_every=2, **DRIVES[drive])
+        try:
+            run = tokens(strategy, storage=storage, script=stop_at(when_s))
+        except Interrupted:
+            stops += 1
+            run = tokens(strategy, storage=storage, resume=True)
+        check_exactly_once(run, NUM_TOKENS, EPOCHS)
+    assert stops
+
+
+def test_a_resumed_run_has_its_warm_start_behind_it() -> None:
+    strategy, storage = gs.Downpour(warm_start="1epoch", waves=2), MemoryStorage()
+    with pytest.raises(Interrupted):
+        tokens(strategy, storage=storage, script=stop_at(1.0))
+    run = tokens(strategy, storage=storage, resume=True)
+    (resumed,) = [event for event in run.events if event["event"] == "resumed"]
+    assert resumed["samples"] > 2 * NUM_TOKENS
+    last = turns(run)[-1]
+    assert (last["held"], last["samples"]) == ([], resumed["samples"])
+    assert last["time_s"] <= resumed["time_s"] + 0.1
+
+
+# ---- the ledger -------------------------------------------------------------------------------
+
+
+class Owners:
+    """Three workers that take their own minibatches in order, and others' by asking."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.plan = PartitionPlan(18, batch_size, 3)
+        self.ledger = Ledger(self.plan, epochs=2)
+        self.owners: dict[BatchRef, int] = {}
+        self.next_own = [0, 0, 0]
+        self.in_hand: list[list[BatchRef]] = [[], [], []]
+        self.held: set[int] = set()
+        self.lost: set[int] = set()
+
+    def begin(self, rank: int, ref: BatchRef) -> None:
+        """A minibatch is begun, and gets its receipt before anything else happens."""
+        assert ref not in self.owners, f"{ref} is with {self.owners[ref]} and {rank}"
+        self.owners[ref] = rank
+        assert self.ledger.receipt(ref, rank)
+
+    def own(self, rank: int) -> None:
+        if self.next_own[rank] < self.plan.batches_before(rank, 2):
+            self.begin(rank, self.plan.nth(rank, self.next_own[rank]))
+            self.next_own[rank] += 1
+
+    def ask(self, rank: int) -> None:
+        self.in_hand[rank] += self.ledger.orphans(1, 2, rank)
+
+    def take(self, rank: int) -> None:
+        if self.in_hand[rank]:
+            self.begin(rank, self.in_hand[rank].pop(0))
+
+    def hold(self, rank: int) -> None:
+        self.ledger.lend(rank)
+        self.held.add(rank)
+        self.in_hand[rank].clear()
+
+    def let_in(self, rank: int) -> None:
+        self.next_own[rank] = self.ledger.recall(rank)
+        self.held.discard(rank)
+
+    def lose(self, rank: int) -> None:
+        self.ledger.lost(rank)
+        self.lost.add(rank)
+        self.in_hand[rank].clear()
+
+    def end(self) -> None:
+        """One of those that are left ends the run alone."""
+        survivor, *others = [rank for rank in range(3) if rank not in self.lost]
+        for rank in others:
+            self.lose(rank)
+        if survivor in self.held:
+            self.let_in(survivor)
+        for _ in range(36):
+            self.own(survivor)
+            self.take(survivor)
+            self.ask(survivor)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whoever_is_held_back_or_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
+    run = Owners(data.draw(st.integers(1, 3)))
+    working, away = (
+        [Owners.own, Owners.own, Owners.ask, Owners.take, Owners.take, Owners.hold],
+        [Owners.let_in],
+    )
+    for _ in range(data.draw(st.integers(0, 60))):
+        rank = data.draw(st.sampled_from([rank for rank in range(3) if rank not in run.lost]))
+        dies = [Owners.lose] if len(run.lost) < 2 else []
+        data.draw(st.sampled_from((away if rank in run.held else working) + dies))(run, rank)
+    run.end()
+    assert run.ledger.finished
+    assert len(run.owners) == run.ledger.num_receipts
+
+
+def test_what_a_run_goes_through_in_all() -> None:
+    plan = PartitionPlan(20, 3, 2)
+    for limits in ({"epochs": 5}, {"max_batches_per_partition": 7}):
+        ledger = Ledger(plan, **limits)
+        assert ledger.total_samples == sum(ledger.samples(epoch) or 0 for epoch in range(ledger.num_epochs))
+
+
+# ---- arithmetic -------------------------------------------------------------------------------
+
+FEATURES = 200
+
+
+@dataclass(frozen=True)
+class Solo(gs.Downpour):
+    """One replica from the begin to the end, while the others are held back."""
+
+    def drives(self) -> bool:
+        return True
+
+    async def drive(self, run: Drive) -> None:
+        await run.engage(1, ALONE)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: int) -> None:
+    """Bit for bit: in the order of samples of one node, with the server's own rule."""
+    model, data = least_squares(96, FEATURES, whole=False, reduction="mean")
+    rule = gs.Adagrad(lr=0.05, initial_accumulator=0.01)
+    w, gradient = torch.zeros(2, FEATURES, dtype=torch.float64)
+    sums = torch.full((FEATURES,), 0.01, dtype=torch.float64)
+    for step in range(3 * 24):
+        epoch, batch = divmod(step, 24)
+        model.gradient(
+            w, data.batch(epoch_order(96, 3, epoch)[4 * batch : 4 * batch + 4]), gradient,
+            seed=0, report=lambda _: None,
+        )  # fmt: skip
+        rule.apply(w, gradient, {"sum": sums}, lr=0.05, step=step + 1)
+    run = simulate(
+        model, data, strategy=Solo(push_every=3, fetch_every=2, local_momentum=0.9), optimizer=rule,
+        workers=4, servers=shards, batch_size=4, epochs=3, chunk_elems=64, seed=3, world=WORLD,
+        deadlines=QUICK,
+    )  # fmt: skip
+    assert np.array_equal(run.parameters["w"], w.numpy())
+    assert {event["rank"] for event in run.events if event["event"] == "step"} == {0}
+
+
+def adagrad_counts(**options: Any) -> np.ndarray[Any, Any]:
+    """Parameters of `Tokens` by Adagrad: each sample is pushed once an epoch, with gradient -1."""
+    run = simulate(
+        Tokens(num_chunks=3), numbered(NUM_TOKENS), optimizer=gs.Adagrad(lr=1.0, initial_accumulator=0.5),
+        strategy=gs.Downpour(warm_start="3epochs", waves=2, wave_every=12, finish_alone=NUM_TOKENS),
+        workers=4, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, world=WORLD, deadlines=QUICK,
+        **options,
+    )  # fmt: skip
+    return run.parameters["tokens"][:, :NUM_TOKENS]
+
+
+def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever pushes when, the k-th push of a sample is a step of 1 / √(½ + k)."""
+    expected = sum(1 / math.sqrt(0.5 + k) for k in range(1, EPOCHS + 1))
+    assert np.allclose(adagrad_counts(), expected, rtol=1e-6)
+
+    # The planted fault: the sums begin anew with the 37th update, when the others are let in.
+    inner = gs.Adagrad.apply
+
+    def forgets(
+        self: gs.Adagrad, parameters: Any, gradient: Any, state: Any, *, lr: float, step: int
+    ) -> None:
+        if step == 37:
+            state["sum"].fill_(0.5)
+        inner(self, parameters, gradient, state, lr=lr, step=step)
+
+    monkeypatch.setattr(gs.Adagrad, "apply", forgets)
+    assert not np.allclose(adagrad_counts(), expected, rtol=1e-6)
+
+
+def test_the_laws_of_strategies_hold_for_one_that_is_driven() -> None:
+    check_strategy(gs.Downpour(warm_start=6, waves=2, finish_alone=4))
+
+
+# ---- what is refused --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Idle(Solo):
+    """Its drive waits for progress that nobody can make."""
+
+    async def drive(self, run: Drive) -> None:
+        await run.until(samples=1)
+
+
+@dataclass(frozen=True)
+class Broken(Solo):
+    """Its drive raises."""
+
+    async def drive(self, run: Drive) -> None:
+        await run.engage(2)
+        raise ZeroDivisionError("of the drive")
+
+
+def test_a_drive_that_goes_wrong_ends_the_run_and_says_why() -> None:
+    with pytest.raises(UserCodeError, match="no worker takes part"):
+        tokens(Idle())
+    with pytest.raises(UserCodeError, match="ZeroDivisionError: of the drive"):
+        tokens(Broken())
+    with pytest.raises(ConfigError, match="nothing is left for all workers together"):
+        tokens(gs.Downpour(warm_start="4epochs", finish_alone="2epochs"))
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"warm_start": "2 minutes"}, "Downpour.warm_start='2 minutes'"),
+        ({"warm_start": -1}, "at least 0"),
+        ({"finish_alone": True}, "Downpour.finish_alone=True"),
+        ({"waves": 0}, "at least 1"),
+        ({"waves": 2}, "expected wave_every"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        gs.Downpour(**options)
+
+
+@dataclass(frozen=True)
+class DrivenRounds(gs.Synchronous):
+    """A strategy whose workers go through rounds together."""
+
+    async def drive(self, run: Drive) -> None:
+        await run.engage(1)
+
+
+def test_rounds_are_not_driven() -> None:
+    with pytest.raises(ConfigError, match="go through rounds together"):
+        tokens(DrivenRounds())
