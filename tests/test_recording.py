@@ -9,7 +9,19 @@ import pytest
 import gradstream as gs
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
-from gradstream.recording import FOLDER, Asked, Log, Orphans, Part, Pushed, Read, Stood, Summed, read_log
+from gradstream.recording import (
+    FOLDER,
+    Asked,
+    Closed,
+    Log,
+    Orphans,
+    Part,
+    Pushed,
+    Read,
+    Stood,
+    Summed,
+    read_log,
+)
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
@@ -29,6 +41,7 @@ ENTRIES: list[Entry] = [
     Orphans((BatchRef(1, 2, 3), BatchRef(0, 200, 0)), complete=False),
     Orphans((), complete=True),
     Stood(129, ends=True),
+    Closed(),
 ]
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradstream.errors import (
         ConfigError,
         DeadlineError,
+        DivergedError,
         GradientError,
         GradstreamError,
         Interrupted,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         StepDecay,
         Warmup,
     )
+    from gradstream.replay.replay import replay
     from gradstream.report.tensorboard import TensorBoard
     from gradstream.resume import resume
     from gradstream.run import Run
@@ -93,6 +95,7 @@ __all__ = [
     "Cost",
     "DeadlineError",
     "Deadlines",
+    "DivergedError",
     "Downpour",
     "ElasticAveraging",
     "GradientError",
@@ -131,6 +134,7 @@ __all__ = [
     "from_stream",
     "from_torch",
     "join",
+    "replay",
     "resume",
     "simulate",
     "train",
@@ -161,6 +165,7 @@ _ROOMS = {
         "StepDecay",
         "Warmup",
     ),
+    "gradstream.replay": ("replay",),
     "gradstream.report.tensorboard": ("TensorBoard",),
     "gradstream.resume": ("resume",),
     "gradstream.run": ("Run",),

@@ -11,6 +11,7 @@
     │   └── DataError (ValueError)      you: a data set that cannot be read
     ├── PeerLostError (ConnectionError) the machine or process of a peer is gone
     ├── DeadlineError (TimeoutError)    a peer was silent for longer than allowed
+    ├── DivergedError                   a replay is not the run that was recorded; says where
     ├── RefusedError                    a peer understood the request and said no
     ├── ClosedError                     used after it was closed
     └── InternalError                   our bug: please report it
@@ -37,6 +38,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DivergedError",
     "GradientError",
     "GradstreamError",
     "InternalError",
@@ -98,6 +100,10 @@ class UnknownNameError(ConfigError):
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         super().__init__(f"unknown {kind} {got!r}{hint}; known: {', '.join(names)}")
         self.nearest = near[0] if near else None
+
+
+class DivergedError(GradstreamError):
+    """A replay has left the run that was recorded; the message says at which shard, chunk and update."""
 
 
 class PreflightError(GradstreamError):

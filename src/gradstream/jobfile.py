@@ -12,7 +12,9 @@ told where the earlier ones are kept: the call that made such a run returns it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
@@ -30,6 +32,7 @@ from gradstream.registry import load_module
 __all__ = [
     "JOB_MODULE",
     "Asked",
+    "digest_of",
     "intercept",
     "job_of",
     "load_job",
@@ -114,6 +117,19 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None) -> Job:
     else:
         job = _from_module(spec, place, function)
     return dataclasses.replace(job, spec=f"{place}:{function}" if function else place)
+
+
+def digest_of(spec: str) -> str:
+    """SHA-256 of the file that a job's spec names, "" where there is none; not of what that imports."""
+    place, colon, _ = spec.rpartition(":")
+    place = place if colon else spec
+    try:
+        if not place.endswith(".py"):
+            found = importlib.util.find_spec(place) if place else None
+            place = (found.origin if found is not None else None) or ""
+        return hashlib.sha256(Path(place).read_bytes()).hexdigest() if place else ""
+    except (OSError, ImportError):
+        return ""
 
 
 def _from_module(spec: str, place: str, function: str) -> Job:

@@ -34,7 +34,9 @@ from gradstream.errors import (
 )
 from gradstream.events import Event, FailedEvent, encode
 from gradstream.failures import typed_error
+from gradstream.jobfile import digest_of
 from gradstream.node import NodeSpec, play
+from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
@@ -140,6 +142,9 @@ class Launcher:
         entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
         storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
         storage.write("config.toml", to_toml(self._job, entries).encode())
+        if self._job.record:
+            told = {"job": spec.job, "sha256": digest_of(spec.job)}
+            storage.write(f"{FOLDER}/{spec.id}/{JOB_FILE}", json.dumps(told).encode())
         info = {
             "name": self._job.name,
             "id": spec.id,

@@ -45,6 +45,8 @@ class Run:
         model: what `evaluate` computes outputs with.
         data: what `evaluate` looks at by default.
         metrics: what `evaluate` asks besides, by name.
+        recording: of a simulation that was recorded: files by name, for `gradstream.replay`.
+        job: likewise: what was simulated.
     """
 
     path: Path | None = None
@@ -54,6 +56,8 @@ class Run:
     model: Model | None = None
     data: Dataset | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    recording: Mapping[str, bytes] = field(default_factory=dict)
+    job: Any = None
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
 """What a run leaves behind so that it can be repeated: in which order its shards took what came."""
 
-from gradstream.recording.entries import Asked, Entry, Orphans, Pushed, Read, Stood, Summed
-from gradstream.recording.log import FOLDER, Log, LogReader, Part, read_log
+from gradstream.recording.entries import Asked, Closed, Entry, Orphans, Pushed, Read, Stood, Summed
+from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogReader, Part, read_log
 from gradstream.recording.origin import differences, origin_of
 
 __all__ = [
     "FOLDER",
+    "JOB_FILE",
     "Asked",
+    "Closed",
     "Entry",
     "Log",
     "LogReader",

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
-__all__ = ["Asked", "Entry", "Orphans", "Pushed", "Read", "Stood", "Summed", "decode", "encode"]
+__all__ = ["Asked", "Closed", "Entry", "Orphans", "Pushed", "Read", "Stood", "Summed", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,14 @@ class Stood:
     ends: bool
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The run was over: nothing is missing behind this (shard)."""
 
-PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD = range(1, 7)
+
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed
+
+PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED = range(1, 8)
 FLAG = 0x10
 """Of the kind's byte: assign, complete, ends. Twice as much: absent."""
 
@@ -133,6 +138,8 @@ def encode(entry: Entry) -> bytes:
             return _bytes(ORPHANS | FLAG * entry.complete, (len(entry.refs), *flat))
         case Stood():
             return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
+        case Closed():
+            return _bytes(CLOSED, ())
 
 
 def decode(data: bytes) -> Iterator[Entry]:
@@ -172,6 +179,8 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
         case 6:
             (begun,), at = _numbers(data, at, 1)
             return Stood(begun, first), at
+        case 7:
+            return Closed(), at
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
 

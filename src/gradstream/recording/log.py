@@ -20,10 +20,13 @@ from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
 
-__all__ = ["FOLDER", "Log", "LogReader", "Part", "read_log"]
+__all__ = ["FOLDER", "JOB_FILE", "Log", "LogReader", "Part", "read_log"]
 
 FOLDER = "recording"
 """In a run directory: a folder for each part of the run, named by the id of its nodes."""
+
+JOB_FILE = "job.json"
+"""Beside the parts: which job file it was, and its SHA-256."""
 
 FORMAT = 1
 BLOCK_BYTES = 1 << 16
@@ -132,8 +135,9 @@ def read_log(data: bytes, name: str) -> Part:
     """
     reader = LogReader(data, name)
     blocks = reader.blocks()
+    first = next(blocks, b"")
     try:
-        header = json.loads(next(blocks, b""))
+        header = json.loads(first)
         number = header.pop("format")
     except (ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{name} is not a recording, or nothing of it was written") from error

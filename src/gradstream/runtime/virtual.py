@@ -14,7 +14,8 @@ import heapq
 import random
 import selectors
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from gradstream.errors import InternalError
@@ -143,15 +144,23 @@ class VirtualCluster:
 
         Tasks that are left over are cancelled. Raises what `work` raises, or `DeadlockError`.
         """
+        with self.looping() as run:
+            result: T = run(work)
+            return result
+
+    @contextmanager
+    def looping(self) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
+        """Gives what runs a coroutine to its end; between two, everything else stands still.
+
+        Tasks that are left over at the end of the context are cancelled.
+        """
         loop = _JumpingLoop(self.clock)
-        asyncio.set_event_loop(loop)
         try:
-            return loop.run_until_complete(work)
+            yield loop.run_until_complete
         finally:
             try:
                 self._cancel_rest(loop)
             finally:
-                asyncio.set_event_loop(None)
                 loop.close()
 
     def _cancel_rest(self, loop: asyncio.AbstractEventLoop) -> None:

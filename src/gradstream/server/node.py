@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from gradstream.checkpoint.snapshot import Snapshots
 from gradstream.events import AppliedEvent, Event
 from gradstream.runtime.base import Runtime, Work, awaited_later
@@ -113,6 +115,10 @@ class ShardNode:
     def _hear(self, notice: v1.Notice) -> None:
         """Who is lost keeps nobody waiting."""
         self._service.keep({node.rank for node in notice.nodes if node.role == "worker"})
+
+    def parameters_of(self, chunk: int) -> torch.Tensor:
+        """A chunk's parameters, as they lie here."""
+        return self._service.parameters_of(chunk)
 
     def _agree(self) -> list[asyncio.Task[None]]:
         """Keeps up with the other shards, where a quorum makes each update."""

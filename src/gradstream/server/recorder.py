@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradstream.recording import Asked, Log, Pushed, Read, Summed
+from gradstream.recording import Asked, Closed, Log, Pushed, Read, Summed
 from gradstream.server.order import AsItComes, Fetched, Go, Updating
 from gradstream.server.rule import Contribution
 from gradstream.server.window import SequenceWindow
@@ -77,6 +77,7 @@ class ShardRecorder(AsItComes):
         for chunk in sorted(self._done):
             if not self._busy(chunk):
                 self._sum(chunk, parameters(chunk))
+        self.log.add(Closed())
         self.log.flush()
 
     def _sum(self, chunk: int, parameters: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of
+from gradstream.recording import FOLDER
 from gradstream.run import Run
 from gradstream.runtime.base import Storage
 from gradstream.runtime.world import World
@@ -114,9 +115,16 @@ def simulate(
         model=built,
         data=job.data,
         metrics=metrics_of(job),
+        recording=_recording(cluster.virtual.storage, cast.job),
+        job=job if job.record else None,
     )
     callbacks.end(lambda: run)
     return run
+
+
+def _recording(storage: Storage, job: str) -> dict[str, bytes]:
+    folder = f"{FOLDER}/{job}"
+    return {f"{folder}/{name}": storage.read(f"{folder}/{name}") for name in storage.names(folder)}
 
 
 def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:

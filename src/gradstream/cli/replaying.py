@@ -1,0 +1,176 @@
+"""A replay on the command line: what is looked for, and how an update is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from gradstream.cli.report import print_rows
+from gradstream.errors import ConfigError, DivergedError
+from gradstream.replay import Replay, Update
+from gradstream.replay import replay as replay_run
+from gradstream.replay.finding import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
+from gradstream.run import Run
+
+__all__ = ["Asked", "record_of", "rows_of", "show_replay"]
+
+MANY = 16
+"""Sample ids that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Where to stop; see the options of `gradstream replay`."""
+
+    until_update: int | None
+    worker: int | None
+    step: int | None
+    version: int | None
+    chunk: int
+    find: str | None
+
+    @property
+    def found(self) -> Found | None:
+        """As a question of each update; None goes to the end. Raises ConfigError for several places."""
+        if (self.worker is None) != (self.step is None):
+            raise ConfigError("--worker and --step go together: --worker 2 --step 120")
+        places: list[Found] = []
+        if self.until_update is not None:
+            places.append(at_update(self.until_update))
+        if self.worker is not None and self.step is not None:
+            places.append(of_step(self.worker, self.step))
+        if self.version is not None:
+            places.append(at_chunk_version(self.version, self.chunk))
+        if self.find is not None:
+            places.append(not_finite() if self.find == "nan" else loss_jump())
+        if len(places) > 1:
+            raise ConfigError("expected one place to stop: an update, a worker's step, a version, or --find")
+        return places[0] if places else None
+
+
+def show_replay(run: Path, asked: Asked, *, watch: bool, anyway: bool, as_json: bool) -> None:
+    """Replays a run, and prints what was asked for.
+
+    Raises:
+        ConfigError: there is no such update.
+        DivergedError: the replay is not the run.
+        As `gradstream.replay`.
+    """
+    found, stopped = asked.found, None
+    with replay_run(run, keep=False, anyway=anyway) as replay:
+        for update in replay:
+            if watch:
+                click.echo(json.dumps(record_of(update)) if as_json else line_of(update))
+            if found is not None and found(update):
+                stopped = update
+                break
+    if stopped is not None:
+        if not (watch and as_json):
+            click.echo(json.dumps(record_of(stopped))) if as_json else print_rows(rows_of(stopped))
+        return
+    rows = [("updates", f"{replay.num_updates:,}"), ("ended", replay.ended)]
+    if found is None:
+        rows.append(("parameters", _compared(run, replay)))
+    elif asked.find is None:
+        raise ConfigError(
+            f"no such update among the {replay.num_updates:,} that were replayed; {replay.ended}"
+        )
+    else:
+        rows.append(("found", "none"))
+    click.echo(json.dumps(dict(rows))) if as_json else print_rows(rows)
+
+
+def _compared(run: Path, replay: Replay) -> str:
+    """Whether the parameters are those that the run has kept. Raises DivergedError where they are not."""
+    kept = Run.load(run).parameters
+    if not kept:
+        return "the run has kept none to compare with"
+    if not same_bits(replay.parameters, kept):
+        raise DivergedError(f"after {replay.num_updates} updates the parameters are not those in {run}")
+    return "the same bits as the run's own"
+
+
+def same_bits(ours: Mapping[str, np.ndarray[Any, Any]], kept: Mapping[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether all of `ours` are in `kept`, byte for byte."""
+    return all(
+        name in kept and kept[name].tobytes() == np.ascontiguousarray(array).tobytes()
+        for name, array in ours.items()
+    )
+
+
+def line_of(update: Update) -> str:
+    """An update in one line."""
+    steps = _span(update.steps) or "?"
+    return (
+        f"{update.number:>6}  worker-{update.worker} step {steps:<9} "
+        f"on {_span(update.computed_on):<9} at {_span(update.applied_at):<9} "
+        f"stale {np.mean(update.staleness):5.2f}  loss {_number(update.loss):<9} "
+        f"|gradient| {_number(update.gradient_norm):<9} |update| {_number(update.update_norm)}"
+        + ("" if update.finite else "  NOT FINITE")
+    )
+
+
+def rows_of(update: Update) -> list[tuple[str, str]]:
+    """An update as a table."""
+    batches = ", ".join(
+        f"batch {ref.batch} of partition {ref.partition} in data epoch {ref.epoch}" for ref in update.batches
+    )
+    ids = update.samples
+    more = f" and {len(ids) - MANY} more" if ids is not None and len(ids) > MANY else ""
+    stale = update.staleness
+    return [
+        ("update", f"{update.number:,}"),
+        ("worker", f"worker-{update.worker}, step {_span(update.steps) or '?'}, its push {update.sequence}"),
+        ("minibatch", batches or "unknown"),
+        ("samples", "without numbers" if ids is None else ", ".join(map(str, ids[:MANY])) + more),
+        ("computed on", f"version {_span(update.computed_on)}"),
+        ("applied to", f"version {_span(update.applied_at)}"),
+        ("staleness", f"mean {np.mean(stale):.2f}, largest {max(stale)}, over {len(stale)} chunks"),
+        ("learning rate", _number(update.lr)),
+        ("|gradient|", _number(update.gradient_norm)),
+        ("|update|", _number(update.update_norm)),
+        ("loss", _number(update.loss)),
+        ("parameters", "all finite" if update.finite else "some are NaN or infinite behind it"),
+    ]
+
+
+def record_of(update: Update) -> dict[str, Any]:
+    """An update as JSON holds it; numbers that it cannot hold are null."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "update": update.number,
+        "worker": update.worker,
+        "push": update.sequence,
+        "steps": list(update.steps),
+        "batches": [[ref.epoch, ref.partition, ref.batch] for ref in update.batches],
+        "samples": None if update.samples is None else list(update.samples),
+        "computed_on": list(update.computed_on),
+        "applied_to": list(update.applied_at),
+        "staleness": list(update.staleness),
+        "lr": update.lr,
+        "gradient_norm": number(update.gradient_norm),
+        "update_norm": number(update.update_norm),
+        "loss": number(update.loss),
+        "finite": update.finite,
+    }
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    if not numbers:
+        return ""
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.4g}"

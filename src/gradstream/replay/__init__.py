@@ -1,0 +1,6 @@
+"""A recorded run, done again update by update, with the same bits."""
+
+from gradstream.replay.replay import Replay, replay
+from gradstream.replay.update import Update
+
+__all__ = ["Replay", "Update", "replay"]

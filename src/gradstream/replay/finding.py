@@ -1,0 +1,67 @@
+"""Which update of a replay is looked for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from gradstream.errors import ConfigError
+from gradstream.replay.update import Update
+
+__all__ = ["JUMP", "Found", "at_chunk_version", "at_update", "loss_jump", "not_finite", "of_step"]
+
+Found = Callable[[Update], bool]
+
+JUMP = 3.0
+"""A loss jumps that is so many times the median of those before it."""
+RECENT = 32
+FIRST = 8
+"""So many losses make a median."""
+
+
+def at_update(number: int) -> Found:
+    """The `number`-th, from 1."""
+    return lambda update: update.number == number
+
+
+def of_step(worker: int, step: int) -> Found:
+    """That with the gradient of a worker's step, both from 0."""
+    return lambda update: update.worker == worker and step in update.steps
+
+
+def at_chunk_version(version: int, chunk: int = 0) -> Found:
+    """That which made this version of a chunk, from 1; the last of them where several did.
+
+    Raises:
+        ConfigError: there is no such version: 0 are the initial parameters.
+    """
+    if version < 1 or chunk < 0:
+        raise ConfigError(f"version={version}, chunk={chunk}: expected at least 1, and a chunk from 0 on")
+
+    def found(update: Update) -> bool:
+        if chunk >= len(update.applied_at):
+            raise ConfigError(f"chunk={chunk}: the model has chunks 0 to {len(update.applied_at) - 1}")
+        return update.applied_at[chunk] == version - 1
+
+    return found
+
+
+def not_finite() -> Found:
+    """The first behind which a parameter is no number, or whose loss is infinite."""
+    return lambda update: not update.finite or math.isinf(update.loss)
+
+
+def loss_jump(times: float = JUMP) -> Found:
+    """The first whose loss is `times` the median of the 32 before it; that of the minibatch, as it is."""
+    recent: deque[float] = deque(maxlen=RECENT)
+
+    def found(update: Update) -> bool:
+        loss = update.loss
+        jumps = len(recent) >= FIRST and loss > times * statistics.median(recent)
+        if math.isfinite(loss):
+            recent.append(loss)
+        return jumps
+
+    return found

@@ -1,0 +1,124 @@
+"""Membership of a replay: nobody joins or leaves, and what the coordinator had said is said again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from gradstream.data.base import BatchRef
+from gradstream.events import Event
+from gradstream.membership.member import Member
+from gradstream.recording import Entry, Orphans, Stood
+from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
+
+__all__ = ["ScriptedMember"]
+
+Failed = Callable[[str, BaseException], None]
+
+
+class ScriptedMember(Member):
+    """A member of a run that was.
+
+    Args:
+        runtime, endpoint: of the node.
+        notice: who was in, and the model.
+        entries: what the node had noted of what it was told.
+        on_failed: told when the node cannot go on.
+        on_event: told of each event.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        notice: v1.Notice,
+        entries: Iterable[Entry],
+        on_failed: Failed,
+        on_event: Callable[[str, Event], None] = lambda node, event: None,
+    ) -> None:
+        node = next(node for node in notice.nodes if node.name == endpoint.identity.name)
+        super().__init__(runtime, endpoint, node, software="")
+        self._first = notice
+        self._answers = deque(entry for entry in entries if isinstance(entry, Orphans))
+        self._stands = deque(entry for entry in entries if isinstance(entry, Stood))
+        self._on_failed = on_failed
+        self._on_event = on_event
+
+    async def join(
+        self,
+        model: v1.ModelSpec | None = None,
+        tensors: Iterable[v1.TensorSpec] = (),
+        buffers: Iterable[v1.TensorSpec] = (),
+        fixed: Iterable[v1.TensorSpec] = (),
+    ) -> v1.Notice:
+        """Everybody is in."""
+        self._follow(self._first)
+        self._say()
+        return self.notice
+
+    async def training(self) -> v1.Notice:
+        """At once."""
+        return self.notice
+
+    async def over(self) -> v1.Notice:
+        """Never: a replay ends when its shards have done what was recorded."""
+        await asyncio.get_running_loop().create_future()
+        return self.notice
+
+    async def heard(self, reached: Callable[[], bool]) -> None:
+        """At once, or never."""
+        if not reached():
+            await asyncio.get_running_loop().create_future()
+
+    async def leave(self) -> None:
+        """Nobody is there to be told."""
+
+    def emit(self, event: Event) -> None:
+        """Events of a replay are not kept."""
+        self._on_event(self.node.name, event)
+
+    def hurry(self) -> None:
+        """Nobody waits for them."""
+
+    def receipt(self, refs: Iterable[BatchRef]) -> None:
+        """Which minibatches are in the model, the recording knows."""
+
+    def report(self, report: v1.CutReport) -> None:
+        """A cut that was reached lets go of the worker, which goes on to the next one."""
+        if report.kind == v1.CutReport.REACHED and not self._stands[0].ends:
+            self._stands.popleft()
+            self._say()
+
+    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
+        """Nobody is there to be told."""
+
+    def finished(self, *, relies: bool = False) -> None:
+        """Nobody is there to be told."""
+
+    async def failed(self, error: BaseException, traceback_text: str) -> None:
+        """See `Member`."""
+        self._on_failed(self.node.name, error)
+
+    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
+        """What the coordinator had answered. It never answers what it had not."""
+        if not self._answers:
+            await asyncio.get_running_loop().create_future()
+        answer = self._answers.popleft()
+        return list(answer.refs), answer.complete
+
+    def _say(self) -> None:
+        """The notice of now: without a cut, or with the one that this worker stands at next."""
+        notice = v1.Notice()
+        notice.CopyFrom(self._first)
+        if self._stands:
+            stand = self._stands[0]
+            number = self.notice.cut.number + 1
+            cut = v1.Cut(number=number, phase=v1.Cut.STOP, ends=stand.ends)
+            cut.stop_at[self.node.name] = stand.begun
+            notice.cut.CopyFrom(cut)
+        self.notice = notice
+        for listener in self._listeners:
+            listener(notice)

@@ -1,0 +1,249 @@
+"""`replay()`: a recorded run done again, update by update."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gradstream.checkpoint import Resume
+from gradstream.config import Job, build_model, cast_of
+from gradstream.data.joined import ids_of
+from gradstream.errors import ConfigError, DivergedError, GradstreamError
+from gradstream.jobfile import digest_of
+from gradstream.node import NodeSpec
+from gradstream.recording import FOLDER, JOB_FILE, Part, differences, origin_of, read_log
+from gradstream.reopen import job_of_run
+from gradstream.replay.stage import Stage
+from gradstream.replay.update import Update
+from gradstream.roles import Cast, shard_name
+from gradstream.run import Run
+from gradstream.runtime.base import Storage
+from gradstream.runtime.storage import DiskStorage, MemoryStorage
+from gradstream.worker.evaluation import EvaluationPlan
+
+__all__ = ["Replay", "replay"]
+
+
+class Replay:
+    """A replay under way: an iterator over its updates.
+
+    Args:
+        stage: the nodes.
+        tree: names of the parameters.
+        torn: nodes whose recording was torn at its end, as by a kill.
+    """
+
+    def __init__(self, stage: Stage, model: Any, torn: Sequence[str]) -> None:
+        self._stage = stage
+        self._model = model
+        self._torn = torn
+        self._last: Mapping[str, np.ndarray[Any, Any]] | None = None
+        self.num_updates = 0
+        self.ended = ""
+
+    def __iter__(self) -> Iterator[Update]:
+        return self
+
+    def __next__(self) -> Update:
+        """The next update.
+
+        Raises:
+            StopIteration: there is none left; `ended` says why.
+            DivergedError: what happens is not what was recorded; says where. Nothing more comes.
+        """
+        if self.ended:
+            raise StopIteration
+        update = self._stage.next()
+        if update is not None:
+            self.num_updates = update.number
+            return update
+        self.ended = "diverged"
+        try:
+            self.ended = self._conclusion()
+        finally:
+            self._last = self._named()
+            self._stage.close()
+        raise StopIteration
+
+    def _conclusion(self) -> str:
+        """Why nothing more comes."""
+        stage = self._stage
+        diverged = stage.failures.get("")
+        if diverged is not None:
+            raise diverged
+        if not stage.stuck:
+            whole = stage.is_whole
+            return "the run is over" if whole else f"the recording ends here{self._why_short()}"
+        if stage.is_whole and not stage.failures:
+            awaited = "; ".join(stage.awaited()[:3])
+            raise DivergedError(
+                f"after {self.num_updates} updates nothing can happen any more, where {stage.num_left} "
+                f"contributions were recorded that did not come: {awaited}"
+            )
+        return f"the recording ends here{self._why_short()}"
+
+    def _why_short(self) -> str:
+        if self._stage.failures:
+            name, error = next(iter(self._stage.failures.items()))
+            return f": {name} could not go on: {type(error).__name__}: {error}"
+        return f": {', '.join(self._torn)} was cut off" if self._torn else ": the run was interrupted"
+
+    @property
+    def failures(self) -> Mapping[str, BaseException]:
+        """What nodes could not go on with, by name: the error that ended the run, where one did."""
+        return {name: error for name, error in self._stage.failures.items() if name}
+
+    @property
+    def parameters(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """As they are on the shards now, under the user's own names."""
+        return self._named() if self._last is None else self._last
+
+    def _named(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        flat = self._stage.parameters()
+        return {name: np.array(array) for name, array in self._model.tree(flat).items()}
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
+        if not self.ended:
+            self.ended = "closed"
+            self._last = self._named()
+        self._stage.close()
+
+    def __del__(self) -> None:
+        """Whoever leaves a loop over it early need not think of `close`."""
+        with suppress(Exception):
+            self._stage.close()
+
+    def __enter__(self) -> Replay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A recording, and the run that it is of."""
+
+    job: Job
+    resume: Resume | None
+    parts: Mapping[str, Part]
+    storage: Storage | None
+
+
+def replay(
+    run: str | Path | Run, *, job: Job | None = None, keep: bool = True, anyway: bool = False
+) -> Replay:
+    """Repeats a recorded run bit for bit, and gives its updates one after the other.
+
+    All nodes run in this process, on virtual time; each shard takes what comes in the order in which it
+    had. So strategies, rules and arithmetic are those of the run, and anything can be looked at between
+    two updates. Of a resumed run it is the part that was recorded last, from its checkpoint on.
+
+    Args:
+        run: a run directory, or a run; made with `record=True`.
+        job: the job, where the run was not made from a file.
+        keep: each update has the parameters before and after it: two vectors for each.
+        anyway: try it though something is another than it was. Hashes tell where it matters.
+
+    Returns:
+        An iterator; its `parameters` are those of the run so far, and in the end those that it ended with.
+
+    Raises:
+        ConfigError: nothing was recorded, or the job file, a package or the processor is another: says which.
+        DataError: the recording was altered.
+
+    Example:
+        >>> for update in replay("runs/20261120-101500-net"):  # doctest: +SKIP
+        ...     if not update.finite:
+        ...         print(update.worker, update.steps, update.samples, update.staleness)
+        ...         break
+    """
+    found = _in_memory(run, job) if isinstance(run, Run) and run.path is None else _on_disk(run, job)
+    _check(found.parts, anyway)
+    model = build_model(found.job)
+    cast = _cast(found, model.reduction)
+    for rank in range(cast.servers):
+        if shard_name(rank) not in found.parts:
+            raise ConfigError(f"{shard_name(rank)} has recorded nothing: was the run on several machines?")
+    stage = Stage(
+        cast, model, found.job.data, found.parts, partial(ids_of, cast.plan()), found.storage, keep=keep
+    )
+    return Replay(stage, model, [part.node for part in found.parts.values() if part.torn_bytes])
+
+
+def _on_disk(run: str | Path | Run, job: Job | None) -> _Found:
+    path = run.path if isinstance(run, Run) else Path(run)
+    assert path is not None
+    try:
+        spec = NodeSpec(**json.loads((path / "nodes.json").read_text()))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path / 'nodes.json'}: written by another version of gradstream: {error}"
+        ) from error
+    storage = DiskStorage(path)
+    parts = _parts(storage, spec.id)
+    if not parts:
+        raise ConfigError(f"{path} holds no recording: make the run with record=True, or --record")
+    told = json.loads(storage.read(f"{FOLDER}/{spec.id}/{JOB_FILE}"))
+    if job is None and told["sha256"] and told["sha256"] != digest_of(told["job"]):
+        raise ConfigError(
+            f"the job file {told['job'].partition(':')[0]} is not what it was when {path} was made: "
+            "bring back what it said then, or hand over the job"
+        )
+    resume = None if spec.resume is None else Resume.of_json(spec.resume)
+    return _Found(job or job_of_run(path), resume, parts, storage)
+
+
+def _in_memory(run: Run, job: Job | None) -> _Found:
+    storage = MemoryStorage()
+    storage.files.update(run.recording)
+    job = job or run.job
+    if not run.recording or job is None:
+        raise ConfigError("this run holds no recording: simulate it with record=True")
+    folder = next(iter(run.recording)).split("/")[1]
+    return _Found(job, None, _parts(storage, folder), None)
+
+
+def _parts(storage: Storage, job: str) -> dict[str, Part]:
+    folder = f"{FOLDER}/{job}"
+    files = [f"{folder}/{name}" for name in storage.names(folder) if name.endswith(".rec")]
+    parts = [read_log(storage.read(file), file) for file in files]
+    return {part.node: part for part in parts}
+
+
+def _check(parts: Mapping[str, Part], anyway: bool) -> None:
+    """Raises ConfigError where the arithmetic is another than it was."""
+    for part in parts.values():
+        here = origin_of(part.node, "")["arithmetic"]
+        other = differences(part.header["arithmetic"], here)
+        if other and not anyway:
+            raise ConfigError(
+                f"{part.node} was recorded with {'; '.join(other)}: bits may differ. Install what was there "
+                "then, or try it anyway (anyway=True, --anyway)"
+            )
+    threads = {part.node: part.header["threads"] for part in parts.values()}
+    if len(set(threads.values())) > 1 and not anyway:
+        told = ", ".join(f"{node} {count}" for node, count in threads.items())
+        raise ConfigError(f"nodes had different numbers of arithmetic threads ({told}): bits may differ")
+
+
+def _cast(found: _Found, reduction: Any) -> Cast:
+    """That of the run, without what only its coordinator did."""
+    try:
+        cast = cast_of(found.job, "replay", resume=found.resume, keeps=False)
+    except GradstreamError as error:
+        raise ConfigError(f"the job of this run cannot be made any more: {error}") from error
+    return replace(cast, record=False, evaluation=EvaluationPlan(), until=None, reduction=reduction)

@@ -1,0 +1,228 @@
+"""Holds a shard to the order that was recorded, chunk by chunk.
+
+    what comes   a contribution is let in at its moment, behind all those that came to the chunk before it
+    what goes    a fetch is given a chunk when so many updates are done as when it was given it before
+    an update    waits until everything has come and gone that had, when it was done
+
+What was never recorded never happens: a worker that was killed waits in its replay for ever, at the point
+at which it was killed. Chunks do not wait for one another, but through workers: as they did.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+from gradstream.errors import DivergedError
+from gradstream.recording import Asked, Part, Pushed, Read, Summed
+from gradstream.server.order import Fetched, Go, Updating
+from gradstream.server.recorder import crc_of
+from gradstream.server.rule import Contribution
+
+__all__ = ["Script", "Told"]
+
+
+class Told:
+    """Told of what happens in a replay. Does nothing."""
+
+    def moved(self) -> None:
+        """Something that was recorded has happened."""
+
+    def updates(self, updating: Updating) -> None:
+        """An update begins."""
+
+    def updated(self, updating: Updating) -> None:
+        """It is done."""
+
+    def diverged(self, error: DivergedError) -> None:
+        """This is another run."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What is left to happen to a chunk, and what waits for it."""
+
+    done: int = 0
+    ordered: deque[Pushed | Asked] = field(default_factory=deque)
+    reads: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, number) -> updates done
+    unread: defaultdict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
+    sums: dict[int, int] = field(default_factory=dict)
+    held: dict[Hashable, Go] = field(default_factory=dict)
+    releases: defaultdict[int, list[Go]] = field(default_factory=lambda: defaultdict(list))
+    next: tuple[Updating, Go] | None = None
+    letting_in: bool = False
+
+
+class Script:
+    """Implements `Order`.
+
+    Args:
+        part: what the shard has recorded.
+        told: of what happens.
+    """
+
+    def __init__(self, part: Part, told: Told) -> None:
+        self.node = part.node
+        self._told = told
+        self._busy: Callable[[int], bool] = lambda chunk: False
+        self._chunks: defaultdict[int, _Chunk] = defaultdict(_Chunk)
+        attempts: dict[tuple[int, int, int], int] = {}
+        asked: set[Asked] = set()
+        for entry in part.entries:
+            match entry:
+                case Pushed():
+                    self._chunks[entry.chunk].ordered.append(entry)
+                case Asked() if entry not in asked:
+                    asked.add(entry)
+                    self._chunks[entry.chunk].ordered.append(entry)
+                case Read(chunk, rank, number, attempt, moment):
+                    before = attempts.get((chunk, rank, number), -1)
+                    if attempt > before:  # a second copy of one try is nobody's
+                        attempts[chunk, rank, number] = attempt
+                        self._chunks[chunk].reads[rank, number] = moment // 2
+                case Summed(chunk, done, crc):
+                    self._chunks[chunk].sums[done] = crc
+                case _:
+                    pass
+        for state in self._chunks.values():
+            for key, done in state.reads.items():
+                state.unread[done].add(key)
+
+    @property
+    def num_left(self) -> int:
+        """Contributions that have not come yet."""
+        return sum(len(state.ordered) for state in self._chunks.values())
+
+    @property
+    def over(self) -> bool:
+        """Whether everything that was recorded has happened, but for fetches that no update follows."""
+        return not any(
+            state.ordered or state.next or self._busy(chunk) for chunk, state in self._chunks.items()
+        )
+
+    def awaited(self) -> Iterable[str]:
+        """What each chunk waits for, in words."""
+        for chunk, state in self._chunks.items():
+            unread = state.unread[state.done] if state.next else set()
+            if state.ordered and not unread:
+                head = state.ordered[0]
+                what = f"push {head.sequence}" if isinstance(head, Pushed) else f"fetch {head.number}"
+                yield f"{self.node}, chunk {chunk}: {what} of worker-{head.rank}"
+            for rank, number in sorted(unread):
+                yield f"{self.node}, chunk {chunk}: fetch {number} of worker-{rank}"
+
+    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+        """See `Order`."""
+        self._busy = busy
+
+    # ---- what comes ---------------------------------------------------------------------
+
+    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+        """See `Order`."""
+
+        def come(entry: Pushed | Asked) -> None:
+            assert isinstance(entry, Pushed)
+            if (new.basis, new.absent, assign) != (entry.basis, entry.absent, entry.assign):
+                self._diverge(
+                    chunk,
+                    f"push {new.sequence} of worker-{new.rank} was computed on version {new.basis}, "
+                    f"recorded {entry.basis}",
+                )
+            go()
+
+        self._hold(chunk, (Pushed, new.rank, new.sequence), come)
+
+    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """See `Order`."""
+        if fetch.acts and fetch.number:
+            self._hold(chunk, (Asked, fetch.rank, fetch.number), lambda entry: go())
+        else:
+            go()
+
+    def _hold(self, chunk: int, key: Hashable, come: Callable[[Pushed | Asked], None]) -> None:
+        state = self._chunks[chunk]
+        state.held[key] = lambda: come(state.ordered[0])
+        self._let_in(chunk)
+
+    def _let_in(self, chunk: int) -> None:
+        """Lets in what has come and has its turn; each may begin an update, and so bring about the next."""
+        state = self._chunks[chunk]
+        if state.letting_in:
+            return
+        state.letting_in = True
+        while state.ordered and state.ordered[0].moment <= self._moment(chunk):
+            head = state.ordered[0]
+            if head.moment < self._moment(chunk):
+                self._diverge(chunk, f"worker-{head.rank} should have come before update {state.done}")
+            number = head.sequence if isinstance(head, Pushed) else head.number
+            go = state.held.pop((type(head), head.rank, number), None)
+            if go is None:
+                break
+            go()
+            state.ordered.popleft()
+            self._told.moved()
+        state.letting_in = False
+        self._go_on(chunk)
+
+    def _moment(self, chunk: int) -> int:
+        return 2 * self._chunks[chunk].done + self._busy(chunk)
+
+    # ---- what goes ----------------------------------------------------------------------
+
+    def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
+        """See `Order`."""
+        state = self._chunks[chunk]
+        if not fetch.number:
+            go()
+            return
+        done = state.reads.get((fetch.rank, fetch.number))
+        if done == state.done:
+            go()
+        elif done is not None and done > state.done:
+            state.releases[done].append(go)
+        elif done is not None:
+            self._diverge(chunk, f"fetch {fetch.number} of worker-{fetch.rank} came behind update {done}")
+
+    def read(self, chunk: int, fetch: Fetched) -> None:
+        """See `Order`."""
+        state = self._chunks[chunk]
+        state.unread[state.done].discard((fetch.rank, fetch.number))
+        self._told.moved()
+        self._go_on(chunk)
+
+    # ---- updates ------------------------------------------------------------------------
+
+    def update(self, updating: Updating, go: Go) -> None:
+        """See `Order`."""
+        chunk = updating.due.chunk
+        self._chunks[chunk].next = (updating, go)
+        self._let_in(chunk)
+
+    def _go_on(self, chunk: int) -> None:
+        """Lets the update begin that waits, if nothing has to happen before it is done."""
+        state = self._chunks[chunk]
+        before = bool(state.ordered) and state.ordered[0].moment // 2 <= state.done
+        if state.next is None or before or state.unread[state.done]:
+            return
+        (updating, go), state.next = state.next, None
+        self._told.updates(updating)
+        go()
+
+    def updated(self, updating: Updating) -> None:
+        """See `Order`."""
+        chunk = updating.due.chunk
+        state = self._chunks[chunk]
+        state.done += 1
+        crc = state.sums.get(state.done)
+        if crc is not None and crc != crc_of(updating.parameters):
+            self._diverge(chunk, "the parameters are not those of the recorded run")
+        self._told.updated(updating)
+        self._told.moved()
+        for go in state.releases.pop(state.done, ()):
+            go()
+        self._let_in(chunk)
+
+    def _diverge(self, chunk: int, what: str) -> None:
+        done = self._chunks[chunk].done
+        self._told.diverged(DivergedError(f"{self.node}, chunk {chunk}, after {done} updates: {what}"))

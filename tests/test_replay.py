@@ -1,0 +1,246 @@
+"""A recorded run, done again: the same bits, and whoever alters the recording is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.errors import DataError, DivergedError
+from gradstream.recording import Log, Pushed, Read, read_log
+from gradstream.recording.entries import Entry
+from gradstream.replay import Update, replay
+from gradstream.replay.finding import at_chunk_version, loss_jump, not_finite, of_step
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.simulate import simulate
+from gradstream.testing.runs import QUICK, kill_at, least_squares
+
+WORLD = World(
+    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    network=Network(link=Link(latency_s=1e-3, jitter_s=5e-3)),
+)
+SHARD = "recording/simulation/shard-0.rec"
+
+
+def recorded(strategy: Any, seed: int = 0, **options: Any) -> gs.Run:
+    model, data = least_squares(48, 300, whole=False, dtype="float32")
+    options = {"optimizer": gs.Adagrad(lr=0.01), "workers": 3, "epochs": 3, "world": WORLD, **options}
+    return simulate(
+        model,
+        data,
+        strategy=strategy,
+        servers=2,
+        batch_size=4,
+        chunk_elems=64,
+        record=True,
+        seed=seed,
+        **options,
+    )
+
+
+def same(again: Any, run: gs.Run) -> bool:
+    return bool(again.parameters["w"].tobytes() == run.parameters["w"].tobytes())
+
+
+STRATEGIES = [
+    gs.Downpour(),
+    gs.Downpour(overlap=False),
+    gs.Downpour(push_every=3, fetch_every=2, local_momentum=0.5),
+    gs.Synchronous(),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
+    results = set()
+    for seed in range(3):
+        run = recorded(strategy, seed)
+        again = replay(run)
+        updates = list(again)
+        assert again.ended == "the run is over"
+        assert same(again, run)
+        results.add(run.parameters["w"].tobytes())
+        taus = [tau for update in updates for tau in update.staleness]
+        counts = dict(run.summary["staleness"])
+        counts[0] -= 5  # chunks of the initial parameters
+        assert {tau: taus.count(tau) for tau in set(taus)} == {t: n for t, n in counts.items() if n}
+        steps = sorted((update.worker, step) for update in updates for step in update.steps)
+        assert steps == [(rank, step) for rank in range(3) for step in range(12)]
+    assert len(results) == 3
+
+
+def test_retries_and_second_copies_are_not_taken_for_others() -> None:
+    link = Link(latency_s=1e-3, jitter_s=2e-3, loss=0.004, duplicate=0.3)
+    world = dataclasses.replace(WORLD, network=Network(link=link))
+    retries = 0
+    for seed in range(4):
+        run = recorded(gs.Downpour(), seed, world=world, deadlines=QUICK)
+        again = replay(run)
+        list(again)
+        assert same(again, run)
+        retries += run.summary["retries"]
+    assert retries > 0
+
+
+@pytest.mark.parametrize("push_every", [1, 3])
+def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(push_every: int) -> None:
+    reassigned = 0
+    for seed, seconds in enumerate((0.1, 0.2, 0.3)):
+        strategy = gs.Downpour(push_every=push_every)
+        run = recorded(strategy, seed, script=kill_at("worker-1", seconds), deadlines=QUICK)
+        again = replay(run)
+        updates = list(again)
+        assert again.ended == "the run is over"
+        assert same(again, run)
+        reassigned += sum(ref.partition != update.worker for update in updates for ref in update.batches)
+    assert reassigned > 0
+
+
+def test_what_cuts_made_workers_push_early_is_pushed_early_again() -> None:
+    strategy = gs.Downpour(push_every=5, fetch_every=2)
+    storage = MemoryStorage()
+    run = recorded(strategy, checkpoint_every=7, storage=storage)
+    assert sum(event["event"] == "checkpoint" for event in run.events) >= 2
+    again = replay(run)
+    list(again)
+    assert again.ended == "the run is over"
+    assert same(again, run)
+    ending = recorded(strategy, until=gs.until(samples=60), epochs=12)
+    assert ending.summary["reason"] and ending.summary["samples"] < 12 * 48
+    again = replay(ending)
+    list(again)
+    assert same(again, ending)
+
+
+def test_parameters_before_and_after_each_update_are_there_to_be_looked_at() -> None:
+    run = recorded(gs.Downpour(), workers=1, optimizer=gs.SGD(lr=2.0**-6))
+    updates = list(replay(run))
+    assert len(updates) == 36
+    for first, second in pairwise(updates):
+        assert np.array_equal(first.after["w"], second.before["w"])
+    for update in updates:
+        moved = update.after["w"].astype("float64") - update.before["w"]
+        assert np.linalg.norm(moved) == pytest.approx(update.update_norm, rel=1e-5)
+        assert update.update_norm == pytest.approx(2.0**-6 * update.gradient_norm, rel=1e-3)
+        assert len(update.samples or ()) == update.num_samples == 4
+    assert not next(iter(replay(run, keep=False))).after
+    with replay(run) as again:
+        next(again)
+    assert again.ended == "closed"
+
+
+def altered(run: gs.Run, change: Any, path: str = SHARD) -> gs.Run:
+    """The run with other entries in a recording that is whole otherwise."""
+    part = read_log(run.recording[path], path)
+    storage = MemoryStorage()
+    log = Log(storage, path, part.header)
+    for entry in change(list(part.entries)):
+        log.add(entry)
+        if log.num_entries % 100 == 0:
+            log.flush()
+    log.flush()
+    return dataclasses.replace(run, recording={**run.recording, **storage.files})
+
+
+def swapped(entries: list[Entry]) -> list[Entry]:
+    """Two contributions of a chunk that came while it was idle, one after the other, change places."""
+    pushes = [index for index, entry in enumerate(entries) if isinstance(entry, Pushed) and entry.chunk == 0]
+    for first, second in pairwise(pushes[8:]):
+        a, b = entries[first], entries[second]
+        assert isinstance(a, Pushed) and isinstance(b, Pushed)
+        if a.rank != b.rank and a.moment != b.moment and a.basis <= b.version:
+            entries[first] = dataclasses.replace(b, moment=a.moment, version=a.version)
+            entries[second] = dataclasses.replace(a, moment=b.moment, version=b.version)
+            return entries
+    raise AssertionError("no such pair")
+
+
+def test_two_updates_that_were_swapped_are_noticed() -> None:
+    for seed in range(4):
+        run = recorded(gs.Downpour(), seed)
+        with pytest.raises(DivergedError, match=r"shard-0, chunk 0|shard-\d"):
+            list(replay(altered(run, swapped)))
+
+
+def test_a_fetch_that_was_given_another_version_is_noticed() -> None:
+    def earlier(entries: list[Entry]) -> list[Entry]:
+        index = next(
+            i for i, e in enumerate(entries) if isinstance(e, Read) and e.number == 5 and e.chunk == 0
+        )
+        read = entries[index]
+        assert isinstance(read, Read)
+        entries[index] = dataclasses.replace(read, moment=read.moment - 2)
+        return entries
+
+    with pytest.raises(DivergedError, match="shard-0, chunk 0"):
+        list(replay(altered(recorded(gs.Downpour()), earlier)))
+
+
+def test_other_data_is_noticed() -> None:
+    run = recorded(gs.Downpour())
+    model, data = least_squares(48, 300, whole=False, dtype="float32", seed=1)
+    other = dataclasses.replace(run.job, model=model, data=data)
+    with pytest.raises(DivergedError, match="parameters are not those"):
+        list(replay(run, job=other))
+
+
+def test_what_is_torn_off_or_altered_is_said() -> None:
+    run = altered(recorded(gs.Downpour()), lambda entries: entries)
+    data = run.recording[SHARD]
+    short = dataclasses.replace(run, recording={**run.recording, SHARD: data[: len(data) - 5]})
+    again = replay(short)
+    assert 0 < len(list(again)) < 36
+    assert again.ended == "the recording ends here: shard-0 was cut off"
+    bad = bytearray(data)
+    bad[40] ^= 1
+    with pytest.raises(DataError, match="altered"):
+        replay(dataclasses.replace(run, recording={**run.recording, SHARD: bytes(bad)}))
+
+
+def test_another_package_is_refused_by_name_unless_one_insists() -> None:
+    run = recorded(gs.Downpour())
+    part = read_log(run.recording[SHARD], SHARD)
+    header = {**part.header, "arithmetic": {**part.header["arithmetic"], "torch": "2.0.1"}}
+    storage = MemoryStorage()
+    log = Log(storage, SHARD, header)
+    for entry in part.entries:
+        log.add(entry)
+    log.flush()
+    other = dataclasses.replace(run, recording={**run.recording, **storage.files})
+    with pytest.raises(gs.ConfigError, match=r"shard-0 was recorded with torch 2\.0\.1, here"):
+        replay(other)
+    again = replay(other, anyway=True)
+    list(again)
+    assert same(again, run)
+
+
+def test_a_run_without_a_recording_is_refused() -> None:
+    model, data = least_squares(48, 3)
+    with pytest.raises(gs.ConfigError, match="record=True"):
+        replay(simulate(model, data, epochs=1))
+
+
+def update(number: int, loss: float, **fields: Any) -> Update:
+    known: dict[str, Any] = {
+        "number": number, "worker": 0, "sequence": number, "steps": (number,), "batches": (), "samples": None,
+        "num_samples": 1, "lr": 0.1, "loss": loss, "computed_on": (3, 4), "applied_at": (5, 4),
+        "gradient_norm": 1.0, "update_norm": 1.0, "finite": True,
+    }  # fmt: skip
+    return Update(**{**known, **fields})
+
+
+def test_the_update_that_is_looked_for_is_found() -> None:
+    jump = loss_jump()
+    losses = [1.0, 1.1, 0.9, 1.0, 1.2, 0.8, 1.0, 1.0, 2.9, 3.1, 1.0]
+    assert [jump(update(n, loss)) for n, loss in enumerate(losses)] == [False] * 9 + [True, False]
+    assert [not_finite()(update(0, 1.0, finite=finite)) for finite in (True, False)] == [False, True]
+    assert not_finite()(update(0, float("inf")))
+    assert of_step(2, 7)(update(0, 1.0, worker=2, steps=(6, 7)))
+    assert at_chunk_version(6, 0)(update(0, 1.0)) and not at_chunk_version(6, 1)(update(0, 1.0))
+    with pytest.raises(gs.ConfigError, match="chunks 0 to 1"):
+        at_chunk_version(6, 2)(update(0, 1.0))
