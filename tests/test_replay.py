@@ -90,9 +90,9 @@ def test_retries_and_second_copies_are_not_taken_for_others() -> None:
 @pytest.mark.parametrize("push_every", [1, 3])
 def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(push_every: int) -> None:
     reassigned = 0
-    for seed, seconds in enumerate((0.1, 0.2, 0.3)):
+    for seed, (name, seconds) in enumerate([("worker-1", 0.1), ("worker-0", 0.2), ("worker-1", 0.3)]):
         strategy = gs.Downpour(push_every=push_every)
-        run = recorded(strategy, seed, script=kill_at("worker-1", seconds), deadlines=QUICK)
+        run = recorded(strategy, seed, script=kill_at(name, seconds), deadlines=QUICK)
         again = replay(run)
         updates = list(again)
         assert again.ended == "the run is over"

@@ -27,7 +27,7 @@ class ScriptedMember(Member):
         notice: who was in, and the model.
         entries: what the node had noted of what it was told.
         on_failed: told when the node cannot go on.
-        on_event: told of each event.
+        keeps: this worker kept the final parameters, whatever became of those of lower ranks.
     """
 
     def __init__(
@@ -37,15 +37,19 @@ class ScriptedMember(Member):
         notice: v1.Notice,
         entries: Iterable[Entry],
         on_failed: Failed,
-        on_event: Callable[[str, Event], None] = lambda node, event: None,
+        *,
+        keeps: bool = False,
     ) -> None:
         node = next(node for node in notice.nodes if node.name == endpoint.identity.name)
         super().__init__(runtime, endpoint, node, software="")
-        self._first = notice
+        self._first = v1.Notice()
+        self._first.CopyFrom(notice)
         self._answers = deque(entry for entry in entries if isinstance(entry, Orphans))
         self._stands = deque(entry for entry in entries if isinstance(entry, Stood))
         self._on_failed = on_failed
-        self._on_event = on_event
+        self._keeps = keeps
+        self._ended = False
+        self._changed = asyncio.Event()
 
     async def join(
         self,
@@ -69,16 +73,16 @@ class ScriptedMember(Member):
         return self.notice
 
     async def heard(self, reached: Callable[[], bool]) -> None:
-        """At once, or never."""
-        if not reached():
-            await asyncio.get_running_loop().create_future()
+        """See `Member`: or never."""
+        while not reached():
+            self._changed.clear()
+            await self._changed.wait()
 
     async def leave(self) -> None:
         """Nobody is there to be told."""
 
     def emit(self, event: Event) -> None:
         """Events of a replay are not kept."""
-        self._on_event(self.node.name, event)
 
     def hurry(self) -> None:
         """Nobody waits for them."""
@@ -87,16 +91,26 @@ class ScriptedMember(Member):
         """Which minibatches are in the model, the recording knows."""
 
     def report(self, report: v1.CutReport) -> None:
-        """A cut that was reached lets go of the worker, which goes on to the next one."""
-        if report.kind == v1.CutReport.REACHED and not self._stands[0].ends:
+        """A cut that was reached lets go of the worker, which goes on to the next one, or ends with it."""
+        if report.kind != v1.CutReport.REACHED or self._ended:
+            return
+        self._ended = self._stands[0].ends
+        if not self._ended:
             self._stands.popleft()
-            self._say()
+        self._say()
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """Nobody is there to be told."""
 
     def finished(self, *, relies: bool = False) -> None:
-        """Nobody is there to be told."""
+        """Who kept the final parameters is the worker of the lowest rank by then."""
+        if relies and self._keeps:
+            gone = [
+                node for node in self._first.nodes if node.role == "worker" and node.rank < self.node.rank
+            ]
+            for node in gone:
+                self._first.nodes.remove(node)
+            self._say()
 
     async def failed(self, error: BaseException, traceback_text: str) -> None:
         """See `Member`."""
@@ -116,9 +130,11 @@ class ScriptedMember(Member):
         if self._stands:
             stand = self._stands[0]
             number = self.notice.cut.number + 1
-            cut = v1.Cut(number=number, phase=v1.Cut.STOP, ends=stand.ends)
+            phase = v1.Cut.ENDED if self._ended else v1.Cut.STOP
+            cut = v1.Cut(number=number, phase=phase, ends=stand.ends)
             cut.stop_at[self.node.name] = stand.begun
             notice.cut.CopyFrom(cut)
         self.notice = notice
         for listener in self._listeners:
             listener(notice)
+        self._changed.set()

@@ -20,7 +20,7 @@ from gradstream.data.base import Dataset
 from gradstream.errors import DivergedError
 from gradstream.membership.member import Member
 from gradstream.model.base import Model
-from gradstream.recording import Closed, Part, Pushed
+from gradstream.recording import Asked, Closed, Part, Pushed
 from gradstream.replay.book import Book
 from gradstream.replay.member import ScriptedMember
 from gradstream.replay.script import Script, Told
@@ -214,7 +214,9 @@ class Stage(Told):
         await endpoint.start()
         part = self._parts.get(name)
         entries = () if part is None else part.entries
-        return runtime, endpoint, ScriptedMember(runtime, endpoint, notice, entries, self._failed)
+        keeps = name == self._keeper
+        member = ScriptedMember(runtime, endpoint, notice, entries, self._failed, keeps=keeps)
+        return runtime, endpoint, member
 
     async def _live(self, name: str, node: Coroutine[Any, Any, None]) -> None:
         try:
@@ -260,6 +262,17 @@ class Stage(Told):
                 chunk_elems=cast.chunk_elems,
             ),
         )
+
+    @property
+    def _keeper(self) -> str:
+        """The worker that kept the final parameters: the last that asked for what sums held."""
+        asked = [
+            entry.rank
+            for script in self._scripts
+            for entry in self._parts[script.node].entries
+            if isinstance(entry, Asked)
+        ]
+        return worker_name(asked[-1]) if asked else ""
 
     def _assigners(self) -> set[int]:
         return {
