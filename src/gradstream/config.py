@@ -465,6 +465,8 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
     name = type(strategy).__name__
     if strategy.through == "group":
         why = f"{name} has no server whose order could differ: the same seed repeats it"
+    elif strategy.through == "shared":
+        why = f"{name} has no order: workers write the same memory at once"
     elif is_open_ended(job):
         why = "the gradients of a training loop of your own cannot be computed again without it"
     elif strategy.quorum(job.workers) is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradstream.data.base import BatchRef
 from gradstream.events import Event
-from gradstream.membership.member import Member
+from gradstream.membership.member import Left, Member
 from gradstream.recording import Entry, Orphans, Stood
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint
@@ -102,6 +102,9 @@ class ScriptedMember(Member):
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """Nobody is there to be told."""
 
+    def stands(self, number: int) -> None:
+        """Nobody is there to be told."""
+
     def finished(self, *, relies: bool = False) -> None:
         """Who kept the final parameters is the worker of the lowest rank by then."""
         if relies and self._keeps:
@@ -116,12 +119,12 @@ class ScriptedMember(Member):
         """See `Member`."""
         self._on_failed(self.node.name, error)
 
-    async def orphans(self, epoch: int, last: bool) -> tuple[list[BatchRef], bool]:
+    async def orphans(self, epoch: int, last: bool) -> Left:
         """What the coordinator had answered. It never answers what it had not."""
         if not self._answers:
             await asyncio.get_running_loop().create_future()
         answer = self._answers.popleft()
-        return list(answer.refs), answer.complete
+        return Left(list(answer.refs), answer.complete)
 
     def _say(self) -> None:
         """The notice of now: without a cut, or with the one that this worker stands at next."""
