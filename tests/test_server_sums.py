@@ -20,7 +20,7 @@ from gradstream.run import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.correction import Correction, SenderStates
+from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.rule import Contribution, FetchTerms, Gathered, Rule
 from gradstream.server.service import ShardService
 from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState
@@ -292,27 +292,61 @@ def test_a_phantom_world_sums_nothing_and_comes_to_its_end() -> None:
 class Drift:
     """Adds how far the parameters have gone since the sender has read them."""
 
-    state_names: Sequence[str] = ("backup",)
-
-    def on_read(self, parameters: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        state["backup"].copy_(parameters)
+    state_names: Sequence[str] = ("seen",)
 
     def correct(
-        self, gradient: torch.Tensor, parameters: torch.Tensor, state: Mapping[str, torch.Tensor]
+        self,
+        gradient: torch.Tensor,
+        parameters: torch.Tensor,
+        basis: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        return gradient + (parameters - state["backup"])
+        state["seen"].add_(1.0)
+        return gradient + (parameters - basis)
 
 
-def test_a_correction_sees_what_the_sender_has_read() -> None:
-    states = SenderStates(Memory(), ChunkMap(100, 64, 1), 100, torch.float32, Drift())
-    states.read("worker-0", 0, 3, torch.full((64,), 2.0))
-    states.read("worker-1", 0, 5, torch.full((64,), 7.0))
-    one = contribution(1, basis=3)
-    got = states.corrected(one, 0, torch.ones(64), torch.full((64,), 10.0))
-    assert torch.equal(got, torch.full((64,), 9.0))
-    for wrong in (contribution(1, basis=2), contribution(1, rank=2)):
-        with pytest.raises(UserCodeError, match=r"computed on version .*, but it has read"):
+def copy(states: SenderStates, sender: str, version: int, value: float) -> bool:
+    """Whether a copy was made of what a sender is given."""
+    place = states.place(sender, 0, version)
+    if place is not None:
+        place.tensor.fill_(value)
+    return place is not None
+
+
+def test_a_correction_sees_what_the_gradient_was_computed_on() -> None:
+    """Also where its sender was given something else since, and the same thing twice."""
+    memory = Memory()
+    states = SenderStates(memory, ChunkMap(100, 64, 1), 100, torch.float32, Drift())
+    assert copy(states, "worker-0", 3, 2.0)
+    assert not copy(states, "worker-0", 3, 0.0), "there is one"
+    assert copy(states, "worker-1", 5, 7.0)
+    assert copy(states, "worker-0", 6, 4.0)
+    now = torch.full((64,), 10.0)
+    for basis, expected in ((3, 9.0), (3, 9.0), (6, 7.0)):
+        one = contribution(1, basis=basis)
+        assert torch.equal(states.corrected(one, 0, torch.ones(64), now), torch.full((64,), expected))
+        states.used(one, 0)
+    for wrong in (contribution(1, basis=6), contribution(1, rank=2)):
+        with pytest.raises(UserCodeError, match=r"computed on version .*, of which the shard has no copy"):
             states.corrected(wrong, 0, torch.ones(64), torch.ones(64))
+
+
+def test_copies_take_memory_as_they_are_needed_at_once() -> None:
+    memory = Memory()
+    states = SenderStates(memory, ChunkMap(64, 64, 1), 64, torch.float32, Drift())
+    spans = set()
+    for version in range(20):
+        place = states.place("worker-0", 0, version)
+        assert place is not None
+        spans.add(place.tensor.data_ptr())
+        states.used(contribution(1, basis=version), 0)
+    assert len(spans) == 1
+    for version in range(20, 20 + 2 * MOST_COPIES):  # of fetches that nobody adopts
+        place = states.place("worker-0", 0, version)
+        assert place is not None
+        spans.add(place.tensor.data_ptr())
+    assert len(spans) == MOST_COPIES
+    states.spans(contribution(1, basis=version), 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -324,15 +358,13 @@ class Drifting(gs.AsySG):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FetchingAhead(Drifting):
-    """Planted: fetches the next parameters before it has pushed the gradient of these."""
+class Lazy(Drifting):
+    """Planted: pushes two gradients of the same parameters."""
 
     async def train(self, worker: Worker) -> None:
-        asked = worker.server.fetch_soon()
         async for batch in worker.batches():
-            await worker.adopt(asked)
-            asked = worker.server.fetch_soon()
-            await asked.done()
+            if worker.step % 2 == 0:
+                await worker.refresh()
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 
@@ -360,14 +392,15 @@ class Looking(Drifting):
         async for batch in worker.batches():
             await worker.refresh()
             await worker.accumulate(await worker.gradient(batch))
-            await worker.newest()
+            for _ in range(5 * MOST_COPIES if worker.rank == 0 else 0):  # others go on meanwhile
+                await worker.newest()
             await worker.server.push_soon(worker.take_accumulated())
 
 
 def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(learnt(Looking())).all()
     monkeypatch.setattr("gradstream.server.service.FetchTerms", terms_of_a_reader)
-    with pytest.raises(gs.GradstreamError, match="must push a gradient before it fetches again"):
+    with pytest.raises(gs.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Looking())
 
 
@@ -376,9 +409,9 @@ def terms_of_a_reader(*args: Any, beside: bool = False, **fields: Any) -> FetchT
     return FetchTerms(*args, **fields)
 
 
-def test_a_strategy_that_fetches_ahead_of_its_push_is_told() -> None:
-    with pytest.raises(gs.GradstreamError, match="must push a gradient before it fetches again"):
-        learnt(FetchingAhead())
+def test_a_strategy_that_pushes_twice_for_one_fetch_is_told() -> None:
+    with pytest.raises(gs.GradstreamError, match="pushes one gradient for each fetch"):
+        learnt(Lazy())
 
 
 def test_a_fetch_may_overtake_own_pushes() -> None:

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from gradstream.session import Session, join
     from gradstream.simulate.simulate import simulate
     from gradstream.strategies import (
+        DCASGD,
         EAMSGD,
         SSP,
         AllReduce,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DCASGD",
     "EAMSGD",
     "SGD",
     "SSP",
@@ -173,6 +175,7 @@ _ROOMS = {
     "gradstream.session": ("Session", "join"),
     "gradstream.simulate": ("simulate",),
     "gradstream.strategies": (
+        "DCASGD",
         "EAMSGD",
         "SSP",
         "AllReduce",

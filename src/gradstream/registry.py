@@ -47,6 +47,7 @@ __all__ = [
 STRATEGIES = {
     "allreduce": "gradstream.strategies.allreduce:AllReduce",
     "asysg": "gradstream.strategies.asysg:AsySG",
+    "dc-asgd": "gradstream.strategies.dc_asgd:DCASGD",
     "downpour": "gradstream.strategies.downpour:Downpour",
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",
     "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",

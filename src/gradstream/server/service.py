@@ -436,13 +436,16 @@ class ShardService:
             self._carry_out(self.state.fetch(chunk, terms, token))
 
     async def _note_read(self, senders: SenderStates, sender: str, chunk: int, version: int) -> None:
-        """Keeps of a chunk that is given to a sender what its next contribution is corrected by."""
+        """Keeps of a chunk that is given to a sender what a contribution of its is corrected by."""
+        place = senders.place(sender, chunk, version)
+        if place is None:
+            return
         span = self.store.span(self.store.parameters, chunk)
         await self._runtime.compute(
-            lambda _: senders.read(sender, chunk, version, span.tensor),
+            lambda _: place.tensor.copy_(span.tensor),
             work=Work("copy", elems=len(span), brief=len(span) <= BRIEF_ELEMS),
             reads=[span],
-            writes=senders.spans(sender, chunk),
+            writes=[place],
         )
 
     async def flush(self) -> None:
@@ -617,7 +620,7 @@ class ShardService:
         if summed or not due.completes:
             writes += store.sum_spans(chunk)  # others may read the parameters where they lie meanwhile
         if self.senders is not None:
-            writes += [s for held in present for s in self.senders.spans(held.contribution.sender, chunk)]
+            writes += [span for held in present for span in self.senders.spans(held.contribution, chunk)]
             reads = [] if due.completes else [store.span(store.parameters, chunk)]
 
         def arithmetic(_: object) -> None:
@@ -628,6 +631,9 @@ class ShardService:
                 store.gather(chunk, parts, weights, summed=summed)
 
         await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
+        if self.senders is not None:
+            for held in present:
+                self.senders.used(held.contribution, chunk)
 
     def _whole(self, chunk: int, part: Part) -> torch.Tensor:
         assert self.changed is not None

@@ -3,6 +3,7 @@
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.dc_asgd import DCASGD
 from gradstream.strategies.downpour import Downpour
 from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
 from gradstream.strategies.hogwild import Hogwild
@@ -12,6 +13,7 @@ from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
 
 __all__ = [
+    "DCASGD",
     "EAMSGD",
     "SSP",
     "AllReduce",
