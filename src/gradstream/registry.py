@@ -52,6 +52,7 @@ STRATEGIES = {
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",
     "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
     "hogwild": "gradstream.strategies.hogwild:Hogwild",
+    "parameter-averaging": "gradstream.strategies.averaging:ParameterAveraging",
     "softsync": "gradstream.strategies.softsync:Softsync",
     "ssp": "gradstream.strategies.ssp:SSP",
     "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",

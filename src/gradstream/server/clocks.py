@@ -34,6 +34,11 @@ class Clocks:
         self._lost: set[int] = set()
         self._at: dict[int, dict[int, int]] = {chunk: {} for chunk in chunks}
 
+    @property
+    def present(self) -> frozenset[int]:
+        """The ranks of those who take part."""
+        return frozenset(self._in)
+
     def tick(self, chunk: int, rank: int, clock: int) -> None:
         """A worker's update is in a chunk: its first `clock` ones are. Clocks never go back."""
         at = self._at[chunk]

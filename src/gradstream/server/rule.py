@@ -7,15 +7,28 @@ and with which weights. Arithmetic, waiting and talking are the shard's.
 What is due need not be applied at once. A rule that has `completes` (`Gathering`) lets contributions be
 summed on the shard as they come: each is acknowledged once it is in the sum, so that nobody keeps it for
 the server to wait with; the chunk's version goes up when the sum is applied.
+
+A rule that waits for every worker has `among` (`Waiting`): the shard knows who takes part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Contribution", "FetchTerms", "Gathered", "Gathering", "Immediate", "Rule", "completes_of"]
+__all__ = [
+    "Contribution",
+    "FetchTerms",
+    "Gathered",
+    "Gathering",
+    "Immediate",
+    "Rule",
+    "Waiting",
+    "among",
+    "completes_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +47,7 @@ class Contribution:
         basis: version of the chunk that the gradient was computed on.
         absent: the sender contributes nothing this time; there are no elements.
         clock: of the sender, once this is in; 0 where it keeps none (see `clocks.py`).
+        loss: mean over the samples; NaN where nobody has said.
     """
 
     sender: str
@@ -47,6 +61,7 @@ class Contribution:
     basis: int = 0
     absent: bool = False
     clock: int = 0
+    loss: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,20 @@ class Gathering(Rule, Protocol):
             update: as `due` chose it.
         """
         ...
+
+
+class Waiting(Rule, Protocol):
+    """A rule whose updates wait for workers, and which others must not wait for."""
+
+    def among(self, present: frozenset[int]) -> Rule:
+        """The same rule, which waits for none but these ranks: the others are lost, or have nothing to do."""
+        ...
+
+
+def among(rule: Rule, present: frozenset[int]) -> Rule:
+    """A rule of those who take part; one that does not ask who does is as it was."""
+    found: Callable[[frozenset[int]], Rule] | None = getattr(rule, "among", None)
+    return rule if found is None else found(present)
 
 
 def completes_of(rule: Rule) -> Completes:

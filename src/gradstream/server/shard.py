@@ -26,7 +26,7 @@ from typing import Literal
 
 from gradstream.server.clocks import Clocks
 from gradstream.server.quorum import Verdict
-from gradstream.server.rule import Contribution, FetchTerms, Rule, completes_of
+from gradstream.server.rule import Contribution, FetchTerms, Rule, among, completes_of
 from gradstream.server.window import SequenceWindow
 
 __all__ = [
@@ -222,7 +222,12 @@ class ShardState:
 
     def clocks_changed(self) -> list[Instruction]:
         """Somebody takes part that did not, or no longer does: see `clocks`."""
-        return [one for chunk, state in self.chunks.items() for one in self._release(chunk, state)]
+        out: list[Instruction] = []
+        for chunk, state in self.chunks.items():
+            out += self._release(chunk, state)
+            if not state.busy:
+                out += self._start(chunk, state)
+        return out
 
     def forget(self, token: Token) -> None:
         """The stream behind a token is gone: nobody waits for its fetches. Its pushes stand."""
@@ -243,9 +248,13 @@ class ShardState:
             if state.version < 0:
                 names["the worker of the lowest rank (initial parameters)"] = None
             parked = [held.contribution for held in state.parked]
-            names.update(dict.fromkeys(self._rule.awaited(state.version, parked)))
+            names.update(dict.fromkeys(self._rule_now().awaited(state.version, parked)))
             names.update((f"worker-{rank}", None) for rank in self.clocks.behind(chunk, min_clock))
         return sorted(names)
+
+    def _rule_now(self) -> Rule:
+        """The rule, of those workers who take part at this moment, where it waits for workers."""
+        return among(self._rule, self.clocks.present)
 
     def _window_of(self, state: ChunkState, who: Contribution | FetchTerms) -> SequenceWindow:
         key = (who.sender, who.incarnation)
@@ -307,7 +316,7 @@ class ShardState:
         update: tuple[Parked, ...] = tuple(held for held in state.parked if held.assign)[:1]
         if not update and state.version >= 0:
             by_contribution = {held.contribution: held for held in state.parked}
-            due = self._rule.due(state.version, self._candidates(state))
+            due = self._rule_now().due(state.version, self._candidates(state))
             update = tuple(by_contribution[contribution] for contribution in due)
         flushes = state.summed > 0 and any(terms.flush for terms, _ in state.fetches)
         if not update and not flushes:

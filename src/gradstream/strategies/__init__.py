@@ -2,6 +2,7 @@
 
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.asysg import AsySG
+from gradstream.strategies.averaging import ParameterAveraging
 from gradstream.strategies.base import Strategy, Worker
 from gradstream.strategies.dc_asgd import DCASGD
 from gradstream.strategies.downpour import Downpour
@@ -21,6 +22,7 @@ __all__ = [
     "Downpour",
     "ElasticAveraging",
     "Hogwild",
+    "ParameterAveraging",
     "Softsync",
     "StalenessAware",
     "Strategy",

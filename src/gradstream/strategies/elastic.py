@@ -10,14 +10,19 @@ evaluated, kept in checkpoints and saved. d is computed once: what x_i loses is 
 leaves Σ x_i + x̃ as it was. The gradient of the step in which one falls is of x_i as it was before, as in the
 paper: so y arrives while it is computed, and d leaves while the next ones are.
 
+`synchronous=True`: all d of an exchange are of one version of x̃, and are added together, which makes it
+x̃ ← (1 - β)·x̃ + β·mean(x_i), β = W·α. A worker waits for the others from one exchange to the next, with its
+own τ steps between.
+
 Momentum is the local rule's, `optimizer=gs.SGD(lr, momentum=0.9)`; with Nesterov's, δ = 0.99, this is EAMSGD.
 
-Bytes a step and worker: 4N/τ up, 4N/τ down (float32). Nobody waits for anybody. A dead worker stops nobody,
-and takes with it what of its x_i the centre had not got; the samples behind its pushes count as gone through.
+Bytes a step and worker: 4N/τ up, 4N/τ down (float32). A dead worker stops nobody, and takes with it what of
+its x_i the centre had not got; the samples behind its pushes count as gone through. For a checkpoint, and at
+the end, each worker makes one more exchange. x_i itself is not kept: a resumed run begins with x_i = x̃.
 
-Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, Algorithms 1
-and 2. Different here: with momentum the spring pulls at the point where gradients are taken, x + δv in the
-paper's letters, since rules are in that form here (see `optim.SGD`).
+Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, equations 5 and
+6, Algorithms 1 and 2. Different here: with momentum the spring pulls at the point where gradients are taken,
+x + δv in the paper's letters, since rules are in that form here (see `optim.SGD`).
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Pushes, Strategy, Worker
+from gradstream.strategies.together import Together
 
 __all__ = ["EAMSGD", "ElasticAveraging"]
 
@@ -46,10 +52,12 @@ class ElasticAveraging(Strategy):
     Args:
         every: τ, local steps between two exchanges, at least 1.
         moving_rate: α, how much of the way to the centre a worker is pulled, 0 to 1; 0.9/W if None.
+        synchronous: all workers exchange together; else each when it gets there.
     """
 
     every: int = 10
     moving_rate: float | None = None
+    synchronous: bool = False
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
@@ -73,16 +81,23 @@ class ElasticAveraging(Strategy):
 
     async def train(self, worker: Worker) -> None:
         """The client, Algorithm 1."""
-        server = worker.server
+        server, away = worker.server, False
         share = BETA / worker.num_workers if self.moving_rate is None else self.moving_rate
 
         async def flush() -> None:
+            nonlocal away
             if worker.unpushed:
                 await server.push_soon(await worker.pull_towards(server.fetch_soon(), share))
             await server.settle()
+            if self.synchronous and not away:
+                await server.leave()
+                away = True
 
         await worker.refresh()
         async for batch in worker.batches(flush):
+            if away:
+                await server.enter()
+                away = False
             centre = server.fetch_soon() if worker.unpushed >= self.every else None
             gradient = await worker.gradient(batch)
             if centre is not None:
@@ -90,8 +105,8 @@ class ElasticAveraging(Strategy):
             await worker.optimize(gradient)
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        """Every push is added as it comes."""
-        return Immediate()
+        """Differences are added, each as it comes or those of all workers together."""
+        return Together(frozenset(range(num_workers))) if self.synchronous else Immediate()
 
 
 @dataclass(frozen=True, slots=True)

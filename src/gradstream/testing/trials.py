@@ -89,6 +89,8 @@ class RecordedRule:
 
     def __getattr__(self, name: str) -> Any:
         answer = getattr(self._rule, name)
+        if name == "among":
+            return lambda present: RecordedRule(answer(present), self._record)
         return self._completes if name == "completes" else answer
 
     def _completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:

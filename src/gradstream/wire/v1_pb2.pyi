@@ -259,7 +259,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "clock", "rows")
+    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "clock", "loss", "rows")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -277,6 +277,7 @@ class Push(_message.Message):
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     NUM_GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     command: Push.Command
     vector: str
@@ -287,8 +288,9 @@ class Push(_message.Message):
     alpha: float
     num_gradients: int
     clock: int
+    loss: float
     rows: bool
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., rows: bool = ...) -> None: ...
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")

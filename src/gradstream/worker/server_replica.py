@@ -209,6 +209,8 @@ class ServerReplica(Replica):
 
     def _count(self, gradient: base.Gradient) -> None:
         assert isinstance(gradient, ComputedGradient)
+        if gradient.samples:
+            self._mean_in(gradient)
         self._taken.samples += gradient.samples
         self._taken.num_gradients += bool(gradient.samples)
         self._taken.learning_rate = gradient.lr
@@ -253,6 +255,13 @@ class ServerReplica(Replica):
     def _take_own(self, vector: Vector) -> Update:
         self._taken.vector, self._taken.basis = vector, self._basis
         return self.take_accumulated()
+
+    def _mean_in(self, gradient: ComputedGradient) -> None:
+        """The loss of one more minibatch, into the mean over all samples of the update."""
+        taken, new = self._taken, gradient.samples
+        loss = self._result.loss / (new if self.reduction == "sum" else 1)
+        share = new / (taken.samples + new)
+        taken.loss = loss if share == 1.0 else taken.loss + share * (loss - taken.loss)
 
     def take_accumulated(self) -> Update:
         """See `strategies.base.Worker`."""

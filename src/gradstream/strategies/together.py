@@ -1,0 +1,47 @@
+"""The server of strategies whose workers exchange at the same time: an update is of all who take part.
+
+A worker that has nothing to do, at its end or while it stands for a cut, says so (`server.leave`), and is
+not waited for; nor is one that is lost. What it had pushed before counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradstream.server.rule import Contribution
+
+__all__ = ["Together"]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """One contribution of every worker that takes part makes an update, their sum.
+
+    Args:
+        present: ranks of these.
+    """
+
+    present: frozenset[int]
+
+    def among(self, present: frozenset[int]) -> Together:
+        """The same, of these workers."""
+        return replace(self, present=present)
+
+    def drops(self, version: int, new: Contribution) -> bool:
+        """Never: who is late joins the update that comes next."""
+        return False
+
+    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+        """All that are there, in the order of ranks; none before every worker has brought one."""
+        if self.present - {one.rank for one in parked}:
+            return ()
+        return sorted(parked, key=lambda one: (one.rank, one.incarnation, one.sequence))
+
+    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+        """1."""
+        return [1.0] * len(update)
+
+    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+        """The workers that have not contributed yet."""
+        return [f"worker-{rank}" for rank in sorted(self.present - {one.rank for one in parked})]
