@@ -52,13 +52,19 @@ STRATEGIES = [
     gs.Downpour(overlap=False),
     gs.Downpour(push_every=3, fetch_every=2, local_momentum=0.5),
     gs.Synchronous(),
+    gs.SSP(bound=2),
+    gs.Softsync(splits=2),
+    gs.StalenessAware(),
+    gs.AsySG(gradients=2),
+    gs.ElasticAveraging(every=3),
+    gs.EAMSGD(every=2),
 ]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
     results = set()
-    for seed in range(3):
+    for seed in range(2):
         run = recorded(strategy, seed)
         again = replay(run)
         updates = list(again)
@@ -71,14 +77,14 @@ def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
         assert {tau: taus.count(tau) for tau in set(taus)} == {t: n for t, n in counts.items() if n}
         steps = sorted((update.worker, step) for update in updates for step in update.steps)
         assert steps == [(rank, step) for rank in range(3) for step in range(12)]
-    assert len(results) == 3
+    assert len(results) == 2
 
 
 def test_retries_and_second_copies_are_not_taken_for_others() -> None:
     link = Link(latency_s=1e-3, jitter_s=2e-3, loss=0.004, duplicate=0.3)
     world = dataclasses.replace(WORLD, network=Network(link=link))
     retries = 0
-    for seed in range(4):
+    for seed in range(2):
         run = recorded(gs.Downpour(), seed, world=world, deadlines=QUICK)
         again = replay(run)
         list(again)
@@ -87,11 +93,10 @@ def test_retries_and_second_copies_are_not_taken_for_others() -> None:
     assert retries > 0
 
 
-@pytest.mark.parametrize("push_every", [1, 3])
-def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(push_every: int) -> None:
+@pytest.mark.parametrize("strategy", [gs.Downpour(push_every=3), gs.SSP(bound=1), gs.Softsync()], ids=repr)
+def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(strategy: Any) -> None:
     reassigned = 0
     for seed, (name, seconds) in enumerate([("worker-1", 0.1), ("worker-0", 0.2), ("worker-1", 0.3)]):
-        strategy = gs.Downpour(push_every=push_every)
         run = recorded(strategy, seed, script=kill_at(name, seconds), deadlines=QUICK)
         again = replay(run)
         updates = list(again)
@@ -101,8 +106,10 @@ def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(push_every: int) -
     assert reassigned > 0
 
 
-def test_what_cuts_made_workers_push_early_is_pushed_early_again() -> None:
-    strategy = gs.Downpour(push_every=5, fetch_every=2)
+@pytest.mark.parametrize(
+    "strategy", [gs.Downpour(push_every=5, fetch_every=2), gs.Softsync()], ids=["downpour", "softsync"]
+)
+def test_what_cuts_brought_into_the_model_early_comes_early_again(strategy: Any) -> None:
     storage = MemoryStorage()
     run = recorded(strategy, checkpoint_every=7, storage=storage)
     assert sum(event["event"] == "checkpoint" for event in run.events) >= 2
@@ -161,7 +168,7 @@ def swapped(entries: list[Entry]) -> list[Entry]:
 
 
 def test_two_updates_that_were_swapped_are_noticed() -> None:
-    for seed in range(4):
+    for seed in range(2):
         run = recorded(gs.Downpour(), seed)
         with pytest.raises(DivergedError, match=r"shard-0, chunk 0|shard-\d"):
             list(replay(altered(run, swapped)))

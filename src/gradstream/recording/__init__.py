@@ -1,6 +1,6 @@
 """What a run leaves behind so that it can be repeated: in which order its shards took what came."""
 
-from gradstream.recording.entries import Asked, Closed, Entry, Orphans, Pushed, Read, Stood, Summed
+from gradstream.recording.entries import Asked, Closed, Entered, Entry, Orphans, Pushed, Read, Stood, Summed
 from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogReader, Part, read_log
 from gradstream.recording.origin import differences, origin_of
 
@@ -9,6 +9,7 @@ __all__ = [
     "JOB_FILE",
     "Asked",
     "Closed",
+    "Entered",
     "Entry",
     "Log",
     "LogReader",

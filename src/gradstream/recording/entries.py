@@ -17,7 +17,19 @@ from typing import TypeAlias
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
-__all__ = ["Asked", "Closed", "Entry", "Orphans", "Pushed", "Read", "Stood", "Summed", "decode", "encode"]
+__all__ = [
+    "Asked",
+    "Closed",
+    "Entered",
+    "Entry",
+    "Orphans",
+    "Pushed",
+    "Read",
+    "Stood",
+    "Summed",
+    "decode",
+    "encode",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +58,10 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A fetch came that changes something by itself: what a chunk's sum holds is applied (shard)."""
+    """A fetch came that changes something by itself: what a chunk's sum holds is applied (shard).
+
+    `number` is 0 where the shard itself asked: at a cut, and `rank` is its own then.
+    """
 
     chunk: int
     rank: int
@@ -61,6 +76,7 @@ class Read:
     Args:
         number: of the fetch, of this worker's.
         attempt: tries of it before this one. The latest of them is what the worker has.
+        clock: that the worker was told: of the slowest, as this chunk had seen it.
     """
 
     chunk: int
@@ -68,6 +84,15 @@ class Read:
     number: int
     attempt: int
     moment: int
+    clock: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A worker that had taken no part takes part again, and was told this clock (shard)."""
+
+    rank: int
+    clock: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +130,9 @@ class Closed:
     """The run was over: nothing is missing behind this (shard)."""
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Entered
 
-PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED = range(1, 8)
+PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, ENTERED = range(1, 9)
 FLAG = 0x10
 """Of the kind's byte: assign, complete, ends. Twice as much: absent."""
 
@@ -130,7 +155,8 @@ def encode(entry: Entry) -> bytes:
         case Asked():
             return _bytes(ASKED, (entry.chunk, entry.rank, entry.number, entry.moment))
         case Read():
-            return _bytes(READ, (entry.chunk, entry.rank, entry.number, entry.attempt, entry.moment))
+            head = (entry.chunk, entry.rank, entry.number, entry.attempt, entry.moment)
+            return _bytes(READ, (*head, entry.clock))
         case Summed():
             return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
         case Orphans():
@@ -140,6 +166,8 @@ def encode(entry: Entry) -> bytes:
             return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
         case Closed():
             return _bytes(CLOSED, ())
+        case Entered():
+            return _bytes(ENTERED, (entry.rank, entry.clock))
 
 
 def decode(data: bytes) -> Iterator[Entry]:
@@ -166,8 +194,8 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             (chunk, rank, number, moment), at = _numbers(data, at, 4)
             return Asked(chunk, rank, number, moment), at
         case 3:
-            (chunk, rank, number, attempt, moment), at = _numbers(data, at, 5)
-            return Read(chunk, rank, number, attempt, moment), at
+            (chunk, rank, number, attempt, moment, clock), at = _numbers(data, at, 6)
+            return Read(chunk, rank, number, attempt, moment, clock), at
         case 4:
             (chunk, done, crc), at = _numbers(data, at, 3)
             return Summed(chunk, done, crc), at
@@ -181,6 +209,9 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             return Stood(begun, first), at
         case 7:
             return Closed(), at
+        case 8:
+            (rank, clock), at = _numbers(data, at, 2)
+            return Entered(rank, clock), at
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from gradstream.errors import DivergedError
-from gradstream.recording import Asked, Part, Pushed, Read, Summed
-from gradstream.server.order import Fetched, Go, Updating
+from gradstream.recording import Asked, Entered, Part, Pushed, Read, Summed
+from gradstream.server.order import Chunks, Fetched, Go, Updating
 from gradstream.server.recorder import crc_of
-from gradstream.server.rule import Contribution
+from gradstream.server.rule import Contribution, FetchTerms
 
 __all__ = ["Script", "Told"]
 
@@ -46,6 +46,7 @@ class _Chunk:
     done: int = 0
     ordered: deque[Pushed | Asked] = field(default_factory=deque)
     reads: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, number) -> updates done
+    clocks: dict[tuple[int, int], int] = field(default_factory=dict)  # likewise
     unread: defaultdict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[int, int] = field(default_factory=dict)
     held: dict[Hashable, Go] = field(default_factory=dict)
@@ -65,22 +66,27 @@ class Script:
     def __init__(self, part: Part, told: Told) -> None:
         self.node = part.node
         self._told = told
-        self._busy: Callable[[int], bool] = lambda chunk: False
+        self._shard: Chunks | None = None  # until the model is registered
         self._chunks: defaultdict[int, _Chunk] = defaultdict(_Chunk)
         attempts: dict[tuple[int, int, int], int] = {}
-        asked: set[Asked] = set()
+        asked: set[tuple[int, int, int]] = set()
+        self._entered: defaultdict[int, deque[int]] = defaultdict(deque)
         for entry in part.entries:
             match entry:
                 case Pushed():
                     self._chunks[entry.chunk].ordered.append(entry)
-                case Asked() if entry not in asked:
-                    asked.add(entry)
-                    self._chunks[entry.chunk].ordered.append(entry)
-                case Read(chunk, rank, number, attempt, moment):
+                case Asked(chunk, rank, number):
+                    if number == 0 or (chunk, rank, number) not in asked:  # a second try does nothing more
+                        asked.add((chunk, rank, number))
+                        self._chunks[chunk].ordered.append(entry)
+                case Entered(rank, clock):
+                    self._entered[rank].append(clock)
+                case Read(chunk, rank, number, attempt, moment, clock):
                     before = attempts.get((chunk, rank, number), -1)
                     if attempt > before:  # a second copy of one try is nobody's
                         attempts[chunk, rank, number] = attempt
                         self._chunks[chunk].reads[rank, number] = moment // 2
+                        self._chunks[chunk].clocks[rank, number] = clock
                 case Summed(chunk, done, crc):
                     self._chunks[chunk].sums[done] = crc
                 case _:
@@ -101,6 +107,9 @@ class Script:
             state.ordered or state.next or self._busy(chunk) for chunk, state in self._chunks.items()
         )
 
+    def _busy(self, chunk: int) -> bool:
+        return self._shard is not None and self._shard.busy(chunk)
+
     def awaited(self) -> Iterable[str]:
         """What each chunk waits for, in words."""
         for chunk, state in self._chunks.items():
@@ -112,9 +121,9 @@ class Script:
             for rank, number in sorted(unread):
                 yield f"{self.node}, chunk {chunk}: fetch {number} of worker-{rank}"
 
-    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+    def begin(self, chunks: Chunks) -> None:
         """See `Order`."""
-        self._busy = busy
+        self._shard = chunks
 
     # ---- what comes ---------------------------------------------------------------------
 
@@ -133,12 +142,13 @@ class Script:
 
         self._hold(chunk, (Pushed, new.rank, new.sequence), come)
 
-    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
-        """See `Order`."""
+    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
+        """See `Order`: it waits for its turn alone."""
+        none = FetchTerms(terms.sender, terms.incarnation, flush=terms.flush, beside=terms.beside)
         if fetch.acts and fetch.number:
-            self._hold(chunk, (Asked, fetch.rank, fetch.number), lambda entry: go())
+            self._hold(chunk, (Asked, fetch.rank, fetch.number), lambda entry: go(none))
         else:
-            go()
+            go(none)
 
     def _hold(self, chunk: int, key: Hashable, come: Callable[[Pushed | Asked], None]) -> None:
         state = self._chunks[chunk]
@@ -156,6 +166,11 @@ class Script:
             if head.moment < self._moment(chunk):
                 self._diverge(chunk, f"worker-{head.rank} should have come before update {state.done}")
             number = head.sequence if isinstance(head, Pushed) else head.number
+            if isinstance(head, Asked) and not number:
+                assert self._shard is not None
+                self._shard.flush_sum(chunk)
+                state.ordered.popleft()
+                continue
             go = state.held.pop((type(head), head.rank, number), None)
             if go is None:
                 break
@@ -184,12 +199,18 @@ class Script:
         elif done is not None:
             self._diverge(chunk, f"fetch {fetch.number} of worker-{fetch.rank} came behind update {done}")
 
-    def read(self, chunk: int, fetch: Fetched) -> None:
+    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
         """See `Order`."""
         state = self._chunks[chunk]
         state.unread[state.done].discard((fetch.rank, fetch.number))
         self._told.moved()
         self._go_on(chunk)
+        return state.clocks.get((fetch.rank, fetch.number), clock)
+
+    def enter(self, rank: int, clock: int) -> int:
+        """See `Order`."""
+        answers = self._entered[rank]
+        return answers.popleft() if answers else clock
 
     # ---- updates ------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from gradstream.server.rule import Contribution
+from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.shard import Apply
 
-__all__ = ["AsItComes", "Fetched", "Go", "Order", "Updating"]
+__all__ = ["AsItComes", "Chunks", "Fetched", "Go", "Order", "Updating"]
 
 Go = Callable[[], None]
 
@@ -26,7 +26,7 @@ class Fetched:
 
     Args:
         rank: of the worker.
-        number: of its fetches, from 1; 0 for one beside them, which nothing depends on.
+        number: of its fetches, from 1; 0 for one beside them, or of the shard itself.
         attempt: tries before this one.
         acts: it changes the chunk's state by itself, not only by being answered.
     """
@@ -52,27 +52,47 @@ class Updating:
     parameters: torch.Tensor
 
 
+class Chunks(Protocol):
+    """The chunks of a shard, as an order may ask about them."""
+
+    def busy(self, chunk: int) -> bool:
+        """Whether it is being updated, or its sum is."""
+        ...
+
+    def version(self, chunk: int) -> int:
+        """How many updates it has had; -1 before its initial parameters."""
+        ...
+
+    def flush_sum(self, chunk: int) -> None:
+        """Has the shard apply what its sum holds."""
+        ...
+
+
 class Order(Protocol):
     """Lets a shard's events happen. Every method is called on the event loop, and waits for nothing."""
 
-    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
-        """The model is registered. Says whether a chunk is being updated, and its version."""
+    def begin(self, chunks: Chunks) -> None:
+        """The model is registered."""
         ...
 
     def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
         """A contribution has come."""
         ...
 
-    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
-        """A fetch has come."""
+    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
+        """A fetch has come, and waits for these terms."""
         ...
 
     def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
         """A fetch may have a chunk."""
         ...
 
-    def read(self, chunk: int, fetch: Fetched) -> None:
-        """It has it: as it is now."""
+    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
+        """It has it: as it is now. Returns the clock that it is told."""
+        ...
+
+    def enter(self, rank: int, clock: int) -> int:
+        """A worker takes part from this clock on, as the shard finds. Returns what it is told."""
         ...
 
     def update(self, updating: Updating, go: Go) -> None:
@@ -87,23 +107,28 @@ class Order(Protocol):
 class AsItComes:
     """Everything happens as it comes."""
 
-    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+    def begin(self, chunks: Chunks) -> None:
         """Nothing depends on it."""
 
     def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
         """At once."""
         go()
 
-    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
+    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
         """At once."""
-        go()
+        go(terms)
 
     def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
         """At once."""
         go()
 
-    def read(self, chunk: int, fetch: Fetched) -> None:
-        """Nothing is noted."""
+    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
+        """That of the chunk."""
+        return clock
+
+    def enter(self, rank: int, clock: int) -> int:
+        """That which was found."""
+        return clock
 
     def update(self, updating: Updating, go: Go) -> None:
         """At once."""

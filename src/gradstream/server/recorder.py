@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from gradstream.recording import Asked, Closed, Log, Pushed, Read, Summed
-from gradstream.server.order import AsItComes, Fetched, Go, Updating
-from gradstream.server.rule import Contribution
+from gradstream.recording import Asked, Closed, Entered, Log, Pushed, Read, Summed
+from gradstream.server.order import AsItComes, Chunks, Fetched, Go, Updating
+from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.window import SequenceWindow
 
 __all__ = ["SUM_EVERY", "ShardRecorder", "crc_of"]
@@ -32,34 +32,41 @@ class ShardRecorder(AsItComes):
         self.log = log
         self._done: defaultdict[int, int] = defaultdict(int)  # updates, by chunk
         self._came: defaultdict[tuple[int, int], SequenceWindow] = defaultdict(SequenceWindow)
-        self._busy: Callable[[int], bool] = lambda chunk: False
-        self._version: Callable[[int], int] = lambda chunk: -1
+        self._chunks: Chunks | None = None  # until the model is registered
 
-    def begin(self, busy: Callable[[int], bool], version: Callable[[int], int]) -> None:
+    def begin(self, chunks: Chunks) -> None:
         """See `Order`."""
-        self._busy, self._version = busy, version
+        self._chunks = chunks
 
     def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
         """See `Order`."""
         came = self._came[chunk, new.rank]
         if new.sequence not in came:
             came.add(new.sequence)
-            moment, version = self._moment(chunk), self._version(chunk)
+            assert self._chunks is not None
+            moment, version = self._moment(chunk), self._chunks.version(chunk)
             self.log.add(
                 Pushed(chunk, new.rank, new.sequence, moment, new.basis, version, assign, new.absent)
             )
         go()
 
-    def ask(self, chunk: int, fetch: Fetched, go: Go) -> None:
+    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
         """See `Order`."""
-        if fetch.acts and fetch.number:
+        if fetch.acts:
             self.log.add(Asked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
-        go()
+        go(terms)
 
-    def read(self, chunk: int, fetch: Fetched) -> None:
+    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
         """See `Order`."""
         if fetch.number:
-            self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, self._moment(chunk)))
+            moment = self._moment(chunk)
+            self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, moment, clock))
+        return clock
+
+    def enter(self, rank: int, clock: int) -> int:
+        """See `Order`."""
+        self.log.add(Entered(rank, clock))
+        return clock
 
     def updated(self, updating: Updating) -> None:
         """See `Order`."""
@@ -75,7 +82,7 @@ class ShardRecorder(AsItComes):
             parameters: of a chunk.
         """
         for chunk in sorted(self._done):
-            if not self._busy(chunk):
+            if not self._moment(chunk) & 1:
                 self._sum(chunk, parameters(chunk))
         self.log.add(Closed())
         self.log.flush()
@@ -85,7 +92,8 @@ class ShardRecorder(AsItComes):
             self.log.add(Summed(chunk, self._done[chunk], crc_of(parameters)))
 
     def _moment(self, chunk: int) -> int:
-        return 2 * self._done[chunk] + self._busy(chunk)
+        assert self._chunks is not None
+        return 2 * self._done[chunk] + self._chunks.busy(chunk)
 
 
 def crc_of(elements: torch.Tensor) -> int:

@@ -170,7 +170,7 @@ class ShardService:
             self.senders = SenderStates(memory, self.chunks, elems, dtype, config.correction)
         here = self.chunks.chunks_of(config.rank)
         self.state = ShardState(here, config.rule, quorum=config.quorum is not None, workers=config.workers)
-        self._order.begin(lambda chunk: self.state.chunks[chunk].busy, self.state.version)
+        self._order.begin(self)
         if config.quorum is not None:
             self.agreement = Agreement(
                 self._runtime,
@@ -336,7 +336,7 @@ class ShardService:
         self._outboxes[token] = outbox
         try:
             for chunk in chunks:
-                self._order.ask(chunk, fetched, partial(self._ask, chunk, terms, token))
+                self._order.ask(chunk, fetched, terms, partial(self._ask, chunk, token))
             while outbox.ready or outbox.waiting:
                 if not outbox.ready:
                     await self._woken(stream, outbox.wake, outbox.waiting, terms.min_clock)
@@ -352,9 +352,8 @@ class ShardService:
                         dtype=to_wire(self.store.dtype),
                         version=version,
                         waited=waited,
-                        clock=self.state.clocks.slowest(chunk),
+                        clock=self._order.read(chunk, fetched, self.state.clocks.slowest(chunk)),
                     )
-                    self._order.read(chunk, fetched)
                     if self.senders is not None and not terms.beside:
                         await self._note_read(self.senders, terms.sender, chunk, version)
                     self._readers.add(chunk, await stream.lend(v1.Frame(chunk=header), span))
@@ -362,7 +361,7 @@ class ShardService:
             del self._outboxes[token]
             self.state.forget(token)
 
-    def _ask(self, chunk: int, terms: FetchTerms, token: int) -> None:
+    def _ask(self, chunk: int, token: int, terms: FetchTerms) -> None:
         if token in self._outboxes:
             self._carry_out(self.state.fetch(chunk, terms, token))
 
@@ -388,13 +387,28 @@ class ShardService:
         try:
             for chunk in chunks:
                 terms = FetchTerms(name, 0, flush=True)
-                self._order.ask(chunk, fetched, partial(self._ask, chunk, terms, token))
+                self._order.ask(chunk, fetched, terms, partial(self._ask, chunk, token))
             while outbox.waiting:
                 await outbox.wake.wait()
                 outbox.wake.clear()
         finally:
             del self._outboxes[token]
             self.state.forget(token)
+
+    def busy(self, chunk: int) -> bool:
+        """Whether a chunk is being updated, or its sum is."""
+        return self.state.chunks[chunk].busy
+
+    def version(self, chunk: int) -> int:
+        """How many updates a chunk has had; -1 before its initial parameters."""
+        return self.state.version(chunk)
+
+    def flush_sum(self, chunk: int) -> None:
+        """Applies what a chunk's sum holds, without waiting for it: for an `Order` that knows when."""
+        token, name = next(self._tokens), self._endpoint.identity.name
+        fetched = Fetched(self._config.rank, 0, acts=True)
+        self._outboxes[token] = _Outbox(name, fetched, self._runtime.now(), waiting={chunk})
+        self._ask(chunk, token, FetchTerms(name, 0, flush=True))
 
     def turn(self, chunk: int) -> asyncio.Lock:
         """Updates and readers of a chunk in the order in which they ask: neither starves the other."""
@@ -417,7 +431,7 @@ class ShardService:
         if clock is None:
             clocks.leave(rank)
         else:
-            clock = clocks.enter(rank, clock)
+            clock = self._order.enter(rank, clocks.enter(rank, clock))
         self._carry_out(self.state.clocks_changed())
         return clock or 0
 
