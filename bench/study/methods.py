@@ -60,7 +60,6 @@ _LITERAL = {"overlap": False}
 
 METHODS: tuple[Method, ...] = (
     Method("single", "one machine, batch 120", "downpour", _LITERAL, workers=1, batch=WORKERS * BATCH),
-    Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
     Method("synchronous", "synchronous", "synchronous"),
     Method("downpour", "Downpour, fixed rate", "downpour", _LITERAL),
     Method("downpour-adagrad", "Downpour + Adagrad", "downpour", _LITERAL, adagrad=True),
@@ -86,6 +85,13 @@ METHODS: tuple[Method, ...] = (
         for power in EXPONENTS
         if power not in (0.0, 1.0)
     ),
+    Method("ssp", "SSP, s = 3", "ssp", {"bound": 3}),
+    Method("elastic", "elastic averaging, τ = 10", "elastic-averaging", {"every": 10}),
+    Method("dc-asgd", "DC-ASGD, constant", "dc-asgd", {"adaptive": False}),
+    Method("dc-asgd-a", "DC-ASGD, adaptive", "dc-asgd", {"adaptive": True}),
+    Method("averaging", "parameter averaging, H = 10", "parameter-averaging", {"every": 10}),
+    Method("one-shot", "parameter averaging, once", "parameter-averaging", {"every": None}),
+    Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
 )
 
 
