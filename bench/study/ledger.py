@@ -65,15 +65,15 @@ def best_rate(rows: Rows, method: str, budget: Budget) -> float | None:
 
 def due(methods: Sequence[Method], rows: Rows, begun: Collection[Key], budget: Budget) -> Key | None:
     """The next run to begin; None where all that can be known to be needed is done or under way."""
-    for method in methods:
-        keys = [Key(method.name, lr, budget.tuning_seed, budget.epochs) for lr in budget.rates]
-        best = best_rate(rows, method.name, budget)
-        if best is not None:
-            keys = [Key(method.name, best, seed, budget.epochs) for seed in budget.seeds]
-        for key in keys:
-            if key not in rows and key not in begun:
-                return key
-    return None
+    tuning = [Key(m.name, lr, budget.tuning_seed, budget.epochs) for m in methods for lr in budget.rates]
+    best = {method.name: best_rate(rows, method.name, budget) for method in methods}
+    reported = [
+        Key(name, lr, seed, budget.epochs)
+        for name, lr in best.items()
+        if lr is not None
+        for seed in budget.seeds
+    ]
+    return next((key for key in (*tuning, *reported) if key not in rows and key not in begun), None)
 
 
 def work_off(
