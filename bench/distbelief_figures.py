@@ -46,7 +46,7 @@ WARM_RATE, WARM_EPOCHS, WARM_SEED = 0.01, 1, 99
 FIGURE_4 = ("sgd-1", "sgd-20", "adagrad-20", "adagrad-200")
 """The paper's lines."""
 
-WHOLE = ledger.Budget(rates=(0.001, 0.003, 0.01, 0.03, 0.1), epochs=6, tuning_seed=0, seeds=(1, 2, 3))
+WHOLE = ledger.Budget(rates=(0.0003, 0.001, 0.003, 0.01, 0.03), epochs=6, tuning_seed=0, seeds=(1, 2, 3))
 QUICK = ledger.Budget(rates=(0.003,), epochs=1, tuning_seed=0, seeds=())
 
 

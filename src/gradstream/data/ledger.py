@@ -107,6 +107,7 @@ class Ledger:
         self._num_epochs = max(lasts, default=-1) + 1
         # Data epochs, from the first on, of which nothing is missing.
         self._num_complete = min(plan.done.epochs, self._num_epochs)
+        self._counted = (-1, 0)  # an epoch, and how many minibatches it has
         self._received: Counter[int] = Counter()  # receipts per epoch
         self._dropped: Counter[int] = Counter()  # of those, samples by epoch that are not in the model
         self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
@@ -284,7 +285,12 @@ class Ledger:
 
     def batches(self, epoch: int) -> int:
         """How many minibatches a data epoch of this run has, over all partitions."""
-        return sum(self._span(partition, epoch) for partition in range(len(self._partitions)))
+        if self._counted[0] != epoch:  # each receipt asks for the same epoch; partitions may be many
+            self._counted = (
+                epoch,
+                sum(self._span(partition, epoch) for partition in range(len(self._partitions))),
+            )
+        return self._counted[1]
 
     def samples(self, epoch: int) -> int | None:
         """How many samples they have together: all of the data set, unless steps end the run before.
