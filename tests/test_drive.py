@@ -15,9 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradstream as gs
+from gradstream.cli.progress import Progress
 from gradstream.data import BatchRef, Ledger, PartitionPlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
+from gradstream.report.figures import figures_of
+from gradstream.report.reason import reason_of
+from gradstream.report.sections import workers
+from gradstream.report.timeline import lanes_of
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.simulate import simulate
@@ -304,6 +309,35 @@ def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyP
 
 def test_the_laws_of_strategies_hold_for_one_that_is_driven() -> None:
     check_strategy(gs.Downpour(warm_start=6, waves=2, finish_alone=4))
+
+
+# ---- what is said of it -----------------------------------------------------------------------
+
+
+def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
+    run = tokens(gs.Downpour(warm_start="3epochs"))
+    progress = Progress()
+    said, lines = list[str](), list[str]()
+    for event in run.events:
+        progress.update(event)
+        lines.append(progress.line())
+        said += [progress.news(event)] if event["event"] == "drive" else []
+    assert said == ["alone: worker-0 takes part, 3 workers are held back", "together: 4 workers take part"]
+    assert any("4/4 workers (3 held back) · " in line for line in lines)
+    assert "held back" not in next(line for line in reversed(lines) if " workers" in line)
+
+    figures = figures_of(run.events)
+    first, *others = figures.workers
+    together_s = turns(run)[-1]["time_s"]
+    assert first.held_s == 0
+    assert [worker.held_s for worker in others] == pytest.approx([together_s] * 3)
+    reason = reason_of(figures)
+    assert (reason.kind, reason.culprit) == ("held back", "")
+    assert [moment.text for moment in figures.story if moment.what == "turn"] == said
+    lanes = lanes_of(run.events).lanes
+    assert [len(lane.held) for lane in lanes] == [0, 1, 1, 1]
+    assert "held back" in workers(figures, {})
+    assert "held back" not in workers(figures_of(tokens(gs.Downpour()).events), {})
 
 
 # ---- what is refused --------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from gradstream.report.held import turn_text
+
 if TYPE_CHECKING:
     from gradstream.summary import EventDict
 
@@ -53,6 +55,7 @@ class Progress:
         self.loss: float | None = None
         self.held_out = ""  # the latest evaluation
         self.workers: set[str] = set()
+        self._held: set[str] = set()  # by the strategy's drive
         self._machines: dict[str, str] = {}  # of workers elsewhere
         self._expected_workers = 0
         self._by_round = False
@@ -78,6 +81,8 @@ class Progress:
                 self._machines.update(dict.fromkeys(event["workers"], event["who"]))
             case "left":
                 self.workers.discard(event["who"])
+            case "drive":
+                self._held = set(event["held"])
             case "resumed":
                 self.step = self._resumed_at = event["step"]
             case "step":
@@ -92,6 +97,8 @@ class Progress:
     def news(self, event: EventDict) -> str:
         """What is worth a line of its own about an event that `update` has taken in; else ""."""
         match event["event"]:
+            case "drive":
+                return turn_text(event)
             case "left" if event["lost"]:
                 machine = self._machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
@@ -168,7 +175,9 @@ class Progress:
             parts.append(f"ETA {_clock(self.eta_s)}")
         machines = len(set(self._machines.values()))
         on = f" on {machines + 1} machines" if machines else ""
-        parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}")
+        held = len(self._held & self.workers)
+        back = f" ({held} held back)" if held else ""
+        parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}{back}")
         parts.append(f"{self._rate(self._bytes) / 1e6:,.1f} MB/s")
         chunks = self._rate(self._chunks)
         if chunks > 0:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradstream.report.grouped import attributed
+from gradstream.report.held import held_of
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.summary import EventDict, begin_s, carriers_of, summary_of
 
@@ -42,6 +43,7 @@ class WorkerFigures:
         waited_for: seconds of `wait_s` by name; itself is its own sums and local steps.
         push_s, fetch_s: mean seconds of a push and of a fetch; None where none was reported.
         evaluate_s: between steps, looking at held-out samples.
+        held_s: held back by the strategy's drive.
     """
 
     name: str
@@ -53,6 +55,7 @@ class WorkerFigures:
     push_s: float | None
     fetch_s: float | None
     evaluate_s: float = 0.0
+    held_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -155,13 +158,14 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
         by_kind[event["event"]].append(event)
     nodes = _nodes(by_kind)
     steps = by_kind["step"] = attributed(by_kind["step"])
-    last_s = [event["time_s"] for event in (*steps, *by_kind["finished"])]
+    end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
+    held = held_of(by_kind["drive"], end_s)
     return Figures(
         summary=summary_of(events),
         status=status_of(events),
         begin_s=begin_s(steps),
-        end_s=max(last_s, default=0.0),
-        workers=_workers(steps, by_kind["transfer"], by_kind["evaluated"]),
+        end_s=end_s,
+        workers=_workers(steps, by_kind["transfer"], by_kind["evaluated"], held),
         shards=_shards(by_kind),
         links=_links(by_kind["link"]),
         nodes=nodes,
@@ -185,7 +189,10 @@ def _order(name: str) -> tuple[str, int]:
 
 
 def _workers(
-    steps: Iterable[EventDict], transfers: Iterable[EventDict], evaluations: Iterable[EventDict]
+    steps: Iterable[EventDict],
+    transfers: Iterable[EventDict],
+    evaluations: Iterable[EventDict],
+    held: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[WorkerFigures, ...]:
     by_node: defaultdict[str, list[EventDict]] = defaultdict(list)
     for step in steps:
@@ -213,6 +220,7 @@ def _workers(
                 push_s=_mean(durations[name, "push"]),
                 fetch_s=_mean(durations[name, "fetch"]),
                 evaluate_s=evaluating[name],
+                held_s=math.fsum(end_s - begin_s for begin_s, end_s in held.get(name, ())),
             )
         )
     return tuple(found)

@@ -62,6 +62,8 @@ def keys(figures: Figures, styles: Styles) -> str:
     entries.append(("rest", "waiting, nobody named"))
     if any(worker.evaluate_s for worker in figures.workers):
         entries.append(("look", "evaluating"))
+    if any(worker.held_s for worker in figures.workers):
+        entries.append(("held", "held back"))
     return "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
 
 
@@ -106,6 +108,8 @@ def _lane(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -
         x, wide = (begin_s - origin_s) * scale, (end_s - begin_s) * scale
         paths[style].append(f"M{x:.1f} {y:g}h{wide:.1f}v{high:.4g}h{-wide:.1f}z")
 
+    for band in lane.held:
+        rectangle("held", max(origin_s, band.begin_s), band.end_s, top, STEP)
     for span in lane.steps:
         rectangle("compute", span.begin_s, span.end_s, top, STEP)
     for span in lane.steps:

@@ -9,7 +9,8 @@ of the exchange. Waiting for another worker is the former as far as gradients of
                       shard is busy all the time; or the network is what is left
     neither           computing is what takes the time; a slow worker is named even so
 
-One worker also evaluates, and while it does, it does not train: that comes first where it takes long.
+One worker also evaluates, and while it does, it does not train: that comes first where it takes long. Where a
+strategy's drive holds workers back for longer than anything else takes, that is the reason, and meant to be.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Reason:
     kind: Literal[
         "nothing",
         "evaluation",
+        "held back",
         "slow worker",
         "late worker",
         "turns",
@@ -81,8 +83,15 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
     evaluator = max(workers, key=lambda one: one.evaluate_s)
     if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * figures.seconds:
         return _for_evaluation(figures, workers, evaluator)
+    held = statistics.mean(worker.held_s for worker in workers) / figures.seconds if figures.seconds else 0.0
     unequal = min(for_workers, figures.imbalance_s / total_s)
     exchange = for_workers + for_shards - unequal
+    if held >= NOTABLE and held >= (1 - held) * max(unequal, exchange):
+        return Reason(
+            "held back",
+            f"Workers are held back {held:.0%} of their time: the strategy says who takes part, and when.",
+            "A shorter warm start, fewer waves, or a shorter end alone.",
+        )
     if unequal >= NOTABLE and unequal >= exchange:
         return _for_computing(workers, for_workers)
     if exchange >= NOTABLE:
@@ -255,4 +264,5 @@ def _computing(figures: Figures, workers: Sequence[WorkerFigures], total_s: floa
 
 def _idle(figures: Figures, worker: WorkerFigures) -> float:
     """Of the run, what lies outside of a worker's steps."""
-    return max(0.0, 1 - worker.total_s / figures.seconds) if figures.seconds > 0 else 0.0
+    used_s = worker.total_s + worker.held_s
+    return max(0.0, 1 - used_s / figures.seconds) if figures.seconds > 0 else 0.0

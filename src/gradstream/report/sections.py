@@ -137,7 +137,9 @@ def workers(figures: Figures, styles: Styles) -> str:
     """Where each worker's time went."""
     rows, seconds = [], figures.seconds or 1.0
     shards = {shard.name for shard in figures.shards}
+    driven = any(worker.held_s for worker in figures.workers)
     for worker in figures.workers:
+        used_s = worker.total_s + worker.evaluate_s + worker.held_s
         per_sample = worker.compute_s_per_sample
         rows.append(
             [
@@ -148,7 +150,8 @@ def workers(figures: Figures, styles: Styles) -> str:
                 shares(_parts(worker, styles), title=f"Where the time of {worker.name} went"),
                 f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
                 f"{worker.evaluate_s / seconds:.0%}",
-                f"{max(0.0, 1 - (worker.total_s + worker.evaluate_s) / seconds):.0%}",
+                *([f"{worker.held_s / seconds:.0%}"] if driven else []),
+                f"{max(0.0, 1 - used_s / seconds):.0%}",
                 escape(_waits(worker, shards)),
                 ", ".join("–" if s is None else time_text(s) for s in (worker.push_s, worker.fetch_s)),
             ]
@@ -161,10 +164,13 @@ def workers(figures: Figures, styles: Styles) -> str:
         "its steps",
         ">computing",
         ">evaluating",
+        *([">held back"] if driven else []),
         ">idle",
         "waited for",
     ]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
+    if driven:
+        about += " Who is held back takes no part, as the strategy's drive says."
     return section("Workers", _table([*head, ">a push, a fetch"], rows, about) if rows else "")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gradstream.report.held import turn_text
 from gradstream.summary import EventDict
 
 __all__ = ["Moment", "Status", "status_of", "story_of"]
@@ -68,6 +69,8 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         why = f": {event['reason']}" if event["reason"] else ""
         text = f"{event['who']} at {event['address']} {event['state']}{why}"
         moments.append(Moment(event["time_s"], "machine", text))
+    for event in by_kind["drive"]:
+        moments.append(Moment(event["time_s"], "turn", turn_text(event)))
     for event in by_kind["insecure"][:1]:
         text = f"traffic of {event['address']} is neither encrypted nor authenticated"
         moments.append(Moment(event["time_s"], "insecure", text))

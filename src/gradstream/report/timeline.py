@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gradstream.report.held import held_of
 from gradstream.summary import EventDict, begin_s
 
 __all__ = ["MAX_STEPS", "Band", "Lane", "Piece", "StepSpan", "Timeline", "lanes_of", "pieces"]
@@ -59,7 +60,7 @@ class StepSpan:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A push, a fetch or an evaluation."""
+    """A push, a fetch, an evaluation, or a time in which a worker was held back."""
 
     begin_s: float
     end_s: float
@@ -74,6 +75,7 @@ class Lane:
     pushes: tuple[Band, ...]
     fetches: tuple[Band, ...]
     evaluations: tuple[Band, ...] = ()
+    held: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,11 @@ def lanes_of(
     """
     steps: defaultdict[int, list[EventDict]] = defaultdict(list)
     bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
+    turns: list[EventDict] = []
     for event in events:
-        if event["event"] == "step":
+        if event["event"] == "drive":
+            turns.append(event)
+        elif event["event"] == "step":
             steps[event["rank"]].append(event)
         elif event["event"] == "transfer":
             span = Band(event["time_s"] - event["seconds"], event["time_s"])
@@ -119,6 +124,9 @@ def lanes_of(
     every = [step for rank in shown for step in steps[rank]]
     merged = max(1, math.ceil(len(every) / max_steps))
     names = {rank: steps[rank][0]["node"] for rank in shown}
+    looked = [band.end_s for name in names.values() for band in bands[name, "evaluation"]]
+    end_s = max([*(step["time_s"] for step in every), *looked], default=0.0)
+    held = held_of(turns, end_s)
     lanes = [
         Lane(
             name,
@@ -126,11 +134,10 @@ def lanes_of(
             tuple(_fewer(bands[name, "push"], merged)),
             tuple(_fewer(bands[name, "fetch"], merged)),
             tuple(bands[name, "evaluation"]),
+            tuple(Band(*span) for span in held.get(name, ())),
         )
         for rank, name in names.items()
     ]
-    looked = [band.end_s for lane in lanes for band in lane.evaluations]
-    end_s = max([*(step["time_s"] for step in every), *looked], default=0.0)
     return Timeline(begin_s(every), end_s, tuple(lanes), merged, len(steps) - len(shown))
 
 
