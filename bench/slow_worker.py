@@ -148,7 +148,7 @@ def main() -> None:
             row = found[-1]
             alike, slow = (sum(row[key].values()) for key in ("alike_per_s", "one_slow_per_s"))
             print(
-                f"{repeat + 1}/{given.repeats} {kind}: {alike:,.0f} samples/s, with a slow worker {slow:,.0f}; "
+                f"{repeat + 1}/{given.repeats} {kind}: {alike:,.0f} samples/s, with a slow one {slow:,.0f}; "
                 f"lost {row['lost']:.1%}",
                 flush=True,
             )
@@ -156,9 +156,10 @@ def main() -> None:
     medians = {kind: statistics.median(row["lost"] for row in found) for kind, found in rows.items()}
     holds = medians["downpour"] <= own + ALLOWED
     print(
-        f"one of {WORKERS} workers has a fifth of its {CORES:g} cores. Downpour loses {medians['downpour']:.1%}, "
-        f"of which {own:.0%} are the slow worker's own: at most {own + ALLOWED:.0%} are allowed, which "
-        f"{'holds' if holds else 'DOES NOT HOLD'}. Synchronous loses {medians['synchronous']:.1%}"
+        f"one of {WORKERS} workers has a fifth of its {CORES:g} cores. Downpour loses "
+        f"{medians['downpour']:.1%}, of which {own:.0%} are the slow worker's own; at most "
+        f"{own + ALLOWED:.0%} are allowed, which {'holds' if holds else 'DOES NOT HOLD'}. Synchronous loses "
+        f"{medians['synchronous']:.1%}"
     )
     figures = {
         "median_lost": medians,
