@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradstream.model.base import Layout
 from gradstream.model.rows import merged
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.rows import RowMap, RowPart, Table, pack, unpack
+from gradstream.server.rows import RowMap, RowPart, Table, clipped, joined, pack, row_spec_of, unpack
 
 
 @st.composite
@@ -47,10 +48,11 @@ def test_rows_of_tables_arrive_where_they_belong(rows: RowMap, seed: int) -> Non
         dense[table.start : table.stop].view(table.num_rows, -1).index_add_(0, some, values)
         touched.append(merged(some, values, table.num_rows))
     for chunk in range(rows.chunks.num_chunks):
-        if not rows.has_tables(chunk):
+        if all(run.table < 0 for run in rows.runs(chunk)):
             continue
         start, stop = rows.chunks.bounds(chunk)
-        got, part = torch.zeros(stop - start), rows.of_tables(chunk, touched)
+        parts = [clipped(run, *touched[run.table]) for run in rows.runs(chunk) if run.table >= 0]
+        got, part = torch.zeros(stop - start), joined(parts)
         if len(part.numbers):
             again = unpack(rows, chunk, len(part.numbers), pack(part))
             got[rows.elements(chunk, again.numbers)] = again.values
@@ -73,7 +75,8 @@ def test_the_map_on_paper() -> None:
         23,
         10,
     ]  # behind the table the rest goes on at its element 10
-    assert RowMap.of(rows.chunks, rows.spec()).runs(2) == rows.runs(2)
+    layout = Layout.of([("bias", (10,)), ("table", (30, 5)), ("more", (40,))], torch.float32, {"table"})
+    assert RowMap.of(rows.chunks, row_spec_of(layout, 16)).runs(2) == rows.runs(2)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,11 @@ class StepEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeEvent(Event):
-    """Bytes and staleness of a node since its exchange event before (worker)."""
+    """Bytes and staleness of a node since its exchange event before (worker).
+
+    `pushed_bytes` and `fetched_bytes` were sent, row numbers included; the `whole_` ones are what they would
+    have been with all of every chunk, which they are where more than what has changed is exchanged.
+    """
 
     name: ClassVar[str] = "exchange"
     rank: int
@@ -188,6 +192,8 @@ class ExchangeEvent(Event):
     pushes: int
     fetches: int
     retries: int
+    whole_pushed_bytes: int = 0
+    whole_fetched_bytes: int = 0
     staleness: Mapping[str, int] = field(default_factory=dict)  # histogram: staleness -> chunks
 
 

@@ -111,6 +111,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         loss: mean over the samples of the last data epoch seen.
         compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
         pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
+        whole_pushed_bytes, whole_fetched_bytes: what these would be with all of every chunk; 0 in a run
+            without servers.
         staleness_mean, staleness_max, staleness: over chunks; the last is the histogram.
         carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
         group: how workers without servers sum: kind, algorithm, and by size where it was measured; or None.
@@ -125,7 +127,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
     return {
         **{key: started.get(key) for key in _STARTED},
         **_progress(surviving(events)),
-        **_totals(events, "exchange", ("pushed_bytes", "fetched_bytes", "pushes", "fetches", "retries")),
+        **_totals(events, "exchange", _EXCHANGED),
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
         "group": _group(events),
@@ -149,6 +151,15 @@ def _group(events: Sequence[EventDict]) -> str | None:
     return f"{formed['kind']}: {chosen}; {measured}"
 
 
+_EXCHANGED = (
+    "pushed_bytes",
+    "fetched_bytes",
+    "pushes",
+    "fetches",
+    "retries",
+    "whole_pushed_bytes",
+    "whole_fetched_bytes",
+)
 _STARTED = ("job", "strategy", "optimizer", "workers", "servers", "num_parameters", "num_samples")
 
 
@@ -162,7 +173,7 @@ def _first(events: Iterable[EventDict], name: str) -> EventDict:
 
 def _totals(events: Sequence[EventDict], name: str, keys: Sequence[str]) -> dict[str, int]:
     chosen = _of(events, name)
-    return {key: sum(event[key] for event in chosen) for key in keys}
+    return {key: sum(event.get(key, 0) for event in chosen) for key in keys}
 
 
 def _progress(events: Sequence[EventDict]) -> dict[str, Any]:

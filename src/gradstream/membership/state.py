@@ -110,6 +110,7 @@ class Membership:
         self.fixed: Sequence[v1.TensorSpec] = ()
         if resume is not None:
             self._model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
+        self._rows_open = resume is not None  # what is exchanged of a model is the run's affair
         self._resume = resume
         self.balance = balance
         self.turns = turns
@@ -177,6 +178,9 @@ class Membership:
         node = request.node
         if node.role == "worker" and self._model is None:
             self._model, self._registrar = request.model, node.name
+        elif node.role == "worker" and self._model is not None and self._rows_open:
+            self._model.CopyFrom(request.model)
+            self._rows_open = False
         if node.role == "worker" and not self.tensors:
             self.tensors, self.buffers, self.fixed = request.tensors, request.buffers, request.fixed
         self._nodes[node.name] = node
@@ -431,6 +435,10 @@ class Membership:
         spec, model = request.model, self._model
         if not spec.elems or not spec.fingerprint:
             return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined without a model")
+        if model is not None and self._rows_open:
+            spec = v1.ModelSpec()
+            spec.CopyFrom(request.model)
+            spec.ClearField("rows")
         if model is None or spec == model:
             return None
         return Refuse(

@@ -96,6 +96,10 @@ class RowGradient:
         rows = merged(numbers, flat, table.shape[0])
         self._rows[table.name].append(rows if weight == 1.0 else (rows[0], rows[1] * weight))
 
+    def replace(self, table: Slot, numbers: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts these rows in the place of all that a table has: numbers growing, each once."""
+        self._rows[table.name] = [(numbers, values)]
+
     def add_all(self, other: RowGradient, weight: float = 1.0) -> None:
         """Adds weight · another gradient of the same tables."""
         for table in self.tables:
@@ -105,13 +109,13 @@ class RowGradient:
         """Multiplies all values."""
         for table in self.tables:
             numbers, values = self[table]
-            self._rows[table.name] = [(numbers, values * factor)]
+            self.replace(table, numbers, values * factor)
 
     def clamp(self, bound: float) -> None:
         """Cuts each value off at -bound and bound."""
         for table in self.tables:
             numbers, values = self[table]
-            self._rows[table.name] = [(numbers, values.clamp(-bound, bound))]
+            self.replace(table, numbers, values.clamp(-bound, bound))
 
     def values(self) -> Iterator[torch.Tensor]:
         """The values of each table, (n, row_elems)."""

@@ -60,6 +60,11 @@ class Adagrad:
         """What the sum of squares begins with."""
         return self.initial_accumulator
 
+    @property
+    def skips_zeros(self) -> bool:
+        """Without weight decay."""
+        return not self.weight_decay
+
     def apply(
         self,
         parameters: torch.Tensor,

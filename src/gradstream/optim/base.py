@@ -14,7 +14,7 @@ import torch
 
 from gradstream.optim.schedules import Rate
 
-__all__ = ["Optimizer"]
+__all__ = ["Optimizer", "skips_zeros"]
 
 
 class Optimizer(Protocol):
@@ -54,3 +54,12 @@ class Optimizer(Protocol):
             step: which update of these elements this is, from 1.
         """
         ...
+
+
+def skips_zeros(rule: object) -> bool:
+    """Whether a gradient of 0 leaves parameter and state as they are, so that it need not be applied.
+
+    Rules of the house say so in a property of this name; of one that does not, nothing is assumed. With
+    momentum, running means or weight decay every element moves at every update.
+    """
+    return bool(getattr(rule, "skips_zeros", False))

@@ -24,7 +24,7 @@ import torch
 
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.optim._check import not_negative
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import Optimizer, skips_zeros
 
 __all__ = ["Group", "GroupedRule", "groups_of"]
 
@@ -151,6 +151,11 @@ class GroupedRule:
                     scale = scale if group.lr_scale is None else group.lr_scale
             self._append(_Range(start, stop, _rule_with(optimizer, settings, name), scale))
 
+    @property
+    def skips_zeros(self) -> bool:
+        """Where the rule of each range does."""
+        return all(skips_zeros(one.rule) for one in self._ranges)
+
     def _append(self, new: _Range) -> None:
         last = self._ranges[-1] if self._ranges else None
         if last is not None and (last.rule, last.lr_scale) == (new.rule, new.lr_scale):
@@ -192,6 +197,28 @@ class GroupedRule:
             shared = [one for one in ranges if one.start < cut.stop and one.stop > start]
             vectors = {"": parameters[cut], **{name: vector[cut] for name, vector in state.items()}}
             _apply_shared(shared, start, vectors, gradient[cut], lr, step)
+
+    def apply_some(
+        self,
+        places: torch.Tensor,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update in place of some elements; see `Optimizer.apply`.
+
+        Args:
+            places: (n,) int64, growing: where in the flat vector each of them belongs.
+        """
+        for one in self._ranges:
+            low, high = torch.searchsorted(places, torch.tensor([one.start, one.stop])).tolist()
+            if low < high:
+                parts = {name: vector[low:high] for name, vector in state.items()}
+                rate = lr * one.lr_scale
+                one.rule.apply(parameters[low:high], gradient[low:high], parts, lr=rate, step=step)
 
 
 def _apply_shared(

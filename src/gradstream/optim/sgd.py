@@ -65,6 +65,11 @@ class SGD:
         """The velocity begins at rest."""
         return 0.0
 
+    @property
+    def skips_zeros(self) -> bool:
+        """Without momentum and weight decay."""
+        return not self.momentum and not self.weight_decay
+
     def apply(
         self,
         parameters: torch.Tensor,

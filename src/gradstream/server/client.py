@@ -14,27 +14,40 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Progress, Runtime, awaited_later
+from gradstream.server.arrival import Arrival, Patch
 from gradstream.server.chunks import ChunkMap
+from gradstream.server.rows import RowMap
 from gradstream.server.waits import Claims, Kind
 from gradstream.transport.base import Endpoint, Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.frames import ABSENT
 
-__all__ = ["Arrival", "LinkTraffic", "ServerClient", "Traffic", "Transfer", "Update", "names_of"]
+__all__ = ["Arrival", "LinkTraffic", "Piece", "ServerClient", "Traffic", "Transfer", "Update", "names_of"]
 
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is pushed of a chunk, where not all of every chunk is.
+
+    Args:
+        num_rows: of so many rows; 0 for the whole chunk.
+        payload: as `rows.pack` makes it, or all of the chunk's elements.
+    """
+
+    num_rows: int
+    payload: Span
 
 
 @dataclass(slots=True)
@@ -57,6 +70,8 @@ class Update:
         sequence: number of the push, once it has begun.
         refs: minibatches whose gradients are in it.
         clock: of this worker once it is in; 0 where it keeps none. `push_soon` fills it in.
+        pieces: makes, by chunk, what is pushed of it, and nothing of the chunks left out; None pushes all of
+            `vector`.
     """
 
     vector: Vector | None
@@ -73,55 +88,20 @@ class Update:
     sequence: int = 0
     refs: Sequence[BatchRef] = ()
     clock: int = 0
-
-
-class Arrival:
-    """A fetch under way into `vector`. Its memory is lent for writing until it is done."""
-
-    def __init__(self, vector: Vector, num_chunks: int) -> None:
-        self.vector = vector
-        self.versions = [-1] * num_chunks
-        self.clocks = [0] * num_chunks
-        self.num_landed = Progress()
-        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
-        self.task: asyncio.Task[None] | None = None
-
-    async def done(self) -> None:
-        """Returns once everything has landed; raises what the fetch failed with."""
-        assert self.task is not None
-        await asyncio.shield(self.task)
-
-    @property
-    def clock(self) -> int:
-        """It includes so many updates of every worker that takes part."""
-        return min(self.clocks, default=0)
-
-    def land(self, chunk: int, version: int, clock: int = 0) -> None:
-        """A chunk's elements are in the vector."""
-        self.versions[chunk], self.clocks[chunk] = version, clock
-        self.num_landed.advance(self.num_landed.value + 1)
-        self.release(chunk)
-
-    def release(self, chunk: int) -> None:
-        """Who waits for this chunk may go on."""
-        for future in self._waiters.pop(chunk, ()):
-            if not future.done():
-                future.set_result(None)
-
-    async def landed(self, chunk: int) -> None:
-        """Returns once the chunk has landed, or never will."""
-        if self.versions[chunk] < 0 and self.task is not None and not self.task.done():
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(chunk, []).append(future)
-            await future
+    pieces: Callable[[], Awaitable[Mapping[int, Piece]]] | None = None
 
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """What has passed between a client and one shard so far. `staleness` counts chunks."""
+    """What has passed between a client and one shard so far. `staleness` counts chunks.
+
+    `whole_pushed_bytes` and `whole_fetched_bytes` are what it would have been with all of every chunk.
+    """
 
     pushed_bytes: int = 0
     fetched_bytes: int = 0
+    whole_pushed_bytes: int = 0
+    whole_fetched_bytes: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
 
 
@@ -143,6 +123,16 @@ class Traffic:
     def fetched_bytes(self) -> int:
         """From all shards."""
         return sum(link.fetched_bytes for link in self.links.values())
+
+    @property
+    def whole_pushed_bytes(self) -> int:
+        """To all shards, had all of every chunk been sent."""
+        return sum(link.whole_pushed_bytes for link in self.links.values())
+
+    @property
+    def whole_fetched_bytes(self) -> int:
+        """From all shards, likewise."""
+        return sum(link.whole_fetched_bytes for link in self.links.values())
 
     @property
     def staleness(self) -> Counter[int]:
@@ -171,6 +161,11 @@ class ServerClient:
         silence_s: how long a shard may be silent. One that waits for others is not silent.
         retry_s: how long an exchange is retried without any progress.
         on_transfer: told of each push and fetch that is done.
+        rows: of every chunk, where only what has changed is exchanged; None exchanges whole chunks.
+
+    Attributes:
+        known: by chunk, the version that the replica's parameters are of; -1 for none. With `rows`, a fetch
+            is a `Patch` of these.
     """
 
     def __init__(
@@ -184,8 +179,11 @@ class ServerClient:
         silence_s: float,
         retry_s: float,
         on_transfer: Callable[[Transfer], None] | None = None,
+        rows: RowMap | None = None,
     ) -> None:
         self.chunks = chunks
+        self.rows = rows
+        self.known: Sequence[int] = [-1] * chunks.num_chunks
         self.spare: Vector | None = spare
         self.claims = Claims()
         self.clock = 0
@@ -266,7 +264,7 @@ class ServerClient:
         """
         if self.spare is None:
             raise InternalError("a second fetch before the first was adopted: there is one spare vector")
-        arrival, self.spare = Arrival(self.spare, self.chunks.num_chunks), None
+        arrival, self.spare = self._arrival(self.spare), None
         self._num_fetches += 1
         terms = v1.Fetch(
             min_version=min_version,
@@ -280,6 +278,11 @@ class ServerClient:
         arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms, free), name=name))
         self._last_fetch = arrival
         return arrival
+
+    def _arrival(self, vector: Vector) -> Arrival:
+        if self.rows is None:
+            return Arrival(vector, self.chunks.num_chunks)
+        return Patch(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector) -> None:
         """Fetches all parameters as they are now, beside the verbs above and in no order with them.
@@ -348,20 +351,27 @@ class ServerClient:
 
     async def _push(self, update: Update, sequence: int, before: Arrival | None) -> None:
         vector, begun_ns = update.vector, self._runtime.now()
+        pieces = None if update.pieces is None else await update.pieces()
         # What is still being computed is lent chunk by chunk, as it is sent.
         whole = update.ready is None and vector is not None
         to = f"{self._runtime.node}: push {sequence}"
         with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
             await self._runtime.gather(
-                *(self._push_to(rank, name, update, sequence, before) for rank, name in self._shards)
+                *(self._push_to(rank, name, update, pieces, sequence, before) for rank, name in self._shards)
             )
         self.traffic.pushes += 1
-        self._report("push", begun_ns, vector)
+        self._report("push", begun_ns, _size_bytes(vector, pieces))
         if update.on_done is not None:
             update.on_done()
 
     async def _push_to(
-        self, rank: int, name: str, update: Update, sequence: int, before: Arrival | None
+        self,
+        rank: int,
+        name: str,
+        update: Update,
+        pieces: Mapping[int, Piece] | None,
+        sequence: int,
+        before: Arrival | None,
     ) -> None:
         left = dict.fromkeys(self.chunks.chunks_of(rank))
         lent: list[Lent] = []
@@ -380,13 +390,14 @@ class ServerClient:
                 num_gradients=update.num_gradients,
                 clock=update.clock,
                 loss=update.loss,
+                rows=pieces is not None,
             )
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "push", request)
             sent = Progress()
             try:
                 await self._runtime.gather(
-                    self._send_chunks(stream, update, sequence, list(left), before, sent, lent),
+                    self._send_chunks(stream, update, pieces, sequence, list(left), before, sent, lent),
                     self._take_results(stream, update, left, sent, progressed, opened_ns),
                 )
             finally:
@@ -404,6 +415,7 @@ class ServerClient:
         self,
         stream: Stream,
         update: Update,
+        pieces: Mapping[int, Piece] | None,
         sequence: int,
         chunks: Sequence[int],
         before: Arrival | None,
@@ -423,15 +435,22 @@ class ServerClient:
             if update.vector is None:
                 header.flags = ABSENT
             else:
-                span = update.vector[start:stop]
+                itemsize_bytes = update.vector.tensor.element_size()
+                link.whole_pushed_bytes += (stop - start) * itemsize_bytes
+                if pieces is not None and chunk not in pieces:
+                    continue  # not sent, and so absent
+                span = update.vector[start:stop] if pieces is None else pieces[chunk].payload
+                header.rows = 0 if pieces is None else pieces[chunk].num_rows
+                header.elems = len(span)
                 header.dtype = to_wire(update.vector.tensor.dtype)
-                link.pushed_bytes += (stop - start) * update.vector.tensor.element_size()
+                link.pushed_bytes += len(span) * itemsize_bytes
             if span is None:
                 await stream.send(v1.Frame(chunk=header), None, self._silence_s)  # its Open may be lost
             else:
                 lent.append(await stream.lend(v1.Frame(chunk=header), span, self._silence_s))
             sent.advance(count)
         await stream.end()
+        sent.advance(len(chunks))
 
     async def _take_results(
         self,
@@ -448,7 +467,11 @@ class ServerClient:
             received = await stream.recv(self._silence_s)
             if received is None:
                 raise PeerLostError(stream.peer, f"ended a push with {len(left)} chunks unanswered")
-            for result in v1.PushResults.FromString(received.frame.body.data).results:
+            results = v1.PushResults.FromString(received.frame.body.data)
+            for chunk in results.absent:
+                taken += 1
+                left.pop(chunk, None)
+            for result in results.results:
                 taken += 1
                 left.pop(result.chunk, None)
                 if result.outcome == v1.PushResult.APPLIED:
@@ -467,12 +490,12 @@ class ServerClient:
         try:
             if free is not None:
                 await free
-            with arrival.vector.all.borrowed(write=True, to=f"{self._runtime.node}: fetch"):
+            with arrival.borrowed(f"{self._runtime.node}: fetch"):
                 await self._runtime.gather(
                     *(self._fetch_from(rank, name, arrival, terms) for rank, name in self._shards)
                 )
             self.traffic.fetches += 1
-            self._report("fetch", begun_ns, arrival.vector)
+            self._report("fetch", begun_ns, arrival.size_bytes)
         finally:
             for chunk in range(self.chunks.num_chunks):
                 arrival.release(chunk)
@@ -486,43 +509,51 @@ class ServerClient:
             request = v1.Fetch()
             request.CopyFrom(terms)
             request.chunks.extend(left)
+            request.known.extend(1 + known for chunk in left if (known := arrival.known(chunk)) is not None)
             request.attempt = next(tries)
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "fetch", request)
-            stream.land(lambda chunk: self._place(arrival, chunk.index) if chunk.index in left else None)
+            stream.land(
+                lambda header: (
+                    arrival.place(header, *self.chunks.bounds(header.index)) if header.index in left else None
+                )
+            )
             try:
                 while left:
                     received = await stream.recv(self._silence_s)
                     if received is None:
                         raise PeerLostError(name, f"ended a fetch with {len(left)} chunks missing")
-                    header, elements = received.frame.chunk, received.payload
-                    if header.index not in left:
-                        raise RefusedError(name, "BAD_REQUEST", f"sent chunk {header.index}, not asked for")
-                    if elements is None or not received.landed:
-                        self._copy(name, elements, header.index, self._place(arrival, header.index))
-                    del left[header.index]
-                    link.fetched_bytes += header.elems * arrival.vector.tensor.element_size()
-                    self._claim(header, opened_ns)
+                    if received.frame.HasField("body") and isinstance(arrival, Patch):
+                        unchanged = v1.Unchanged.FromString(received.frame.body.data)
+                        for chunk, version in zip(unchanged.chunks, unchanged.versions, strict=False):
+                            self._expected(name, chunk, left)
+                            arrival.unchanged(name, chunk, version)
+                            link.whole_fetched_bytes += self._chunk_bytes(chunk, arrival)
+                    else:
+                        header, before_bytes = received.frame.chunk, arrival.size_bytes
+                        self._expected(name, header.index, left)
+                        bounds = self.chunks.bounds(header.index)
+                        arrival.take(name, header, *bounds, received.payload, received.landed)
+                        link.fetched_bytes += arrival.size_bytes - before_bytes
+                        link.whole_fetched_bytes += self._chunk_bytes(header.index, arrival)
+                        self._claim(header, opened_ns)
                     self.claims.note(Kind.SHARD, name, opened_ns, self._runtime.now())
-                    arrival.land(header.index, header.version, header.clock)
                     progressed()
             finally:
                 stream.cancel("done")
 
         await self._retrying(name, attempt)
 
-    def _place(self, arrival: Arrival, chunk: int) -> torch.Tensor:
-        """Where a chunk of a fetch belongs."""
-        start, stop = self.chunks.bounds(chunk)
-        return arrival.vector.tensor[start:stop]
+    def _expected(self, name: str, chunk: int, left: dict[int, None]) -> None:
+        """An answer of this chunk has come: it was asked for, and is not any more."""
+        if chunk not in left:
+            raise RefusedError(name, "BAD_REQUEST", f"sent chunk {chunk}, not asked for")
+        del left[chunk]
 
-    def _copy(self, name: str, elements: torch.Tensor | None, chunk: int, target: torch.Tensor) -> None:
-        """Puts a chunk into its place, where the carrier has not."""
-        if elements is None or (len(elements), elements.dtype) != (len(target), target.dtype):
-            got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
-            message = f"sent {got} as chunk {chunk}, expected {len(target)} of {target.dtype}"
-            raise RefusedError(name, "BAD_REQUEST", message)
-        target.copy_(elements)
+    def _chunk_bytes(self, chunk: int, arrival: Arrival) -> int:
+        """All of a chunk."""
+        start, stop = self.chunks.bounds(chunk)
+        return (stop - start) * arrival.vector.tensor.element_size()
 
     # ---- accounts -----------------------------------------------------------------------
 
@@ -532,9 +563,8 @@ class ServerClient:
             end_ns = opened_ns + 1000 * answer.waited.until_us
             self.claims.note(Kind.WORKER, answer.waited.on, opened_ns, end_ns)
 
-    def _report(self, kind: Literal["push", "fetch"], begun_ns: int, vector: Vector | None) -> None:
+    def _report(self, kind: Literal["push", "fetch"], begun_ns: int, size_bytes: int) -> None:
         if self._on_transfer is not None:
-            size_bytes = 0 if vector is None else vector.tensor.nbytes
             self._on_transfer(Transfer(kind, (self._runtime.now() - begun_ns) / 1e9, size_bytes))
 
     # ---- retries ------------------------------------------------------------------------
@@ -561,6 +591,15 @@ class ServerClient:
                 raise failure
             await self._runtime.sleep(pause_s * (0.5 + self._jitter.random()))
             pause_s = min(1.0, 2 * pause_s)
+
+
+def _size_bytes(vector: Vector | None, pieces: Mapping[int, Piece] | None) -> int:
+    """Bytes of a push."""
+    if vector is None:
+        return 0
+    if pieces is None:
+        return vector.tensor.nbytes
+    return sum(len(piece.payload) for piece in pieces.values()) * vector.tensor.element_size()
 
 
 def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:

@@ -21,11 +21,23 @@ from itertools import pairwise
 
 import torch
 
-from gradstream.model.rows import TableRows
+from gradstream.errors import ConfigError
+from gradstream.model.base import Layout
 from gradstream.server.chunks import ChunkMap
 from gradstream.wire import v1
 
-__all__ = ["RowMap", "RowPart", "Run", "Table", "pack", "packed_elems", "unpack"]
+__all__ = [
+    "RowMap",
+    "RowPart",
+    "Run",
+    "Table",
+    "clipped",
+    "joined",
+    "pack",
+    "packed_elems",
+    "row_spec_of",
+    "unpack",
+]
 
 NUMBER = torch.int32
 """A chunk has at most 2²⁰ elements, so as many rows."""
@@ -101,17 +113,15 @@ class RowMap:
 
     @classmethod
     def of(cls, chunks: ChunkMap, spec: v1.RowSpec) -> RowMap:
-        """As the registered model says. It was checked by `check_spec`."""
+        """As the registered model says. Raises ConfigError where tables do not fit the vector."""
         tables = [Table(table.start, table.rows, table.row_elems) for table in spec.tables]
+        edges = [edge for table in tables for edge in (table.start, table.stop)]
+        if edges != sorted(edges) or any(edge > chunks.elems for edge in edges) or not spec.block_elems:
+            raise ConfigError(
+                f"the registered model has tables at {edges} of {chunks.elems} elements, and blocks of "
+                f"{spec.block_elems}; expected growing places, and at least 1"
+            )
         return cls(chunks, tables, spec.block_elems)
-
-    def spec(self) -> v1.RowSpec:
-        """As the registered model says it."""
-        tables = [
-            v1.RowSpec.Table(start=table.start, rows=table.num_rows, row_elems=table.row_elems)
-            for table in self.tables
-        ]
-        return v1.RowSpec(tables=tables, block_elems=self.block_elems)
 
     def runs(self, chunk: int) -> tuple[Run, ...]:
         """What a chunk consists of, in order."""
@@ -121,10 +131,6 @@ class RowMap:
         """Rows of a chunk."""
         last = self._runs[chunk][-1]
         return last.first + last.num_rows
-
-    def has_tables(self, chunk: int) -> bool:
-        """Whether any of a chunk belongs to a table."""
-        return any(run.table >= 0 for run in self._runs[chunk])
 
     def elements(self, chunk: int, numbers: torch.Tensor) -> torch.Tensor:
         """Which elements of a chunk these rows are, one row after the other: (sum of their lengths,) int64.
@@ -146,18 +152,6 @@ class RowMap:
     def num_elems(self, chunk: int, numbers: torch.Tensor) -> int:
         """How many elements these rows have."""
         return int(self._bounds(chunk, numbers)[1].sum())
-
-    def of_tables(self, chunk: int, rows: Sequence[TableRows]) -> RowPart:
-        """What lies in a chunk of some rows of all tables. Nothing is copied where it is of one table.
-
-        Args:
-            rows: by table.
-        """
-        parts = [_clipped(run, *rows[run.table]) for run in self._runs[chunk] if run.table >= 0]
-        if len(parts) == 1:
-            return parts[0]
-        numbers = torch.cat([part.numbers for part in parts])
-        return RowPart(numbers, torch.cat([part.values for part in parts]))
 
     def _bounds(self, chunk: int, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(n,) where each row starts in the chunk, and (n,) its length."""
@@ -196,8 +190,12 @@ def _column(run: Run) -> list[int]:
     return [run.first, run.start, run.stop, run.origin, run.row_elems]
 
 
-def _clipped(run: Run, numbers: torch.Tensor, values: torch.Tensor) -> RowPart:
-    """Those rows of a table that lie in a run, without what lies in another chunk."""
+def clipped(run: Run, numbers: torch.Tensor, values: torch.Tensor) -> RowPart:
+    """Those rows of a run's table that lie in it, without what lies in another chunk. Copies nothing.
+
+    Args:
+        numbers, values: (n,) and (n, row_elems) of the table, as `TableRows`.
+    """
     edges = torch.tensor([run.row, run.row + run.num_rows])
     low, high = torch.searchsorted(numbers, edges).tolist()
     own = numbers[low:high] - run.row
@@ -208,6 +206,22 @@ def _clipped(run: Run, numbers: torch.Tensor, values: torch.Tensor) -> RowPart:
         tail = over if int(own[-1]) == run.num_rows - 1 else 0
         flat = flat[head : len(flat) - tail]
     return RowPart(own + run.first, flat)
+
+
+def joined(parts: Sequence[RowPart]) -> RowPart:
+    """Rows of a chunk one after the other, given in the order of their numbers."""
+    if len(parts) == 1:
+        return parts[0]
+    return RowPart(torch.cat([part.numbers for part in parts]), torch.cat([part.values for part in parts]))
+
+
+def row_spec_of(layout: Layout, block_elems: int) -> v1.RowSpec:
+    """What the registered model says of a layout's rows."""
+    tables = [
+        v1.RowSpec.Table(start=slot.start, rows=slot.shape[0], row_elems=slot.row_elems)
+        for slot in layout.tables
+    ]
+    return v1.RowSpec(tables=tables, block_elems=block_elems)
 
 
 def _number_elems(num_rows: int, dtype: torch.dtype) -> int:

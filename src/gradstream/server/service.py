@@ -17,8 +17,8 @@ from functools import partial
 import torch
 
 from gradstream.errors import ConfigError, GradstreamError, RefusedError
-from gradstream.memory import Span
-from gradstream.optim.base import Optimizer
+from gradstream.memory import Span, Vector
+from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.agreement import Agreement
@@ -29,6 +29,8 @@ from gradstream.server.latecomers import Latecomers
 from gradstream.server.order import AsItComes, Fetched, Order, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.readers import Readers
+from gradstream.server.row_store import ChangedRows, Part, elements_of, row_sum, whole
+from gradstream.server.rows import RowMap, RowPart, pack, unpack
 from gradstream.server.rule import Contribution, FetchTerms, Rule
 from gradstream.server.shard import (
     Acknowledge,
@@ -51,6 +53,7 @@ FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
 
 BRIEF_ELEMS = 1 << 18
 """Up to here an update takes less time than handing it to another thread."""
+_WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD)
 RESULTS_PER_FRAME = 16
 """Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
 
@@ -103,6 +106,7 @@ class _Inbox:
     opened_ns: int
     results: list[v1.PushResult] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)
+    absent: set[int] = field(default_factory=set)  # of which nothing came, taken note of and not told yet
     ended: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -134,10 +138,11 @@ class ShardService:
         self._registered = asyncio.Event()
         self._inboxes: dict[int, _Inbox] = {}
         self._outboxes: dict[int, _Outbox] = {}
-        self._elements: dict[tuple[int, int], torch.Tensor] = {}  # of parked pushes, by (token, chunk)
+        self._elements: dict[tuple[int, int], Part] = {}  # of parked pushes, by (token, chunk)
         self._turns: dict[int, asyncio.Lock] = {}  # by chunk
         self._readers = Readers()
         self._tokens = itertools.count(1)
+        self.changed: ChangedRows | None = None  # where only what has changed is exchanged
         self.latecomers = Latecomers()
         self.agreement: Agreement | None = None  # once a model is registered, where there is a quorum
         self.on_verdict: Callable[[Verdict], None] = lambda verdict: None
@@ -164,6 +169,8 @@ class ShardService:
         if dtype is None:
             raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
         self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
+        if model.HasField("rows"):
+            self._exchange_rows(model.rows, optimizer, grouped)
         self.senders: SenderStates | None = None
         if config.correction is not None:
             memory, elems = self._runtime.memory, self.store.elems
@@ -188,6 +195,15 @@ class ShardService:
         self._endpoint.identity.fingerprint = model.fingerprint
         if opens:
             self.open()
+
+    def _exchange_rows(self, spec: v1.RowSpec, optimizer: Optimizer, grouped: GroupedRule | None) -> None:
+        if not skips_zeros(grouped or optimizer):
+            raise ConfigError(
+                f"{optimizer} moves every parameter at every update, so it cannot be applied to the rows "
+                "alone that have a gradient: use SGD without momentum or Adagrad, without weight decay; or "
+                "exchange all of them (no row-sparse tensors, no significance)"
+            )
+        self.changed = ChangedRows(RowMap.of(self.chunks, spec), self.store.dtype)
 
     def open(self) -> None:
         """Serves from here on."""
@@ -227,56 +243,72 @@ class ShardService:
 
     async def _take(self, token: int, inbox: _Inbox, request: v1.Push) -> None:
         """Reads chunks until the sender has said everything."""
-        opened = inbox.stream.opened
-        rank = _rank(opened.sender)
+        sender, came = inbox.stream.opened.sender, set()
         while (received := await inbox.stream.recv()) is not None:
             chunk = received.frame.chunk
-            elements = self._checked(opened.sender, received)
-            contribution = Contribution(
-                sender=opened.sender,
-                rank=rank,
-                incarnation=opened.incarnation,
-                sequence=request.sequence,
-                samples=request.samples,
-                num_gradients=request.num_gradients,
-                learning_rate=request.learning_rate,
-                round=request.round,
-                basis=chunk.version,
-                absent=elements is None,
-                clock=request.clock,
-                loss=request.loss,
-            )
-            if elements is not None:
-                self._elements[token, chunk.index] = elements
-            inbox.pending.add(chunk.index)
-            self.latecomers.came(token, chunk.index, self._runtime.now())
-            assign = request.command == v1.Push.ASSIGN
-            parked = Parked(contribution, token, assign)
-            self._order.push(chunk.index, contribution, assign, partial(self._park, chunk.index, parked))
-            if self.agreement is not None and not assign:
-                self.agreement.came(request.round, rank, chunk.index)
+            part = self._checked(sender, received)
+            came.add(chunk.index)
+            self._contribute(token, inbox, request, chunk.index, chunk.version, part)
+        if request.rows:
+            for index in self.state.chunks:
+                if index not in came:
+                    inbox.absent.add(index)
+                    self._contribute(token, inbox, request, index, self.state.version(index), None)
         inbox.ended = True
         inbox.wake.set()
+
+    def _contribute(
+        self, token: int, inbox: _Inbox, request: v1.Push, chunk: int, basis: int, part: Part | None
+    ) -> None:
+        """Hands one chunk of a push to the state machine; None of what is absent."""
+        opened = inbox.stream.opened
+        contribution = Contribution(
+            sender=opened.sender,
+            rank=_rank(opened.sender),
+            incarnation=opened.incarnation,
+            sequence=request.sequence,
+            samples=request.samples,
+            num_gradients=request.num_gradients,
+            learning_rate=request.learning_rate,
+            round=request.round,
+            basis=basis,
+            absent=part is None,
+            clock=request.clock,
+            loss=request.loss,
+        )
+        if part is not None:
+            self._elements[token, chunk] = part
+        inbox.pending.add(chunk)
+        self.latecomers.came(token, chunk, self._runtime.now())
+        assign = request.command == v1.Push.ASSIGN
+        parked = Parked(contribution, token, assign)
+        self._order.push(chunk, contribution, assign, partial(self._park, chunk, parked))
+        if self.agreement is not None and not assign:
+            self.agreement.came(request.round, contribution.rank, chunk)
 
     def _park(self, chunk: int, parked: Parked) -> None:
         self._carry_out(self.state.push(chunk, parked))
 
-    def _checked(self, sender: str, received: Received) -> torch.Tensor | None:
-        """The elements of a pushed chunk, which must fit the registered model."""
+    def _checked(self, sender: str, received: Received) -> Part | None:
+        """What was pushed of a chunk, which must fit the registered model."""
         chunk, elements = received.frame.chunk, received.payload
         if chunk.index not in self.state.chunks:
             raise self._bad(sender, f"chunk {chunk.index} does not live on this shard")
         if chunk.flags & ABSENT:
             return None
         start, stop = self.chunks.bounds(chunk.index)
-        if elements is None or len(elements) != stop - start or elements.dtype != self.store.dtype:
+        part: Part | None = elements
+        if chunk.rows and elements is not None and elements.dtype == self.store.dtype:
+            part = self._checked_rows(sender, chunk, elements)
+        elif elements is None or len(elements) != stop - start or elements.dtype != self.store.dtype:
             got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
             raise self._bad(
                 sender,
                 f"chunk {chunk.index}: got {got}, expected {stop - start} of {self.store.dtype} "
                 "(every node must run the same job file)",
             )
-        if not _finite(elements):
+        assert part is not None
+        if not _finite(elements_of(part)):
             self.counters["refused"] += 1
             raise RefusedError(
                 self._endpoint.identity.name,
@@ -284,7 +316,16 @@ class ShardService:
                 f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the learning "
                 "rate or clip the gradient",
             )
-        return elements
+        return part
+
+    def _checked_rows(self, sender: str, chunk: v1.Chunk, payload: torch.Tensor) -> RowPart:
+        """The rows in a payload. Who sends them names each once, and only rows that there are."""
+        if self.changed is None:
+            raise self._bad(sender, f"chunk {chunk.index}: got rows, expected whole chunks in this run")
+        try:
+            return unpack(self.changed.rows, chunk.index, chunk.rows, payload)
+        except ValueError as error:
+            raise self._bad(sender, f"chunk {chunk.index}: got {error}") from error
 
     def _bad(self, sender: str, message: str) -> RefusedError:
         self.counters["refused"] += 1
@@ -292,14 +333,17 @@ class ShardService:
 
     async def _answer(self, inbox: _Inbox) -> None:
         """Sends results, many to a frame, until every chunk has one."""
-        while inbox.results or inbox.pending or not inbox.ended:
+        absent: set[int] = set()
+        while inbox.results or absent != inbox.absent or inbox.pending or not inbox.ended:
             complete = inbox.ended and not inbox.pending
             more = len(inbox.results) < RESULTS_PER_FRAME and not complete
             if more and await self._woken(inbox.stream, inbox.wake, inbox.pending):
                 continue
             results, inbox.results = inbox.results, []
-            if results:
-                data = v1.PushResults(results=results).SerializeToString()
+            told = inbox.absent - inbox.pending - absent
+            absent |= told
+            if results or told:
+                data = v1.PushResults(results=results, absent=sorted(told)).SerializeToString()
                 await inbox.stream.send(v1.Frame(body=v1.Body(data=data)))
 
     async def _woken(self, stream: Stream, wake: asyncio.Event, chunks: set[int], min_clock: int = 0) -> bool:
@@ -318,6 +362,9 @@ class ShardService:
         await self._admitted(stream)
         request, opened = v1.Fetch.FromString(stream.opened.body), stream.opened
         chunks = list(request.chunks) or list(self.state.chunks)
+        known = dict(zip(chunks, (version - 1 for version in request.known), strict=False))
+        if known and self.changed is None:
+            raise self._bad(opened.sender, "asks for what has changed, where whole chunks are exchanged")
         if not all(chunk in self.state.chunks for chunk in chunks):
             raise self._bad(opened.sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
         vector = self.store.vector(request.vector)
@@ -334,32 +381,56 @@ class ShardService:
         fetched = Fetched(_rank(opened.sender), request.number, request.attempt, acts=request.flush)
         outbox = _Outbox(opened.sender, fetched, self._runtime.now(), waiting=set(chunks))
         self._outboxes[token] = outbox
+        unchanged = v1.Unchanged()
         try:
             for chunk in chunks:
                 self._order.ask(chunk, fetched, terms, partial(self._ask, chunk, token))
             while outbox.ready or outbox.waiting:
                 if not outbox.ready:
+                    await _tell(stream, unchanged)
                     await self._woken(stream, outbox.wake, outbox.waiting, terms.min_clock)
                     continue
                 chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._config.silence_s)
                 async with self.turn(chunk):  # one version, until the elements are lent or the carrier's
-                    span = self.store.span(vector, chunk)
+                    span, rows = self.store.span(vector, chunk), 0
                     version = self.state.version(chunk)
+                    clock = self._order.read(chunk, fetched, self.state.clocks.slowest(chunk))
+                    if self.senders is not None and not terms.beside:
+                        await self._note_read(self.senders, terms.sender, chunk, version)
+                    numbers = self._changed_since(chunk, known.get(chunk))
+                    if numbers is not None and not len(numbers):
+                        unchanged.chunks.append(chunk)
+                        unchanged.versions.append(version)
+                        continue
+                    if numbers is not None:
+                        span, rows = self._packed(chunk, numbers, span), len(numbers)
                     header = v1.Chunk(
                         index=chunk,
                         elems=len(span),
                         dtype=to_wire(self.store.dtype),
                         version=version,
                         waited=waited,
-                        clock=self._order.read(chunk, fetched, self.state.clocks.slowest(chunk)),
+                        clock=clock,
+                        rows=rows,
                     )
-                    if self.senders is not None and not terms.beside:
-                        await self._note_read(self.senders, terms.sender, chunk, version)
-                    self._readers.add(chunk, await stream.lend(v1.Frame(chunk=header), span))
+                    lent = await stream.lend(v1.Frame(chunk=header), span)
+                    if not rows:  # rows were copied
+                        self._readers.add(chunk, lent)
+            await _tell(stream, unchanged)
         finally:
             del self._outboxes[token]
             self.state.forget(token)
+
+    def _changed_since(self, chunk: int, known: int | None) -> torch.Tensor | None:
+        """The rows that are enough for who has a version; None where the whole chunk is to be sent."""
+        return None if known is None or self.changed is None else self.changed.since(chunk, known)
+
+    def _packed(self, chunk: int, numbers: torch.Tensor, span: Span) -> Span:
+        """The payload of some rows."""
+        assert self.changed is not None
+        values = span.tensor[self.changed.rows.elements(chunk, numbers)]
+        return Vector(f"rows of chunk {chunk}", pack(RowPart(numbers, values))).all
 
     def _ask(self, chunk: int, token: int, terms: FetchTerms) -> None:
         if token in self._outboxes:
@@ -419,6 +490,10 @@ class ShardService:
     async def _command(self, stream: Stream) -> None:
         await self._admitted(stream)
         request = v1.Command.FromString(stream.opened.body)
+        if self.changed is not None and not request.out and request.kind in _WRITING:
+            raise ConfigError(
+                "a command on the parameters, of which only the rows that pushes change are sent"
+            )
         result = await self._commands.carry_out(
             stream.opened.sender, stream.opened.incarnation, request, self.counters
         )
@@ -465,14 +540,19 @@ class ShardService:
                         inbox.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")
 
     def _updating(self, due: Apply) -> Updating:
-        return Updating(due, self._parts(due), self.parameters_of(due.chunk))
+        parts = [elements_of(part) for part in self._parts(due)]
+        return Updating(due, parts, self.parameters_of(due.chunk))
 
-    def _parts(self, due: Apply) -> list[torch.Tensor]:
+    def _parts(self, due: Apply) -> list[Part]:
         present = [held for held in due.update if not held.contribution.absent]
         return [self._elements[held.token, due.chunk] for held in present]  # type: ignore[index]
 
     def _begin(self, due: Apply) -> None:
-        self._runtime.spawn(self._apply(due), name=f"apply-{due.chunk}")
+        nothing = due.update and not due.summed and all(held.contribution.absent for held in due.update)
+        if nothing and self.changed is not None and not self.turn(due.chunk).locked():
+            self._carry_out(self._applied(due))  # no arithmetic, which is so for most chunks of a sparse push
+        else:
+            self._runtime.spawn(self._apply(due), name=f"apply-{due.chunk}")
 
     def _release(self, outbox: _Outbox, chunk: int) -> None:
         outbox.waiting.discard(chunk)
@@ -488,6 +568,10 @@ class ShardService:
             return  # the sender is gone, or retries on another stream
         inbox.pending.discard(done.chunk)
         applied, by = done.outcome == "applied", inbox.stream.opened.sender
+        if done.chunk in inbox.absent and done.outcome != "dropped":
+            inbox.wake.set()
+            return
+        inbox.absent.discard(done.chunk)
         inbox.results.append(
             v1.PushResult(
                 chunk=done.chunk,
@@ -514,21 +598,33 @@ class ShardService:
                 if not self.failure.done():
                     self.failure.set_exception(error)
                 return
-            updating = self._updating(due)
-            instructions = self.state.applied(due.chunk)
-            self._order.updated(updating)
+            instructions = self._applied(due)
         following = [one for one in instructions if isinstance(one, Apply)]
         self._carry_out(one for one in instructions if not isinstance(one, Apply))
         if following:
             await self._runtime.sleep(0)  # who was just let go reads before the next update
             self._carry_out(following)
 
+    def _applied(self, due: Apply) -> list[Instruction]:
+        """An update is in the parameters."""
+        updating = self._updating(due)
+        instructions = self.state.applied(due.chunk)
+        self._order.updated(updating)
+        return instructions
+
     async def _compute(self, due: Apply) -> None:
         chunk, store, summed = due.chunk, self.store, due.summed > 0
         present = [held for held in due.update if not held.contribution.absent]
-        pushed = self._parts(due)
-        if not pushed and not (summed and due.completes):
+        given = self._parts(due)
+        if not given and not (summed and due.completes):
             return
+        rows = [part for part in given if isinstance(part, RowPart)]
+        if rows and len(rows) == len(given) and not summed and due.completes and self.senders is None:
+            await self._compute_rows(due, rows)
+            return
+        pushed = [part if isinstance(part, torch.Tensor) else self._whole(chunk, part) for part in given]
+        if self.changed is not None and due.completes:
+            self.changed.note(chunk, None, due.step)
         start, stop = self.chunks.bounds(chunk)
         elems = (stop - start) * max(1, len(pushed))
         work = Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS)
@@ -554,6 +650,29 @@ class ShardService:
         if self.senders is not None:
             for held in present:
                 self.senders.used(held.contribution, chunk)
+
+    def _whole(self, chunk: int, part: Part) -> torch.Tensor:
+        assert self.changed is not None
+        return whole(self.changed.rows, chunk, part)
+
+    async def _compute_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
+        """An update of the rows alone that any of the contributions has."""
+        assert self.changed is not None
+        chunk, rows, weights = due.chunk, self.changed.rows, self._weights(due)
+        elems = sum(len(part.values) for part in parts)
+
+        def arithmetic(_: object) -> torch.Tensor:
+            total = row_sum(rows, chunk, parts, weights)
+            elements = rows.elements(chunk, total.numbers)
+            self.store.update_some(chunk, elements, total.values, lr=due.learning_rate, step=due.step)
+            return total.numbers
+
+        numbers = await self._runtime.compute(
+            arithmetic,
+            work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
+            writes=self.store.update_spans(chunk),
+        )
+        self.changed.note(chunk, numbers, due.step)
 
     def _weights(self, due: Apply) -> list[float]:
         """Of the contributions that are there."""
@@ -581,6 +700,13 @@ class ShardService:
             raise
         except Exception as error:
             raise GradstreamError(f"{self._endpoint.identity.name}: an update failed: {error}") from error
+
+
+async def _tell(stream: Stream, unchanged: v1.Unchanged) -> None:
+    """Sends what has been gathered, if anything."""
+    if unchanged.chunks:
+        await stream.send(v1.Frame(body=v1.Body(data=unchanged.SerializeToString())))
+        unchanged.Clear()
 
 
 def _rank(sender: str) -> int:

@@ -54,4 +54,6 @@ class ShardHolder:
         versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
         for chunk, state in self._service.state.chunks.items():
             state.version = versions[chunk]
+        if self._service.changed is not None:
+            self._service.changed.restored(dict(enumerate(versions)))
         load(storage, folder, self.pieces())

@@ -119,6 +119,26 @@ class Store:
             total.add_(part, alpha=weight)
         return total
 
+    def update_some(
+        self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int
+    ) -> None:
+        """One optimizer update of some elements of a chunk; the others are not looked at.
+
+        Args:
+            elements: (n,) int64, growing: which elements of the chunk.
+            gradient: (n,).
+        """
+        vectors = [span.tensor for span in self.update_spans(chunk)[:-1]]
+        parameters, *state = some = [vector[elements] for vector in vectors]
+        named = dict(zip(self.state, state, strict=True))
+        if self._grouped is None:
+            self._optimizer.apply(parameters, gradient, named, lr=lr, step=step)
+        else:
+            places = elements + self._chunks.bounds(chunk)[0]
+            self._grouped.apply_some(places, parameters, gradient, named, lr=lr, step=step)
+        for vector, changed in zip(vectors, some, strict=True):
+            vector[elements] = changed
+
     def update(
         self,
         chunk: int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
 from gradstream.errors import InternalError
@@ -30,6 +31,7 @@ __all__ = [
     "Minibatch",
     "Peers",
     "Pushes",
+    "RowExchange",
     "Server",
     "Shared",
     "Strategy",
@@ -353,6 +355,21 @@ class Drive(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """How only what has changed is exchanged: rows of gradients up, rows of parameters down.
+
+    Args:
+        threshold: θ of what is significant enough to be sent, 0 for everything; see `worker.row_sum`.
+        relative: to the parameters' own size, or to 1.
+        block_elems: what belongs to no row-sparse tensor has rows of so many elements.
+    """
+
+    threshold: float = 0.0
+    relative: bool = True
+    block_elems: int = 64
+
+
 class Strategy(ABC):
     """Base of all strategies, which are frozen dataclasses of their options.
 
@@ -425,6 +442,15 @@ class Strategy(ABC):
 
     def correction(self) -> Correction | None:
         """The server: what a shard does to a contribution before the rule weighs it. None for nothing."""
+        return None
+
+    def rows(self, tables: bool) -> RowExchange | None:
+        """Through servers: how only what has changed is exchanged; None exchanges all of every chunk.
+
+        Args:
+            tables: the model has row-sparse tensors.
+        """
+        del tables
         return None
 
     def as_factors(self, layer: OuterLayer, rows: int, workers: int, near: bool) -> bool:

@@ -40,10 +40,11 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
+from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.client import Arrival
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.amount import amount
-from gradstream.strategies.base import Drive, Strategy, Worker
+from gradstream.strategies.base import Drive, RowExchange, Strategy, Worker
 
 __all__ = ["ALONE", "TOGETHER", "Downpour"]
 
@@ -65,6 +66,10 @@ class Downpour(Strategy):
         waves: in how many waves the others join after it.
         wave_every: how long a wave trains before the next one joins, as `warm_start`; 0 is as long as that.
         finish_alone: one replica goes through the last samples of the run, as `warm_start`.
+        significance: θ: only rows of acc that would change their parameters by more than this share of them
+            are pushed, the others when they have grown; 0 pushes everything.
+        significance_of: "relative" to the parameters' size, or "absolute".
+        block_elems: what is in no row-sparse tensor is looked at in rows of so many elements.
     """
 
     push_every: int = 1
@@ -76,6 +81,9 @@ class Downpour(Strategy):
     waves: int = 1
     wave_every: int | str = 0
     finish_alone: int | str = 0
+    significance: float = 0.0
+    significance_of: Literal["relative", "absolute"] = "relative"
+    block_elems: int = 16
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
@@ -84,6 +92,7 @@ class Downpour(Strategy):
         "fetch_every": 1,
         "overlap": False,
         "local_momentum": 0.0,
+        "significance": 0.0,
     }
 
     def __post_init__(self) -> None:
@@ -102,6 +111,19 @@ class Downpour(Strategy):
             )
         if not 0.0 <= self.local_momentum < 1.0:
             raise ConfigError(f"Downpour(local_momentum={self.local_momentum}): expected 0 or more, below 1")
+        if not 0.0 <= self.significance < math.inf:
+            raise ConfigError(f"Downpour(significance={self.significance}): expected 0 or more")
+        if self.significance_of not in ("relative", "absolute"):
+            raise ConfigError(
+                f"Downpour(significance_of={self.significance_of!r}): expected 'relative' or 'absolute'"
+            )
+        if not 1 <= self.block_elems <= MAX_CHUNK_ELEMS:
+            raise ConfigError(f"Downpour(block_elems={self.block_elems}): expected 1 to {MAX_CHUNK_ELEMS}")
+        if self.significance and self.local_momentum:
+            raise ConfigError(
+                f"Downpour(significance={self.significance}, local_momentum={self.local_momentum}): momentum "
+                "moves every parameter at every step; use one of the two"
+            )
 
     def optimizer(self) -> Optimizer:
         """Adagrad, which the paper found to make asynchrony robust.
@@ -164,6 +186,12 @@ class Downpour(Strategy):
             await run.until(samples=run.total_samples - last)
             await run.engage(0, TOGETHER)
             await run.engage(1, ALONE)
+
+    def rows(self, tables: bool) -> RowExchange | None:
+        """Only what has changed is exchanged, where few rows have, or few are significant."""
+        if not tables and not self.significance:
+            return None
+        return RowExchange(self.significance, self.significance_of == "relative", self.block_elems)
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """Every push is an update of its own, as it comes."""

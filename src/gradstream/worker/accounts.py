@@ -33,6 +33,8 @@ class Accounts:
             pushes=traffic.pushes - before.pushes,
             fetches=traffic.fetches - before.fetches,
             retries=traffic.retries - before.retries,
+            whole_pushed_bytes=traffic.whole_pushed_bytes - before.whole_pushed_bytes,
+            whole_fetched_bytes=traffic.whole_fetched_bytes - before.whole_fetched_bytes,
             staleness=_histogram(traffic.staleness, before.staleness),
         )
         links = [self._link(name, link, before.links) for name, link in traffic.links.items()]

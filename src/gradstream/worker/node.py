@@ -33,7 +33,8 @@ from gradstream.recording import Log
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client import names_of
-from gradstream.strategies.base import Strategy, Worker
+from gradstream.server.rows import row_spec_of
+from gradstream.strategies.base import RowExchange, Strategy, Worker
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
@@ -47,6 +48,7 @@ from gradstream.worker.loop import Loop, LoopGroupReplica, LoopServerReplica, no
 from gradstream.worker.notes import Notes
 from gradstream.worker.outer import OuterProducts
 from gradstream.worker.pace import Pace
+from gradstream.worker.row_replica import RowReplica
 from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.server_exchange import ServerExchange
 from gradstream.worker.server_replica import ServerReplica
@@ -191,7 +193,27 @@ class WorkerNode:
             dtype=to_wire(layout.dtype),
             chunk_elems=self._config.chunk_elems,
             optimizer=self._config.optimizer,
+            rows=self._rows(),
         )
+
+    @property
+    def _row_exchange(self) -> RowExchange | None:
+        """What is significant, where only what has changed is exchanged; a loop of the user's gives all."""
+        config = self._config
+        if config.loop is not None or config.strategy.through != "servers":
+            return None
+        return config.strategy.rows(bool(config.model.layout.tables))
+
+    def _rows(self) -> v1.RowSpec | None:
+        exchange = self._row_exchange
+        if exchange is None:
+            return None
+        if self._runtime.memory.phantom:
+            raise ConfigError(
+                "a phantom run computes no gradients, and only they tell which rows of a table have one: "
+                "simulate it with arithmetic, or build the embeddings with sparse=False"
+            )
+        return row_spec_of(self._config.model.layout, exchange.block_elems)
 
     def _tensors(self) -> tuple[list[v1.TensorSpec], ...]:
         """What a checkpoint's files need to know: the flat vector's tensors, buffers, and what is fixed."""
@@ -300,8 +322,11 @@ class WorkerNode:
         if loop is not None:
             server_replica = partial(LoopServerReplica, loop=loop)
             group_replica = partial(LoopGroupReplica, loop=loop)
+        if self._row_exchange is not None:
+            server_replica = partial(RowReplica, exchange=self._row_exchange)
         if config.strategy.through == "servers":
-            return ServerExchange(around, layout, config.chunk_elems, partial(server_replica, self._parts()))
+            make, rows = partial(server_replica, self._parts()), self._rows()
+            return ServerExchange(around, layout, config.chunk_elems, make, rows)
         if config.strategy.through == "shared":
             return await form_shared(around, self._parts(), config.model, config.data, config.chunk_elems)
         notice = self._member.notice

@@ -9,6 +9,8 @@ from gradstream.events import Event
 from gradstream.model.base import Layout
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client import ServerClient, names_of
+from gradstream.server.rows import RowMap
+from gradstream.wire import v1
 from gradstream.worker.accounts import Accounts
 from gradstream.worker.exchange import Surroundings, Transfers
 from gradstream.worker.server_replica import ServerReplica
@@ -24,6 +26,7 @@ class ServerExchange:
         layout: of the model's flat vector.
         chunk_elems: of the chunk map.
         replica: makes the replica for a client of all shards.
+        rows: of the model, where only what has changed is exchanged; else None.
     """
 
     def __init__(
@@ -32,22 +35,29 @@ class ServerExchange:
         layout: Layout,
         chunk_elems: int,
         replica: Callable[[ServerClient], ServerReplica],
+        rows: v1.RowSpec | None = None,
     ) -> None:
         shards = names_of(around.member.notice.nodes, "shard")
         self._around = around
         self._accounts = Accounts(around.rank)
         self._transfers = Transfers(around.rank, around.member.emit)
+        chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
         self._client = ServerClient(
             around.runtime,
             around.endpoint,
             shards,
-            ChunkMap(layout.elems, chunk_elems, len(shards)),
+            chunks,
             around.runtime.memory.allocate(
-                layout.elems, layout.dtype, "spare", exchanged=True, lead_bytes=layout.lead_bytes
+                layout.elems if rows is None else 0,
+                layout.dtype,
+                "spare",
+                exchanged=True,
+                lead_bytes=layout.lead_bytes,
             ),
             silence_s=around.silence_s,
             retry_s=around.retry_s,
             on_transfer=self._transfers,
+            rows=None if rows is None else RowMap.of(chunks, rows),
         )
         self._layout = layout
         self._heir: asyncio.Task[None] | None = None
@@ -57,7 +67,7 @@ class ServerExchange:
         """The worker of the lowest rank hands initial parameters out; of a checkpoint, each fetches them."""
         around, replica = self._around, self.replica
         if around.resume is not None:  # a strategy may not begin by fetching
-            await replica.adopt(self._client.fetch_soon())
+            await replica.adopt(replica.server.fetch_soon())
         elif around.is_lowest():
             await around.init(replica.parameters)
             await self._client.assign(replica.parameters)

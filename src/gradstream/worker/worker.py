@@ -25,6 +25,7 @@ from gradstream.memory import Vector
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.factors import KeptLayers
+from gradstream.model.rows import RowGradient
 from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
 from gradstream.server.client import Update
@@ -75,6 +76,7 @@ class ComputedGradient:
         task: computes it; None where there are no samples.
         on_known: called by `know`.
         kept: layers whose part of it is kept as factors.
+        rows: takes what is of row-sparse tensors; `vector` is then of the others alone.
     """
 
     vector: Vector
@@ -85,6 +87,7 @@ class ComputedGradient:
     task: asyncio.Task[Result] | None = None
     on_known: Callable[[], None] | None = None
     kept: KeptLayers | None = None
+    rows: RowGradient | None = None
 
     @property
     def samples(self) -> int:
@@ -193,15 +196,24 @@ class Replica(ABC):
         self._bounded = False  # others wait for this worker, and it for them
         self._allocate_elems = allocate
         self.parameters = self._allocate("parameters") if parameters is None else parameters
-        self._gradient = self._allocate("gradient")
-        self._sums = self._allocate("sums") if parts.joins else None
+        self._gradient = self._allocate("gradient", self._landing)
+        self._sums = self._allocate("sums", self._landing) if parts.joins else None
         self._owed: dict[BatchRef, None] = {}  # begun, and in no update yet
         self._put_in: Callable[[], Awaitable[None]] = self._flush
         self._stopwatch = Stopwatch(parts.runtime.node, claims, parts.runtime.now())
         self._result = Result(math.nan)
 
-    def _allocate(self, name: str) -> Vector:
-        layout = self._layout
+    @property
+    def _landing(self) -> Layout:
+        """Of the vectors that gradients are written into."""
+        return self._layout
+
+    def _new_rows(self) -> RowGradient | None:
+        """Takes what the next gradient has of row-sparse tensors; None where that goes with the others."""
+        return None
+
+    def _allocate(self, name: str, layout: Layout | None = None) -> Vector:
+        layout = layout or self._layout
         return self._allocate_elems(layout.elems, layout.dtype, name, lead_bytes=layout.lead_bytes)
 
     @property
@@ -397,7 +409,7 @@ class Replica(ABC):
         assert isinstance(batch, SampleBatch)
         rate = self._rate(batch.ref)
         gradient = ComputedGradient(self._gradient, batch, (batch.ref,), rate)
-        gradient.kept = self._kept(batch, mean=mean)
+        gradient.kept, gradient.rows = self._kept(batch, mean=mean), self._new_rows()
         if batch.num_samples:
             work = self._compute(batch, gradient, self._memory_free(mean=mean), mean=mean)
             name = f"worker-{self.rank}-gradient-{self.step}"
@@ -428,11 +440,12 @@ class Replica(ABC):
                     samples=batch.samples,
                     sums=None if self._sums is None else self._sums.tensor,
                     kept=gradient.kept,
+                    rows=gradient.rows,
                 ),
                 work=Work("gradient", samples=batch.num_samples, elems=len(gradient.vector)),
                 reads=[self.parameters.all],
                 writes=[gradient.vector.all],
-                milestones=self._differentiator.milestones(mean=mean),
+                milestones=self._differentiator.milestones(mean=mean, rows=gradient.rows is not None),
                 on_progress=gradient.ready.advance,
                 phantom=Result(math.nan),
             )

@@ -1,0 +1,171 @@
+"""What a fetch brings: all of the parameters, or what has changed of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from gradstream.errors import RefusedError
+from gradstream.memory import Vector
+from gradstream.runtime.base import Progress
+from gradstream.server.rows import RowMap, RowPart, unpack
+from gradstream.wire import v1
+
+__all__ = ["Arrival", "Patch"]
+
+
+class Arrival:
+    """A fetch under way into `vector`. Its memory is lent for writing until it is done."""
+
+    def __init__(self, vector: Vector, num_chunks: int) -> None:
+        self.vector = vector
+        self.versions = [-1] * num_chunks
+        self.clocks = [0] * num_chunks
+        self.num_landed = Progress()
+        self.size_bytes = 0  # of payloads so far
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        self.task: asyncio.Task[None] | None = None
+
+    async def done(self) -> None:
+        """Returns once everything has landed; raises what the fetch failed with."""
+        assert self.task is not None
+        await asyncio.shield(self.task)
+
+    def borrowed(self, to: str) -> AbstractContextManager[object]:
+        """Lends the vector for writing."""
+        return self.vector.all.borrowed(write=True, to=to)
+
+    def known(self, chunk: int) -> int | None:
+        """The version of a chunk that changes are enough of; -1 for none. None where it is wanted whole."""
+        return None
+
+    def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
+        """Where the payload of a chunk belongs that is about to arrive; None leaves it to the carrier."""
+        return self.vector.tensor[start:stop]
+
+    def take(
+        self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
+    ) -> None:
+        """A chunk has come, elements [start, stop) of the vector.
+
+        Args:
+            payload: as it came; None for nothing.
+            landed: it lies where `place` has said.
+
+        Raises:
+            RefusedError: it is not what was asked for. Nothing was changed.
+        """
+        target = self.vector.tensor[start:stop]
+        if payload is None or not landed:
+            _check(peer, header, payload, target)
+            assert payload is not None
+            target.copy_(payload)
+        self.size_bytes += target.nbytes
+        self.land(header.index, header.version, header.clock)
+
+    @property
+    def clock(self) -> int:
+        """It includes so many updates of every worker that takes part."""
+        return min(self.clocks, default=0)
+
+    def land(self, chunk: int, version: int, clock: int = 0) -> None:
+        """A chunk's elements are there."""
+        self.versions[chunk], self.clocks[chunk] = version, clock
+        self.num_landed.advance(self.num_landed.value + 1)
+        self.release(chunk)
+
+    def release(self, chunk: int) -> None:
+        """Who waits for this chunk may go on."""
+        for future in self._waiters.pop(chunk, ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def landed(self, chunk: int) -> None:
+        """Returns once the chunk has landed, or never will."""
+        if self.versions[chunk] < 0 and self.task is not None and not self.task.done():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(chunk, []).append(future)
+            await future
+
+
+class Patch(Arrival):
+    """A fetch of what has changed. What comes is kept apart until it is applied to the parameters.
+
+    Args:
+        rows: of every chunk.
+        known: by chunk, the version that the reader has; -1 for none.
+        dtype: of the parameters.
+        vector: a place holder; nothing lands in it.
+    """
+
+    def __init__(self, rows: RowMap, known: Sequence[int], dtype: torch.dtype, vector: Vector) -> None:
+        super().__init__(vector, rows.chunks.num_chunks)
+        self._rows = rows
+        self._known = list(known)
+        self._dtype = dtype
+        self._changed: dict[int, RowPart | torch.Tensor] = {}
+
+    def known(self, chunk: int) -> int | None:
+        """See `Arrival.known`."""
+        return self._known[chunk]
+
+    def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
+        """New memory; never for more than the whole chunk."""
+        return torch.empty(header.elems, dtype=self._dtype) if header.elems <= stop - start else None
+
+    def take(
+        self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
+    ) -> None:
+        """See `Arrival.take`."""
+        if payload is not None and not landed:
+            payload = payload.clone()  # the peer may want its memory back
+        if not header.rows:
+            like = torch.empty(stop - start, dtype=self._dtype, device="meta")
+            self._changed[header.index] = _check(peer, header, payload, like)
+        else:
+            if payload is None or payload.dtype != self._dtype or self._known[header.index] < 0:
+                raise _bad(peer, header, "rows that were not asked for")
+            try:
+                self._changed[header.index] = unpack(self._rows, header.index, header.rows, payload)
+            except ValueError as error:
+                raise _bad(peer, header, str(error)) from error
+        assert payload is not None
+        self.size_bytes += payload.nbytes
+        self.land(header.index, header.version, header.clock)
+
+    def unchanged(self, peer: str, chunk: int, version: int) -> None:
+        """No row of a chunk has changed. Raises RefusedError where nothing of it is known here."""
+        if self._known[chunk] < 0:
+            raise RefusedError(
+                peer, "BAD_REQUEST", f"says that chunk {chunk} is unchanged, which is not here"
+            )
+        self.land(chunk, version)
+
+    def apply_to(self, parameters: torch.Tensor) -> None:
+        """Makes parameters (E,) of the versions known those that were fetched."""
+        for chunk, change in self._changed.items():
+            start, stop = self._rows.chunks.bounds(chunk)
+            if isinstance(change, RowPart):
+                parameters[start:stop][self._rows.elements(chunk, change.numbers)] = change.values
+            else:
+                parameters[start:stop] = change
+
+    @property
+    def num_elems(self) -> int:
+        """Elements that `apply_to` writes."""
+        return sum(len(c.values if isinstance(c, RowPart) else c) for c in self._changed.values())
+
+
+def _check(peer: str, header: v1.Chunk, payload: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A whole chunk's payload, if it is one."""
+    if payload is None or (len(payload), payload.dtype) != (len(like), like.dtype) or header.rows:
+        got = "nothing" if payload is None else f"{len(payload)} elements of {payload.dtype}"
+        raise _bad(peer, header, f"{got}, expected {len(like)} of {like.dtype}")
+    return payload
+
+
+def _bad(peer: str, header: v1.Chunk, what: str) -> RefusedError:
+    return RefusedError(peer, "BAD_REQUEST", f"sent as chunk {header.index} {what}")
