@@ -20,6 +20,7 @@ from gradstream.model.base import Model
 from gradstream.model.buffers import with_buffers
 from gradstream.report.notebook import run_html
 from gradstream.report.page import Source, page
+from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.trace import trace_json
 from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
@@ -73,6 +74,18 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The run in figures (see `summary_of` for the keys)."""
         return summary_of(self.events)
+
+    def staleness(self, by: By = "link") -> Staleness:
+        """How stale gradients were: a table, chunks counted by τ.
+
+        Args:
+            by: "link" has a row for each worker and shard, "worker", "shard" and "run" sum over the others.
+
+        Returns:
+            Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none of a strategy without
+            servers.
+        """
+        return staleness_by(self.events, by)
 
     @classmethod
     def load(cls, path: str | Path, *, model: Model | None = None, data: Dataset | None = None) -> Run:
@@ -157,6 +170,7 @@ class Run:
     def _rows(self) -> list[tuple[str, str]]:
         figures = self.summary
         accuracy = [row["accuracy"] for row in self.evaluations]
+        stale = self.staleness("run")
         rows = [
             ("path", self.path),
             ("strategy", figures["strategy"]),
@@ -166,6 +180,7 @@ class Run:
             ("train_s", figures["train_s"]),
             ("loss", figures["loss"]),
             ("accuracy", accuracy[-1] if accuracy else None),
+            ("staleness", stale[0] if stale and stale[0].largest else None),
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]
         return [(key, _short(value)) for key, value in rows if value is not None]

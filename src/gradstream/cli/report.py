@@ -8,6 +8,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.report.staleness import quantile
 from gradstream.report.units import size_text
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
         ("pushed", f"{size_text(s['pushed_bytes'])} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
         ("fetched", f"{size_text(s['fetched_bytes'])} in {s['fetches']:,} fetches"),
-        ("staleness", _of(s["staleness_mean"], f"mean {{:.2f}}, largest {s['staleness_max']}")),
+        ("staleness", _of(s["staleness_mean"], _stale(s))),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
         ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
         ("peak memory", ", ".join(f"{r} ≤ {size_text(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),
@@ -114,6 +115,11 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("workers lost", ", ".join(s["workers_lost"])),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _stale(figures: Mapping[str, Any]) -> str:
+    p99 = quantile(figures["staleness"], 0.99)
+    return f"mean {{:.2f}}, p99 {p99}, largest {figures['staleness_max']}"
 
 
 def _peaks(by_node: Mapping[str, int]) -> list[tuple[str, int]]:

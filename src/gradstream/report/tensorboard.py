@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradstream.report.staleness import StalenessRow
 from gradstream.report.tfevents import EventFile, Scalar
 from gradstream.summary import EventDict
 
@@ -48,6 +49,10 @@ class Scalars:
                 named = {f"{key}/val": event.get(key) for key in ("loss", "accuracy")}
                 named |= {f"metrics/{key}": value for key, value in (event.get("metrics") or {}).items()}
                 return self._points(named, now_s, event["samples"])
+            case "exchange" if event["staleness"]:
+                counts = {int(tau): count for tau, count in event["staleness"].items()}
+                mean = StalenessRow("", "", counts).mean
+                return self._points({f"staleness/{event['node']}": mean}, now_s)
             case "cpu":
                 return self._cores(event, now_s)
             case "memory":
@@ -141,7 +146,7 @@ class TensorBoard:
     def on_end(self, run: Run) -> None:
         """The rest, and what the machines did; closes the file."""
         for event in run.events:
-            if event["event"] in ("cpu", "memory", "finished", "failed"):
+            if event["event"] in ("cpu", "memory", "exchange", "finished", "failed"):
                 self._add(event)
         if self._file is not None:
             self._file.close()

@@ -2,7 +2,7 @@
 
 Each node is a process. A worker has the tracks compute, wait (named by whom it waits for), push, fetch
 and evaluate; a shard the track apply, where each slice is the arithmetic that it did since its report
-before. CPU and memory are counters. Times are microseconds since the begin of training.
+before. CPU, memory and staleness are counters. Times are microseconds since the begin of training.
 
 Reference: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gradstream.report.figures import figures_of
+from gradstream.report.staleness import StalenessRow
 from gradstream.report.timeline import REST, StepSpan, lanes_of, pieces
 from gradstream.summary import EventDict
 
@@ -45,6 +46,7 @@ def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
     yield from _steps(events, pids)
     yield from _transfers(events, pids)
     yield from _applies(events, pids)
+    yield from _stale(events, pids)
     for node in figures.nodes:
         for what, series in (("cores in use", node.cpu), ("own memory, bytes", node.memory)):
             for time_s, value in series:
@@ -109,6 +111,21 @@ def _transfers(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Sl
             pid = pids.setdefault(event["node"], len(pids) + 1)
             begin_s, end_s = event["time_s"] - event["seconds"], event["time_s"]
             yield _slice(pid, event["kind"], event["kind"], begin_s, end_s, bytes=event["size_bytes"])
+
+
+def _stale(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+    """A counter for each worker: mean and largest staleness since its report before."""
+    for event in events:
+        if event["event"] == "exchange" and event["staleness"]:
+            row = StalenessRow("", "", {int(tau): count for tau, count in event["staleness"].items()})
+            pid = pids.setdefault(event["node"], len(pids) + 1)
+            yield {
+                "ph": "C",
+                "name": "staleness",
+                "pid": pid,
+                "ts": _us(event["time_s"]),
+                "args": {"mean": round(row.mean, 3), "largest": row.largest},
+            }
 
 
 def _applies(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
