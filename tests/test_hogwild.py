@@ -202,11 +202,9 @@ def serial(data: SparseDataset, ids: Any, rate: float, l2: float = 0.0) -> Any:
         margin = 0.0
         for v, value in zip(where, x, strict=True):
             margin += float(w[v] * value)
-        slope = margin - float(table.targets[i])
-        gradient = (slope * x.astype(np.float64)).astype(np.float32)
+        gradient = np.float32(margin - float(table.targets[i])) * x
         if l2:
-            pull = l2 * table.scale[where].astype(np.float64) * w[where]
-            gradient = (gradient + pull).astype(np.float32)
+            gradient = gradient + np.float32(l2) * table.scale[where] * w[where]
         w[where] -= np.float32(rate) * gradient
     return w
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream.cluster import LocalCluster, node_environment
 from gradstream.config import cast_of
+from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.jobfile import load_job
 from gradstream.strategies import Worker
 from gradstream.testing import check_strategy
+from gradstream.testing.killing import Killer
 from gradstream.testing.runs import least_squares
 from gradstream.testing.strategies import BrokenLawsError
+from gradstream.train import launch
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 
@@ -56,3 +66,125 @@ def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
             cast_of(job(**options), "x")
     with pytest.raises(UnknownNameError, match="did you mean 'atomic'"):
         gs.Hogwild(update="atomik")
+
+
+# ---- real processes ---------------------------------------------------------------------------
+
+JOB = """
+import numpy as np
+
+import gradstream as gs
+from gradstream import sparse
+
+N, D = 3000, 70_000
+
+def data():
+    return sparse.synthetic(N, D, 20, num_test_samples=200, task="numbers", seed=5)
+
+def job(update="atomic", workers=2, epochs=3):
+    return gs.Job(
+        sparse.linear(D, loss="squared"), data(), strategy=gs.Hogwild(update=update),
+        optimizer=gs.SGD(lr=gs.StepDecay(0.5, every=1, factor=0.9)), workers=workers, batch_size=100,
+        epochs=epochs, evaluate_every="epoch", checkpoint_every="epoch", chunk_elems=16_384, seed=3,
+        deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
+    )
+
+def locked():
+    return job("lock", epochs=40)
+
+def alone():
+    return job("component_locks", workers=1)
+
+def network():
+    import torch
+    x = np.random.default_rng(0).standard_normal((400, 3)).astype("float32")
+    def build():
+        return torch.nn.Linear(3, 1)
+    def loss(outputs, targets):
+        return torch.nn.functional.mse_loss(outputs[:, 0], targets)
+    return gs.Job(
+        gs.from_torch(build, loss), gs.from_arrays(x, x @ np.float32([2, -1, 0.5])), strategy="hogwild",
+        workers=2, batch_size=10, epochs=15,
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def job_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hogwild") / "wild.py"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """One forkserver for all runs."""
+    with LocalCluster(tmp_path_factory.mktemp("logs"), node_environment(2)) as cluster:
+        yield cluster
+
+
+def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
+    path.mkdir()
+    loaded = load_job(spec)
+    return launch(loaded, cast_of(loaded, path.name), path, cluster=cluster, on_event=on_event)
+
+
+def check_nothing_is_left(cluster: LocalCluster) -> None:
+    """Segments have no names: they are gone when no process of the run is left, and this one has none."""
+    assert not cluster.running
+    assert "memfd:gradstream" not in Path("/proc/self/maps").read_text()
+    assert not any("memfd:gradstream" in os.readlink(f"/proc/self/fd/{fd}") for fd in open_files())
+
+
+def open_files() -> list[str]:
+    here = Path("/proc/self/fd")
+    return [fd for fd in os.listdir(here) if os.path.lexists(here / fd)]
+
+
+def test_a_run_is_a_run_like_others(job_file: Path, warm: LocalCluster, tmp_path: Path) -> None:
+    run = train(f"{job_file}:job", tmp_path / "run", warm)
+    assert run.summary["samples"] == 9000
+    assert run.summary["samples_accounted"] == 9000
+    assert run.summary["servers"] == 0
+    assert "shared" in run.summary["group"]
+    losses = [event["loss"] for event in run.events if event["event"] == "evaluated"]
+    assert len(losses) == 3
+    kept = sorted((tmp_path / "run/checkpoints").glob("step-*"))
+    assert kept
+    start = float(np.mean(run.data.tables[0].targets ** 2)) / 2
+    assert run.model.objective(run.parameters["w"], run.data) < 0.8 * start
+    check_nothing_is_left(warm)
+
+
+def test_one_worker_is_serial_sgd_bit_for_bit(job_file: Path, warm: LocalCluster, tmp_path: Path) -> None:
+    run = train(f"{job_file}:alone", tmp_path / "run", warm)
+    table = load_job(f"{job_file}:alone").data.tables[0]  # type: ignore[attr-defined]
+    w = np.zeros(70_000, np.float32)
+    for epoch in range(3):
+        rate = np.float32(0.5 * 0.9**epoch)
+        for i in epoch_order(3000, 3, epoch):
+            row = slice(table.indptr[i], table.indptr[i + 1])
+            where, x, margin = table.indices[row], table.values[row], 0.0
+            for product in w[where] * x:
+                margin += float(product)
+            w[where] -= rate * (np.float32(margin - float(table.targets[i])) * x)
+    assert run.parameters["w"].tobytes() == w.tobytes()
+
+
+def test_a_killed_worker_stops_nobody_and_leaves_no_memory_behind(
+    job_file: Path, warm: LocalCluster, tmp_path: Path
+) -> None:
+    killer = Killer(warm, "step", 30, "worker-1")
+    run = train(f"{job_file}:locked", tmp_path / "run", warm, on_event=killer)
+    killer.bury()
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert run.summary["samples_accounted"] == 40 * 3000
+    assert run.model.objective(run.parameters["w"], run.data) < 0.1
+    check_nothing_is_left(warm)
+
+
+def test_a_network_of_torch_is_trained_on_the_live_vector(
+    job_file: Path, warm: LocalCluster, tmp_path: Path
+) -> None:
+    run = train(f"{job_file}:network", tmp_path / "run", warm)
+    np.testing.assert_allclose(run.parameters["weight"], [[2, -1, 0.5]], atol=0.05)

@@ -89,7 +89,7 @@ class SparseModel:
         self._scores = scores
         self._start = start
         self._classes = classes
-        self._room: tuple[int, tuple[Array, Array]] = (0, (np.zeros(0, np.int64), np.zeros(0, np.float32)))
+        self._room: tuple[int, tuple[Array, Array]] = (0, (np.zeros(0, np.uint32), np.zeros(0, np.float32)))
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """See `Model.init`."""
@@ -175,7 +175,7 @@ class SparseModel:
         """Room for one sample's components and gradient."""
         if self._room[0] != id(table):
             most = max(1, self._most(table))
-            self._room = id(table), (np.zeros(most, np.int64), np.zeros(most, np.float32))
+            self._room = id(table), (np.zeros(most, np.uint32), np.zeros(most, np.float32))
         return self._room[1]
 
 
@@ -274,12 +274,11 @@ def linear(num_features: int, *, loss: str = "logistic", l2: float = 0.0) -> Spa
     )
 
 
-def _touched_row(table: Any, i: int, where: Any) -> Any:
-    first = table.indptr[i]
-    count = table.indptr[i + 1] - first
-    for j in range(count):
-        where[j] = table.indices[first + j]
-    return count
+def _touched_row(table: Any, i: int, where: Any) -> int:
+    features = table.indices[table.indptr[i] : table.indptr[i + 1]]  # a slice needs no look at signs
+    for j in range(len(features)):
+        where[j] = features[j]
+    return len(features)
 
 
 @functools.cache
@@ -289,13 +288,14 @@ def _linear_functions(loss: str, l2: float) -> tuple[Touched, Gradient]:
     link, regular = compiled(LOSSES[loss]), l2 > 0
 
     def gradient(w: Any, table: Any, i: int, where: Any, count: int, into: Any) -> float:
-        first = table.indptr[i]
+        x = table.values[table.indptr[i] : table.indptr[i + 1]]
         margin, penalty = 0.0, 0.0
         for j in range(count):
-            margin += w[where[j]] * table.values[first + j]
-        value, slope = link(margin, table.targets[i])
+            margin += w[where[j]] * x[j]
+        value, derivative = link(margin, table.targets[i])
+        slope = np.float32(derivative)
         for j in range(count):
-            into[j] = slope * table.values[first + j]
+            into[j] = slope * x[j]
             if regular:
                 at = w[where[j]]
                 pull = l2 * table.scale[where[j]] * at
