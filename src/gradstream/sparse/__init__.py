@@ -7,7 +7,7 @@ below it.
 
 from gradstream.sparse.data import SparseDataset, SparseRows, Sparsity, Table, from_csr, from_ratings
 from gradstream.sparse.model import SparseModel, from_samples, linear, matrix_completion
-from gradstream.sparse.svmlight import from_svmlight
+from gradstream.sparse.svmlight import from_svmlight, read_svmlight
 from gradstream.sparse.synthetic import synthetic, synthetic_ratings
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "from_svmlight",
     "linear",
     "matrix_completion",
+    "read_svmlight",
     "synthetic",
     "synthetic_ratings",
 ]

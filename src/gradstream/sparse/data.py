@@ -325,12 +325,12 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
 
 def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: int) -> Table:
     """A table of arrays that fit; `d` features, 0 where `scale` is not needed."""
-    n = len(targets)
+    n, indices = len(targets), np.asarray(indices, np.int32)
     degrees = np.bincount(indices, minlength=d)[:d]
     scale = np.divide(n, degrees, out=np.zeros(d), where=degrees > 0)
     return Table(
         np.asarray(indptr, np.int64),
-        np.asarray(indices, np.int32),
+        indices,
         np.asarray(values, np.float32),
         np.asarray(targets, np.float32),
         scale.astype(np.float32),
