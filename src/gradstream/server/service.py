@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,17 +19,18 @@ from gradstream.errors import ConfigError, GradstreamError, RefusedError
 from gradstream.memory import Span, Vector
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import GroupedRule
-from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.base import Runtime
 from gradstream.server.agreement import Agreement
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
 from gradstream.server.correction import Correction, SenderStates
+from gradstream.server.inspection import Inspection
 from gradstream.server.latecomers import Latecomers
 from gradstream.server.order import AsItComes, Fetched, Order, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.readers import Readers
-from gradstream.server.row_store import ChangedRows, Part, elements_of, row_sum, whole
-from gradstream.server.rows import RowMap, RowPart, pack, unpack
+from gradstream.server.row_store import ChangedRows, Part, elements_of
+from gradstream.server.rows import RowMap, RowPart, pack
 from gradstream.server.rule import Contribution, FetchTerms, Rule
 from gradstream.server.shard import (
     Acknowledge,
@@ -42,17 +42,15 @@ from gradstream.server.shard import (
     Supersede,
 )
 from gradstream.server.store import Store
-from gradstream.transport.base import Endpoint, Received, Stream
+from gradstream.server.updates import Updates
+from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
-from gradstream.wire.frames import ABSENT
 
 __all__ = ["FindOptimizer", "ShardConfig", "ShardService"]
 
 FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
 
-BRIEF_ELEMS = 1 << 18
-"""Up to here an update takes less time than handing it to another thread."""
 _WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD)
 RESULTS_PER_FRAME = 16
 """Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
@@ -171,11 +169,13 @@ class ShardService:
         self.store = Store(self._runtime.memory, self.chunks, config.rank, dtype, optimizer, grouped)
         if model.HasField("rows"):
             self._exchange_rows(model.rows, optimizer, grouped)
-        self.senders: SenderStates | None = None
+        here, senders = self.chunks.chunks_of(config.rank), None
         if config.correction is not None:
             memory, elems = self._runtime.memory, self.store.elems
-            self.senders = SenderStates(memory, self.chunks, elems, dtype, config.correction)
-        here = self.chunks.chunks_of(config.rank)
+            senders = SenderStates(memory, self.chunks, elems, dtype, config.correction)
+        self._updates = Updates(self._runtime, self.store, config.rule, senders, self.changed)
+        name = self._endpoint.identity.name
+        self._inspection = Inspection(name, self.chunks, here, dtype, self.changed, self.counters)
         self.state = ShardState(here, config.rule, quorum=config.quorum is not None, workers=config.workers)
         self._order.begin(self)
         if config.quorum is not None:
@@ -246,7 +246,7 @@ class ShardService:
         sender, came = inbox.stream.opened.sender, set()
         while (received := await inbox.stream.recv()) is not None:
             chunk = received.frame.chunk
-            part = self._checked(sender, received)
+            part = self._inspection.part(sender, received)
             came.add(chunk.index)
             self._contribute(token, inbox, request, chunk.index, chunk.version, part)
         if request.rows:
@@ -289,48 +289,6 @@ class ShardService:
     def _park(self, chunk: int, parked: Parked) -> None:
         self._carry_out(self.state.push(chunk, parked))
 
-    def _checked(self, sender: str, received: Received) -> Part | None:
-        """What was pushed of a chunk, which must fit the registered model."""
-        chunk, elements = received.frame.chunk, received.payload
-        if chunk.index not in self.state.chunks:
-            raise self._bad(sender, f"chunk {chunk.index} does not live on this shard")
-        if chunk.flags & ABSENT:
-            return None
-        start, stop = self.chunks.bounds(chunk.index)
-        part: Part | None = elements
-        if chunk.rows and elements is not None and elements.dtype == self.store.dtype:
-            part = self._checked_rows(sender, chunk, elements)
-        elif elements is None or len(elements) != stop - start or elements.dtype != self.store.dtype:
-            got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
-            raise self._bad(
-                sender,
-                f"chunk {chunk.index}: got {got}, expected {stop - start} of {self.store.dtype} "
-                "(every node must run the same job file)",
-            )
-        assert part is not None
-        if not _finite(elements_of(part)):
-            self.counters["refused"] += 1
-            raise RefusedError(
-                self._endpoint.identity.name,
-                "NON_FINITE",
-                f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the learning "
-                "rate or clip the gradient",
-            )
-        return part
-
-    def _checked_rows(self, sender: str, chunk: v1.Chunk, payload: torch.Tensor) -> RowPart:
-        """The rows in a payload. Who sends them names each once, and only rows that there are."""
-        if self.changed is None:
-            raise self._bad(sender, f"chunk {chunk.index}: got rows, expected whole chunks in this run")
-        try:
-            return unpack(self.changed.rows, chunk.index, chunk.rows, payload)
-        except ValueError as error:
-            raise self._bad(sender, f"chunk {chunk.index}: got {error}") from error
-
-    def _bad(self, sender: str, message: str) -> RefusedError:
-        self.counters["refused"] += 1
-        return RefusedError(self._endpoint.identity.name, "BAD_REQUEST", f"push of {sender}: {message}")
-
     async def _answer(self, inbox: _Inbox) -> None:
         """Sends results, many to a frame, until every chunk has one."""
         absent: set[int] = set()
@@ -363,10 +321,11 @@ class ShardService:
         request, opened = v1.Fetch.FromString(stream.opened.body), stream.opened
         chunks = list(request.chunks) or list(self.state.chunks)
         known = dict(zip(chunks, (version - 1 for version in request.known), strict=False))
+        bad = partial(self._inspection.bad, opened.sender)
         if known and self.changed is None:
-            raise self._bad(opened.sender, "asks for what has changed, where whole chunks are exchanged")
+            raise bad("asks for what has changed, where whole chunks are exchanged")
         if not all(chunk in self.state.chunks for chunk in chunks):
-            raise self._bad(opened.sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
+            raise bad(f"asks for chunks {chunks[:8]}... that live elsewhere")
         vector = self.store.vector(request.vector)
         terms = FetchTerms(
             opened.sender,
@@ -396,8 +355,8 @@ class ShardService:
                     span, rows = self.store.span(vector, chunk), 0
                     version = self.state.version(chunk)
                     clock = self._order.read(chunk, fetched, self.state.clocks.slowest(chunk))
-                    if self.senders is not None and not terms.beside:
-                        await self._note_read(self.senders, terms.sender, chunk, version)
+                    if not terms.beside:
+                        await self._updates.note_read(terms.sender, chunk, version)
                     numbers = self._changed_since(chunk, known.get(chunk))
                     if numbers is not None and not len(numbers):
                         unchanged.chunks.append(chunk)
@@ -435,19 +394,6 @@ class ShardService:
     def _ask(self, chunk: int, token: int, terms: FetchTerms) -> None:
         if token in self._outboxes:
             self._carry_out(self.state.fetch(chunk, terms, token))
-
-    async def _note_read(self, senders: SenderStates, sender: str, chunk: int, version: int) -> None:
-        """Keeps of a chunk that is given to a sender what a contribution of its is corrected by."""
-        place = senders.place(sender, chunk, version)
-        if place is None:
-            return
-        span = self.store.span(self.store.parameters, chunk)
-        await self._runtime.compute(
-            lambda _: place.tensor.copy_(span.tensor),
-            work=Work("copy", elems=len(span), brief=len(span) <= BRIEF_ELEMS),
-            reads=[span],
-            writes=[place],
-        )
 
     async def flush(self) -> None:
         """Returns once no chunk's sum holds anything that is not in the parameters."""
@@ -593,7 +539,7 @@ class ShardService:
             if due.completes:
                 await self._readers.gone(due.chunk)
             try:
-                await self._compute(due)
+                await self._updates.compute(due, self._parts(due))
             except Exception as error:
                 if not self.failure.done():
                     self.failure.set_exception(error)
@@ -611,86 +557,6 @@ class ShardService:
         instructions = self.state.applied(due.chunk)
         self._order.updated(updating)
         return instructions
-
-    async def _compute(self, due: Apply) -> None:
-        chunk, store, summed = due.chunk, self.store, due.summed > 0
-        present = [held for held in due.update if not held.contribution.absent]
-        given = self._parts(due)
-        if not given and not (summed and due.completes):
-            return
-        rows = [part for part in given if isinstance(part, RowPart)]
-        if rows and len(rows) == len(given) and not summed and due.completes and self.senders is None:
-            await self._compute_rows(due, rows)
-            return
-        pushed = [part if isinstance(part, torch.Tensor) else self._whole(chunk, part) for part in given]
-        if self.changed is not None and due.completes:
-            self.changed.note(chunk, None, due.step)
-        start, stop = self.chunks.bounds(chunk)
-        elems = (stop - start) * max(1, len(pushed))
-        work = Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS)
-        writes = store.update_spans(chunk) if due.completes else []
-        if due.update and due.update[0].assign:
-            await self._runtime.compute(lambda _: store.assign(chunk, pushed[0]), work=work, writes=writes)
-            return
-        weights, reads = self._weights(due), list[Span]()
-        if summed or not due.completes:
-            writes += store.sum_spans(chunk)  # others may read the parameters where they lie meanwhile
-        if self.senders is not None:
-            writes += [span for held in present for span in self.senders.spans(held.contribution, chunk)]
-            reads = [] if due.completes else [store.span(store.parameters, chunk)]
-
-        def arithmetic(_: object) -> None:
-            parts = self._corrected(chunk, present, pushed)
-            if due.completes:
-                store.update(chunk, parts, weights, lr=due.learning_rate, step=due.step, summed=summed)
-            else:
-                store.gather(chunk, parts, weights, summed=summed)
-
-        await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
-        if self.senders is not None:
-            for held in present:
-                self.senders.used(held.contribution, chunk)
-
-    def _whole(self, chunk: int, part: Part) -> torch.Tensor:
-        assert self.changed is not None
-        return whole(self.changed.rows, chunk, part)
-
-    async def _compute_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
-        """An update of the rows alone that any of the contributions has."""
-        assert self.changed is not None
-        chunk, rows, weights = due.chunk, self.changed.rows, self._weights(due)
-        elems = sum(len(part.values) for part in parts)
-
-        def arithmetic(_: object) -> torch.Tensor:
-            total = row_sum(rows, chunk, parts, weights)
-            elements = rows.elements(chunk, total.numbers)
-            self.store.update_some(chunk, elements, total.values, lr=due.learning_rate, step=due.step)
-            return total.numbers
-
-        numbers = await self._runtime.compute(
-            arithmetic,
-            work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
-            writes=self.store.update_spans(chunk),
-        )
-        self.changed.note(chunk, numbers, due.step)
-
-    def _weights(self, due: Apply) -> list[float]:
-        """Of the contributions that are there."""
-        contributions = [held.contribution for held in due.update]
-        weights = self._config.rule.weights(due.step - 1, contributions) if contributions else ()
-        return [w for w, one in zip(weights, contributions, strict=True) if not one.absent]
-
-    def _corrected(
-        self, chunk: int, held: Sequence[Parked], pushed: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """What is used in the place of what was pushed."""
-        if self.senders is None:
-            return pushed
-        parameters = self.store.span(self.store.parameters, chunk).tensor
-        return [
-            self.senders.corrected(one.contribution, chunk, elements, parameters)
-            for one, elements in zip(held, pushed, strict=True)
-        ]
 
     async def failed(self) -> None:
         """Waits for an update that cannot be computed, and raises its error."""
@@ -711,10 +577,3 @@ async def _tell(stream: Stream, unchanged: v1.Unchanged) -> None:
 
 def _rank(sender: str) -> int:
     return int(sender.rpartition("-")[2])
-
-
-def _finite(elements: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. A sum says so in one pass, unless it overflows itself."""
-    if elements.is_meta or math.isfinite(elements.sum().item()):
-        return True
-    return bool(torch.isfinite(elements).all())
