@@ -28,6 +28,7 @@ __all__ = [
     "Waiting",
     "among",
     "completes_of",
+    "in_step",
 ]
 
 
@@ -139,6 +140,14 @@ def among(rule: Rule, present: frozenset[int]) -> Rule:
     """A rule of those who take part; one that does not ask who does is as it was."""
     found: Callable[[frozenset[int]], Rule] | None = getattr(rule, "among", None)
     return rule if found is None else found(present)
+
+
+def in_step(rule: Rule) -> bool:
+    """Whether a rule has `in_step = True`: an update is the sum of one clock's contributions.
+
+    It is applied once every worker that takes part has brought its own: see `clocks.py`.
+    """
+    return bool(getattr(rule, "in_step", False))
 
 
 def completes_of(rule: Rule) -> Completes:

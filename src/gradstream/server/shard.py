@@ -9,7 +9,8 @@ is answered DUPLICATE if the first was applied, and takes its place if that one 
 
 Where the rule says that an update is not complete, what is due only joins the chunk's sum: that is done with
 it, and the version stays. What a sum holds when nothing more will come is applied by a fetch that asks for it
-(`FetchTerms.flush`).
+(`FetchTerms.flush`). Where updates are made in step, the sum is that of one clock, and complete once every
+worker that takes part has brought its own.
 
 Where a quorum makes each update (`quorum.py`), chunks do not decide each for itself: the rule sees the
 contributions of a round only once a verdict has said which they are, and the others are dropped.
@@ -26,7 +27,7 @@ from typing import Literal
 
 from gradstream.server.clocks import Clocks
 from gradstream.server.quorum import Verdict
-from gradstream.server.rule import Contribution, FetchTerms, Rule, among, completes_of
+from gradstream.server.rule import Contribution, FetchTerms, Rule, among, completes_of, in_step
 from gradstream.server.window import SequenceWindow
 
 __all__ = [
@@ -116,6 +117,7 @@ class ChunkState:
     applying: Apply | None = None
     summed: int = 0  # contributions in the sum; none are those without elements
     learning_rate: float = 0.0  # of the one that came last into it
+    clock: int = 0  # the latest of any that came into a sum
     parked: list[Parked] = field(default_factory=list)
     arrivals: list[Parked] = field(default_factory=list)  # came while busy
     fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
@@ -154,6 +156,7 @@ class ShardState:
     ) -> None:
         self._rule = rule
         self._completes = completes_of(rule)
+        self._in_step = in_step(rule)
         self._window = window
         self._quorum = quorum
         self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
@@ -195,6 +198,7 @@ class ShardState:
             state.version, state.summed = before + 1, 0
         else:
             state.summed += sum(not held.contribution.absent for held in due.update)
+            state.clock = max([state.clock, *(held.contribution.clock for held in due.update)])
             state.learning_rate = due.learning_rate
         state.applying = None
         out: list[Instruction] = []
@@ -318,8 +322,8 @@ class ShardState:
             by_contribution = {held.contribution: held for held in state.parked}
             due = self._rule_now().due(state.version, self._candidates(state))
             update = tuple(by_contribution[contribution] for contribution in due)
-        flushes = state.summed > 0 and any(terms.flush for terms, _ in state.fetches)
-        if not update and not flushes:
+        flushes = any(terms.flush for terms, _ in state.fetches) or self._all_brought(chunk, state.clock)
+        if not update and not (state.summed and flushes):
             return []
         state.parked = [held for held in state.parked if held not in update]
         state.applying = self._planned(chunk, state, update)
@@ -335,14 +339,26 @@ class ShardState:
             state.version + 1,
             next((one.learning_rate for one in contributions if not one.absent), state.learning_rate),
             state.summed,
-            at_once or self._completes(state.version, state.summed, contributions),
+            at_once or self._is_complete(chunk, state, contributions),
         )
+
+    def _is_complete(self, chunk: int, state: ChunkState, new: Sequence[Contribution]) -> bool:
+        """Whether the sum is applied once these are in it."""
+        if self._in_step and not self._all_brought(chunk, max(one.clock for one in new), new):
+            return False
+        return self._completes(state.version, state.summed, new)
+
+    def _all_brought(self, chunk: int, clock: int, new: Sequence[Contribution] = ()) -> bool:
+        """Whether a clock is complete with these contributions, where updates are made in step."""
+        return self._in_step and not {*self.clocks.behind(chunk, clock)} - {one.rank for one in new}
 
     def _satisfied(self, chunk: int, state: ChunkState, terms: FetchTerms) -> bool:
         if state.version < max(terms.min_version, 0) or (terms.flush and state.unapplied):
             return False
         if terms.min_clock and self.clocks.slowest(chunk) < terms.min_clock:
             return False
+        if self._in_step and state.unapplied and state.clock <= terms.min_clock:
+            return False  # who was waited for has left
         return terms.after_sequence == 0 or terms.after_sequence in self._window_of(state, terms)
 
     def _release(self, chunk: int, state: ChunkState) -> list[Instruction]:

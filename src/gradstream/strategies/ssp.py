@@ -11,10 +11,13 @@ A worker's clock counts its updates. At clock c it sees every worker's updates u
 perhaps newer ones, and always its own: so the fastest is at most s clocks ahead of the slowest. A copy that
 has every update of clocks below k serves until clock k + s, so a fetch is due every s to s + 1 steps.
 
+s = 0 is bulk synchronous: the shard sums up a clock's gradients and makes one update of them, so that nobody
+sees a part of it. That is `synchronous` of the same minibatches and W times the rate.
+
 Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that has
 gone through its share, or is lost, holds nobody back; one that takes over minibatches of a lost worker takes
 part again, at the clock of the slowest if its own is behind that. Every push is an update of its own at
-the full rate, as in Downpour: for what `synchronous` does at a rate, give W workers a W-th of it.
+the full rate, as in Downpour: for what `synchronous` does at a rate, give each of W workers a W-th of it.
 
 Reference: Ho, Cipar, Cui, Lee, Kim, Gibbons, Gibson, Ganger, Xing, "More effective distributed ML via a
 stale synchronous parallel parameter server", NIPS 2013. Different here: clocks are kept chunk by chunk, so
@@ -36,7 +39,14 @@ from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Strategy, Worker
 
-__all__ = ["SSP"]
+__all__ = ["SSP", "InStep"]
+
+
+@dataclass(frozen=True, slots=True)
+class InStep(Immediate):
+    """The server of s = 0: the sum of one clock's contributions is an update."""
+
+    in_step: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,5 +88,5 @@ class SSP(Strategy):
             await worker.refresh(min_clock=needed)
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        """Every push is an update of its own, as it comes."""
-        return Immediate()
+        """Every push is an update of its own, as it comes; with s = 0 all of a clock are one."""
+        return Immediate() if self.bound else InStep()
