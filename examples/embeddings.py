@@ -2,9 +2,9 @@
 
     python examples/embeddings.py
 
-20,000 users and 5,000 items have a vector of 8 numbers each; a user likes an item as much as their vectors
+4,000 users and 1,000 items have a vector of 8 numbers each; a user likes an item as much as their vectors
 agree. The embeddings are sparse (`sparse=True`), so a gradient is the rows of the users and items of its
-minibatch, at most 128 of 25,000, and no more than these rows is pushed; a fetch brings the rows that
+minibatch, at most 128 of 5,000, and no more than these rows is pushed; a fetch brings the rows that
 anybody has changed since the last. The data are synthetic, and made of vectors that are to be found again.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 
 import gradstream as gs
 
-USERS, ITEMS, WIDTH = 20_000, 5_000, 8
+USERS, ITEMS, WIDTH = 4_000, 1_000, 8
 
 
 class Liking(nn.Module):
@@ -28,6 +28,8 @@ class Liking(nn.Module):
         self.users = nn.Embedding(USERS, WIDTH, sparse=True)
         self.items = nn.Embedding(ITEMS, WIDTH, sparse=True)
         self.bias = nn.Parameter(torch.zeros(()))
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, pairs: torch.Tensor) -> torch.Tensor:
         """How far their vectors agree."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,21 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream.cli.report import figures
+from gradstream.jobfile import load_job
+from gradstream.report.figures import figures_of
+from gradstream.report.sections import links
 from gradstream.run import Run
+from gradstream.server.row_store import ChangedRows
+from gradstream.server.service import ShardService
+from gradstream.server.shard import Apply
 from gradstream.strategies.base import RowExchange
+from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
+from gradstream.testing.trials import bad_world, trial
+from gradstream.worker.own_steps import OwnSteps
+from gradstream.worker.row_replica import RowReplica
+from gradstream.worker.row_sum import RowSum
+from gradstream.worker.server_replica import ServerReplica
 
 VOCABULARY, WIDTH = 700, 5
 
@@ -82,9 +96,184 @@ def same(one: Run, other: Run) -> bool:
 @pytest.mark.parametrize("optimizer", [gs.SGD(lr=0.3), gs.Adagrad(lr=0.1, initial_accumulator=0.01)])
 def test_one_worker_has_the_bits_of_whole_chunks(options: dict[str, Any], optimizer: Any) -> None:
     runs = [
-        run_of(strategy(**options), workers=1, optimizer=optimizer, seed=3)
+        run_of(strategy(**options), workers=1, optimizer=optimizer, seed=3, epochs=1)
         for strategy in (gs.Downpour, Whole)
     ]
     assert same(*runs)
     sent, whole = (run.summary["pushed_bytes"] + run.summary["fetched_bytes"] for run in runs)
     assert sent < whole / 2
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Whenever a replica adopts, each of its chunks must have the shard's bits at that version.
+
+    Returns what grows with each adoption: how many of its chunks came whole.
+    """
+    kept: dict[tuple[int, int], torch.Tensor] = {}
+    applied, adopt = ShardService._applied, RowReplica.adopt
+    adopted: list[int] = []
+
+    def noting(self: ShardService, due: Apply) -> Any:
+        kept[due.chunk, due.step] = self.parameters_of(due.chunk).clone()
+        return applied(self, due)
+
+    async def checking(self: RowReplica, arrival: Any) -> None:
+        await adopt(self, arrival)
+        for chunk, version in enumerate(arrival.versions):
+            start, stop = self.server.chunks.bounds(chunk)
+            assert torch.equal(self.parameters.tensor[start:stop], kept[chunk, version]), (chunk, version)
+        adopted.append(sum(isinstance(change, torch.Tensor) for change in arrival._changed.values()))
+
+    monkeypatch.setattr(ShardService, "_applied", noting)
+    monkeypatch.setattr(RowReplica, "adopt", checking)
+    return adopted
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False, "fetch_every": 2},
+    {"push_every": 3, "fetch_every": 2},
+    {"significance": 0.05, "push_every": 2},
+    {"significance": 0.01, "significance_of": "absolute", "block_elems": 1},
+]
+
+
+@pytest.mark.parametrize(("seed", "options"), list(enumerate(OPTIONS)), ids=str)
+def test_what_is_adopted_is_what_the_server_has(
+    monkeypatch: pytest.MonkeyPatch, seed: int, options: dict[str, Any]
+) -> None:
+    """Of several workers, on a network that loses, doubles and delays frames."""
+    adopted = watched(monkeypatch)
+    run = run_of(
+        gs.Downpour(**options),
+        seed=seed,
+        epochs=1,
+        world=bad_world(3, 2),
+        deadlines=QUICK,
+    )
+    assert run.summary["samples_accounted"] == 96
+    assert run.summary["retries"] > 0
+    assert sum(whole == 0 for whole in adopted) > len(adopted) / 3
+
+
+@pytest.mark.parametrize("fault", ["steps are kept", "changes are overlooked", "rows are mixed up"])
+def test_a_fault_in_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    if fault == "steps are kept":
+        monkeypatch.setattr(OwnSteps, "take_back", lambda self, parameters: None)
+    elif fault == "changes are overlooked":
+        since = ChangedRows.since
+        monkeypatch.setattr(ChangedRows, "since", lambda self, chunk, known: since(self, chunk, known + 1))
+    else:
+        note = ChangedRows.note
+        monkeypatch.setattr(
+            ChangedRows,
+            "note",
+            lambda self, chunk, rows, version: note(
+                self, chunk, rows if rows is None else (rows - 1).clamp(min=0), version
+            ),
+        )
+    watched(monkeypatch)
+    with pytest.raises(Exception, match=r"\("):
+        run_of(gs.Downpour(), epochs=1)
+
+
+def test_stopped_and_resumed_and_one_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    adopted = watched(monkeypatch)
+    options: dict[str, Any] = {"workers": 3, "servers": 2, "batch_size": 4, "epochs": 2, "chunk_elems": 256}
+    outcome = trial(gs.Downpour(significance=0.05), model(), data(), stop=0.02, seed=1, **options)
+    assert outcome.run is not None
+    assert outcome.count("resumed") == 1
+    assert outcome.run.summary["samples_accounted"] == 192
+    outcome = trial(gs.Downpour(), model(), data(), kill=("worker-1", 0.02), seed=1, **options)
+    assert outcome.run is not None
+    assert outcome.lost == ["worker-1"]
+    assert adopted
+
+
+def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample adds 1 to elements of its own; only what has come to 3 is sent, the rest at the end."""
+    strategy = gs.Downpour(significance=2.5, significance_of="absolute", block_elems=1)
+    job: dict[str, Any] = {
+        "servers": 2,
+        "batch_size": 4,
+        "chunk_elems": 64,
+        "epochs": 5,
+        "optimizer": gs.SGD(lr=1.0),
+    }
+    run = gs.simulate(Tokens(4), numbered(32), strategy=strategy, workers=1, **job)
+    check_exactly_once(run, 32, 5)
+    # Of 5 ones, 3 are sent together and 2 at the end, each time with its number. At first, all.
+    assert run.summary["pushed_bytes"] == 4 * 64 * 4 + 2 * 4 * 32 * (4 + 4)
+    assert run.summary["whole_pushed_bytes"] == 4 * 64 * 4 * run.summary["pushes"]
+    for seed in range(4):
+        run = gs.simulate(Tokens(4), numbered(32), strategy=strategy, workers=3, seed=seed, **job)
+        check_exactly_once(run, 32, 5)
+    monkeypatch.setattr(RowReplica, "_flush", ServerReplica._flush)
+    lost = gs.simulate(Tokens(4), numbered(32), strategy=strategy, workers=1, **job)
+    with pytest.raises(AssertionError, match="was applied 3 times"):
+        check_exactly_once(lost, 32, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"optimizer": gs.Adam()}, "Adam.* moves every parameter.*use SGD without momentum or Adagrad"),
+        ({"optimizer": gs.SGD(lr=0.1, weight_decay=0.1)}, "without weight decay"),
+        ({"groups": [{"match": "last.*", "momentum": 0.0}], "optimizer": gs.Momentum(0.1)}, "would change"),
+        ({"strategy_options": {"local_momentum": 0.5}}, "local momentum of 0.5"),
+    ],
+)
+def test_what_moves_every_parameter_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(gs.GradstreamError, match=says):
+        run_of("downpour", **options)  # type: ignore[arg-type]  # by name: it has options
+
+
+def test_groups_apply_to_rows() -> None:
+    groups = [{"match": "second.*", "lr_scale": 0.5}, {"match": "last.*", "lr_scale": 0.0}]
+    runs = [run_of(strategy(), workers=1, groups=groups, epochs=1) for strategy in (gs.Downpour, Whole)]
+    assert same(*runs)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda payload: payload.view(torch.int32).fill_(7), "do not grow"),
+        (lambda payload: payload.view(torch.int32)[:1].fill_(-5), "rows -5 to"),
+        (lambda payload: payload[-1:].fill_(torch.nan), "NON_FINITE"),
+    ],
+)
+def test_hostile_pushes_are_refused(monkeypatch: pytest.MonkeyPatch, change: Any, says: str) -> None:
+    take = RowSum.take
+
+    def wrong(self: RowSum, *args: Any, **options: Any) -> Any:
+        pieces = take(self, *args, **options)
+        change(next(piece for piece in pieces.values() if piece.num_rows > 1).payload.tensor)
+        return pieces
+
+    monkeypatch.setattr(RowSum, "take", wrong)
+    with pytest.raises(gs.RefusedError, match=says):
+        run_of(gs.Downpour(), epochs=1)
+
+
+def test_a_strategy_that_cannot_send_rows_makes_them_whole() -> None:
+    """Synchronous SGD with Adam: the same model, exchanged in whole chunks."""
+    run = run_of(gs.Synchronous(), optimizer=gs.Adam(lr=0.01), epochs=1)
+    assert run.summary["pushed_bytes"] == run.summary["whole_pushed_bytes"] > 0
+
+
+def test_the_example_learns() -> None:
+    job = load_job(f"{Path(__file__).parents[1]}/examples/embeddings.py")
+    run = gs.simulate(job, epochs=None, steps=100, batch_size=512)
+    before = float(np.mean(job.data.test_targets**2))  # type: ignore[attr-defined]
+    assert (run.evaluate().loss or before) < 0.8 * before
+    assert run.summary["pushed_bytes"] < 0.3 * run.summary["whole_pushed_bytes"]
+
+
+def test_bytes_are_in_the_report_beside_what_whole_chunks_would_be() -> None:
+    run = run_of(gs.Downpour(), epochs=1)
+    sent, whole = run.summary["fetched_bytes"], run.summary["whole_fetched_bytes"]
+    assert 0 < sent < whole
+    assert sum(event["whole_fetched_bytes"] for event in run.events if event["event"] == "exchange") == whole
+    assert "all of it would have been" in links(figures_of(run.events))
+    assert "all of it would" not in links(figures_of(run_of(Whole(), epochs=1).events))
+    assert "had all of every chunk been sent" in dict(figures(run.summary))["instead of"]

@@ -107,6 +107,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
         ("pushed", f"{size_text(s['pushed_bytes'])} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
         ("fetched", f"{size_text(s['fetched_bytes'])} in {s['fetches']:,} fetches"),
+        ("instead of", _whole(s)),
         ("staleness", _of(s["staleness_mean"], _stale(s))),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
         ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
@@ -120,6 +121,14 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
 def _stale(figures: Mapping[str, Any]) -> str:
     p99 = quantile(figures["staleness"], 0.99)
     return f"mean {{:.2f}}, p99 {p99}, largest {figures['staleness_max']}"
+
+
+def _whole(s: Mapping[str, Any]) -> str:
+    """What whole chunks would have been, where not all of them were sent."""
+    up, down = s.get("whole_pushed_bytes", 0), s.get("whole_fetched_bytes", 0)
+    if up <= s["pushed_bytes"] and down <= s["fetched_bytes"]:
+        return ""
+    return f"{size_text(up)} up and {size_text(down)} down, had all of every chunk been sent"
 
 
 def _peaks(by_node: Mapping[str, int]) -> list[tuple[str, int]]:

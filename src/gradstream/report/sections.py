@@ -272,6 +272,11 @@ def links(figures: Figures) -> str:
         rows.append([escape(name), *row, _moved(some), _rate(some, figures.seconds)])
     head = ["worker", *(f">{shard}" for shard in shown), ">all shards", ">mean rate"]
     about = "Bytes up (pushed, ↑) and down (fetched, ↓), retries included."
+    summary = figures.summary
+    up, down = (summary.get(f"whole_{way}_bytes", 0) for way in ("pushed", "fetched"))
+    if up > summary.get("pushed_bytes", 0) or down > summary.get("fetched_bytes", 0):
+        whole = f"{size_text(up)} ↑ {size_text(down)} ↓"
+        about += f" Only what had changed was sent; all of it would have been {whole}."
     return section("Links", _table(head, rows, about) if figures.links else "")
 
 

@@ -262,11 +262,11 @@ class Differentiator:
     ) -> float:
         seed = hash_seed(self._seed, self._rank, at.step, index)
         beside: dict[str, Any] = {"kept": at.kept} if at.kept else {}  # only some models know of it
-        if at.rows is not None:
+        if at.rows is not None and at.rows.tables:
             beside["rows"] = RowGradient(at.rows.tables, into.dtype)
         with self._users_code(at.ref, at.step, "model"):
             loss = self._model.gradient(at.parameters, part, into, seed=seed, report=report, **beside)
-        if at.rows is not None:
+        if at.rows is not None and at.rows.tables:
             at.rows.add_all(beside["rows"], weight)
         return loss
 

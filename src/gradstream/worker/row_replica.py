@@ -47,6 +47,7 @@ class RowReplica(ServerReplica):
         self._rows = server.rows
         self._own = OwnSteps(parts.layout)
         self._held = RowSum(server.rows, parts.layout, exchange, self._allocate("accumulated", self._landing))
+        self._last_rate = 0.0  # of what is in the sum
         self._weighs = exchange.threshold > 0
         self._unsent = RowSum(server.rows, parts.layout, RowExchange(), self._gradient)
 
@@ -99,6 +100,7 @@ class RowReplica(ServerReplica):
         if not gradient.samples:
             self._count(gradient)
             return
+        assert isinstance(gradient, ComputedGradient)
         rows, total = _rows_of(gradient), self._held
         first = self._taken.num_gradients == 0
         if first:
@@ -109,7 +111,7 @@ class RowReplica(ServerReplica):
         else:
             vector = gradient.vector
             await self._brief(lambda: total.add(vector.tensor, rows), len(vector), [vector], [total.rest])
-        self._taken.vector = total.rest
+        self._taken.vector, self._last_rate = total.rest, gradient.lr
         self._count(gradient)
 
     async def descend(
@@ -148,7 +150,8 @@ class RowReplica(ServerReplica):
     async def _flush(self) -> None:
         if self._taken.num_gradients or self._refs or self._held.left:
             update = self.take_accumulated()
-            update.vector = update.vector or (self._held.rest if self._held.left else None)
+            if not update.num_gradients and self._held.left:
+                update.vector, update.learning_rate = self._held.rest, self._last_rate
             update.pieces = partial(self._pieces, self._held, everything=True)
             await self.server.push_soon(update)
         await self.server.settle()

@@ -15,18 +15,20 @@ worker's own parameters are the server's after a fetch, without what is left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from gradstream.memory import Vector
-from gradstream.model.base import Layout
+from gradstream.model.base import Layout, Slot
 from gradstream.model.rows import RowGradient, TableRows
 from gradstream.server.client import Piece
 from gradstream.server.rows import RowMap, RowPart, Run, clipped, joined, pack, packed_elems
 from gradstream.strategies.base import RowExchange
 
 __all__ = ["RowSum"]
+
+Test = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RowSum:
@@ -54,18 +56,18 @@ class RowSum:
     def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, Piece]:
         """What is to be sent, by chunk; chunks without any of it are left out.
 
-        Where all of it is, payloads of whole chunks lie in `rest`, which must stay as it is until they have
-        been sent. Otherwise what is sent is 0 in the sum afterwards, and the rest of it is left.
+        Without a threshold, payloads of whole chunks lie in `rest`, which must stay as it is until they have
+        been sent. With one, what is sent is 0 in the sum afterwards, and the rest of it is left.
 
         Args:
             parameters: (E,).
             lr: γ.
-            everything: of what significance ever.
+            everything: also what is not significant; with a threshold, all that is not 0.
         """
-        everything = everything or self._exchange.threshold == 0
+        weighs, test = self._exchange.threshold > 0, self._test(lr, everything=everything)
         tables = [
-            self.tables[slot] if everything else self._significant_rows(index, parameters, lr)
-            for index, slot in enumerate(self.tables.tables)
+            self._chosen_rows(slot, parameters, test) if weighs and not everything else self.tables[slot]
+            for slot in self.tables.tables
         ]
         touched = self._touched(tables)
         pieces: dict[int, Piece] = {}
@@ -73,7 +75,7 @@ class RowSum:
             runs = self._rows.runs(chunk)
             if chunk not in touched and all(run.table >= 0 for run in runs):
                 continue
-            if everything and len(runs) == 1 and runs[0].table < 0:
+            if not weighs and len(runs) == 1 and runs[0].table < 0:
                 start = runs[0].row
                 pieces[chunk] = Piece(0, self.rest[start : start + runs[0].stop])
                 continue
@@ -82,17 +84,15 @@ class RowSum:
             parts = [
                 clipped(run, *tables[run.table])
                 if run.table >= 0
-                else self._blocks(run, held, lr, everything=everything)
+                else self._blocks(run, held, test if weighs else None)
                 for run in runs
             ]
             piece = self._piece(chunk, joined(parts))
             if piece is not None:
                 pieces[chunk] = piece
-        if everything:
+        if everything or not weighs:
             self.tables = RowGradient(self.tables.tables, parameters.dtype)
-            self.left = False
-        else:
-            self.left = self.tables.num_rows > 0 or bool(self.rest.tensor.any())
+        self.left = weighs and (self.tables.num_rows > 0 or bool(self.rest.tensor.any()))
         return pieces
 
     def _touched(self, tables: list[TableRows]) -> set[int]:
@@ -121,40 +121,38 @@ class RowSum:
             payload[self._rows.elements(chunk, part.numbers)] = values
         return Piece(num_rows, Vector(f"rows of chunk {chunk}", payload).all)
 
-    def _blocks(self, run: Run, chunk: torch.Tensor, lr: float, *, everything: bool) -> RowPart:
-        """The blocks of a run of the rest that are to be sent."""
+    def _blocks(self, run: Run, chunk: torch.Tensor, test: Test | None) -> RowPart:
+        """The blocks of a run of the rest that are to be sent, taken out of the sum; None for all of them."""
         held = self.rest.tensor[run.row : run.row + run.stop - run.start]
-        if everything:
+        if test is None:
             return RowPart(run.first + torch.arange(run.num_rows), held)
-        change = _mean_squares(held, run.row_elems) * lr**2
-        blocks = torch.nonzero(
-            self._exceeds(change, _mean_squares(chunk[run.start : run.stop], run.row_elems))
-        )
-        places = (blocks * run.row_elems + torch.arange(run.row_elems)).flatten()
+        width = run.row_elems
+        blocks = torch.nonzero(test(_cut(held, width), _cut(chunk[run.start : run.stop], width))).flatten()
+        places = (blocks[:, None] * width + torch.arange(width)).flatten()
         places = places[places < len(held)]
         values = held[places]
         held[places] = 0
-        return RowPart(run.first + blocks.flatten(), values)
+        return RowPart(run.first + blocks, values)
 
-    def _significant_rows(self, index: int, parameters: torch.Tensor, lr: float) -> TableRows:
-        """Those rows of a table that are to be sent; takes them out of the sum."""
-        slot = self.tables.tables[index]
+    def _chosen_rows(self, slot: Slot, parameters: torch.Tensor, test: Test) -> TableRows:
+        """Those rows of a table that are to be sent, taken out of the sum."""
         numbers, values = self.tables[slot]
         held = parameters[slot.start : slot.stop].view(slot.shape[0], -1)[numbers]
-        chosen = self._exceeds(values.square().mean(1) * lr**2, held.square().mean(1))
+        chosen = test(values, held)
         self.tables.replace(slot, numbers[~chosen], values[~chosen])
         return numbers[chosen], values[chosen]
 
-    def _exceeds(self, change: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
-        """Whether a change is significant. Both are mean squares, by row."""
+    def _test(self, lr: float, *, everything: bool) -> Test:
+        """Which rows (n, width) of the sum are to be sent, beside those of the parameters: (n,) of bool."""
+        if everything:
+            return lambda held, parameters: (held != 0).any(1)
         bound = self._exchange.threshold**2
-        return change > (bound * parameters if self._exchange.relative else bound)
+        if self._exchange.relative:
+            return lambda held, w: (lr * held).square().mean(1) > bound * w.square().mean(1)
+        return lambda held, w: (lr * held).square().mean(1) > bound
 
 
-def _mean_squares(elements: torch.Tensor, width: int) -> torch.Tensor:
-    """By block of so many elements, the last of which may be shorter."""
-    if width == 1:
-        return elements.square()
-    full = len(elements) // width * width
-    out = elements[:full].view(-1, width).square().mean(1)
-    return out if full == len(elements) else torch.cat([out, elements[full:].square().mean().view(1)])
+def _cut(elements: torch.Tensor, width: int) -> torch.Tensor:
+    """As rows (n, width); zeros are added to a last one that is shorter."""
+    missing = -len(elements) % width
+    return (torch.nn.functional.pad(elements, (0, missing)) if missing else elements).view(-1, width)
