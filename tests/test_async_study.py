@@ -54,6 +54,16 @@ def test_the_grid_comes_first_then_the_best_rate_under_other_seeds(study: Module
     assert study.ledger.best_rate({}, "downpour", budget) is None
 
 
+def test_every_method_can_be_made(study: Modules) -> None:
+    names = [method.name for method in study.methods.METHODS]
+    assert len(names) == len(set(names))
+    for method in study.methods.METHODS:
+        assert method.made() is not None
+        assert method.optimizer(0.1, 8.0).lr is not None
+    compared = {method.exponent for method in study.methods.METHODS} - {None}
+    assert compared == set(study.methods.EXPONENTS)
+
+
 def test_figures_of_a_method(study: Modules) -> None:
     budget = study.ledger.Budget(rates=(0.1, 0.3, 1.0), epochs=10, tuning_seed=0, seeds=(1, 2))
     methods = [one for one in study.methods.METHODS if one.name == "downpour"]

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import gradstream as gs
-from gradstream.errors import UnknownNameError
 from gradstream.optim.base import Optimizer
 from gradstream.registry import find_strategy
 from gradstream.strategies.base import Strategy
 
-__all__ = ["BATCH", "EXPONENTS", "METHODS", "WORKERS", "Method", "available"]
+__all__ = ["BATCH", "EXPONENTS", "METHODS", "WORKERS", "Method"]
 
 WORKERS, BATCH = 30, 4
 """λ = 30 learners with 4 samples each: 120 in all, near the 128 of Zhang and others."""
@@ -93,15 +92,3 @@ METHODS: tuple[Method, ...] = (
     Method("one-shot", "parameter averaging, once", "parameter-averaging", {"every": None}),
     Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
 )
-
-
-def available(methods: tuple[Method, ...] = METHODS) -> list[Method]:
-    """Those that this version of gradstream can run."""
-    found = []
-    for method in methods:
-        try:
-            method.made()
-        except UnknownNameError:
-            continue
-        found.append(method)
-    return found

@@ -26,11 +26,24 @@ def study_tables(record: Mapping[str, Any]) -> dict[str, str]:
     found: Mapping[str, Found] = record["findings"]["methods"]
     run = {name: one for name, one in found.items() if one["by_rate"]}
     return {
+        "state": _state(record),
         "accuracy": _accuracy(run, record["findings"]["equal_s"]),
         "time": _time(run, record["findings"]["target"]),
         "rates": _rates(run, record["budget"]["rates"]),
         "exponents": _exponents(run, record["budget"]["rates"]),
     }
+
+
+def _state(record: Mapping[str, Any]) -> str:
+    """How far the study is, and where it was made."""
+    budget, found = record["budget"], record["findings"]["methods"]
+    whole = len(found) * (len(budget["rates"]) + len(budget["seeds"]))
+    missing = "" if record["runs"] >= whole else "; what is missing below was not run yet"
+    machine = record["machine"]["machine"]
+    return (
+        f"Made of {record['runs']} of {whole} runs, {record['date']}, on {machine['cores']} cores of an "
+        f"{machine['processor']}{missing}."
+    )
 
 
 def put(page: Path, places: Mapping[str, str]) -> None:
@@ -43,12 +56,14 @@ def put(page: Path, places: Mapping[str, str]) -> None:
 
 
 def _accuracy(found: Mapping[str, Found], equal_s: float | None) -> str:
+    alone = found.get("single", {}).get("rate")
     head = [
         "",
         "rate",
         "accuracy at equal samples",
         "± of seeds",
         f"after {equal_s or 0:.1f} s",
+        f"at {alone or 0:g}, one machine's rate",
         "staleness, mean",
         "at most",
         f"rates within {100 * NEAR:.0f} points",
@@ -60,6 +75,7 @@ def _accuracy(found: Mapping[str, Found], equal_s: float | None) -> str:
             _percent(one.get("accuracy")),
             _points(one.get("deviation")),
             _percent(one.get("at_equal_s")),
+            _percent(one["by_rate"].get(f"{alone:g}") if alone else None),
             _number(one.get("staleness_mean"), ".1f"),
             _number(one.get("staleness_max"), "d"),
             _percent(one.get("near"), 0),
