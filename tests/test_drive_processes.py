@@ -1,0 +1,72 @@
+"""A warm start by real processes: stopped in the middle, resumed, and robbed of the worker that makes it."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import gradstream as gs
+import gradstream.resume  # the name in the face is the function's
+from gradstream.cluster import LocalCluster, node_environment
+from gradstream.config import cast_of
+from gradstream.jobfile import load_job
+from gradstream.summary import EventDict
+from gradstream.testing.killing import Killer
+from gradstream.testing.runs import check_nothing_lost
+from gradstream.train import launch
+
+resume_module = sys.modules["gradstream.resume"]
+
+JOB = """
+import time
+import gradstream as gs
+from gradstream.testing.runs import Tokens, numbered
+
+class Slow(Tokens):
+    def gradient(self, *given, **options):
+        time.sleep(0.02)
+        return super().gradient(*given, **options)
+
+def job():
+    return gs.Job(
+        Slow(num_chunks=3), numbered(24), strategy=gs.Downpour(warm_start="4epochs", waves=2, wave_every=24),
+        optimizer=gs.SGD(lr=1.0), workers=3, servers=2, batch_size=2, epochs=8, chunk_elems=64,
+    )
+"""
+
+
+def test_a_warm_start_that_is_stopped_resumed_and_robbed_of_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, path, steps = tmp_path / "warm.py", tmp_path / "run", 0
+    file.write_text(textwrap.dedent(JOB))
+    path.mkdir()
+    job = load_job(str(file))
+
+    def count(event: EventDict) -> None:
+        nonlocal steps
+        steps += event["event"] == "step"
+
+    with LocalCluster(tmp_path / "logs", node_environment(3)) as cluster:
+        with pytest.raises(gs.Interrupted) as caught:
+            launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=count, stop=lambda: steps > 4)
+        assert caught.value.checkpoint
+        killer = Killer(cluster, "step", 4, "worker-0")
+        monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=cluster))
+        run = gs.resume(path, on_event=killer)
+    assert run.summary["workers_lost"] == ["worker-0"]
+    check_nothing_lost(run, 24, 8)
+    turns = [(event["phase"], event["engaged"]) for event in run.events if event["event"] == "drive"]
+    assert turns == [
+        ("alone", ["worker-0"]),
+        ("alone", ["worker-0"]),  # resumed
+        ("alone", ["worker-1"]),
+        ("together", ["worker-1", "worker-2"]),
+        ("together", ["worker-1", "worker-2"]),
+    ]
+    taken_over = next(i for i, event in enumerate(run.events) if event.get("engaged") == ["worker-1"])
+    assert {event["rank"] for event in run.events[:taken_over] if event["event"] == "step"} == {0}
