@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream.checkpoint.policy import Policy
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.config import cast_of
-from gradstream.data.plan import epoch_order
+from gradstream.data.ledger import Ledger
+from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.events import CheckpointFailedEvent
 from gradstream.jobfile import load_job
+from gradstream.membership.cut import Cuts
+from gradstream.membership.instructions import Discard, Emit
 from gradstream.sparse import SparseDataset, SparseModel
 from gradstream.strategies import Worker
 from gradstream.testing import check_strategy
@@ -24,6 +29,7 @@ from gradstream.testing.killing import Killer
 from gradstream.testing.runs import least_squares
 from gradstream.testing.strategies import BrokenLawsError
 from gradstream.train import launch
+from gradstream.wire import v1
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 
@@ -67,6 +73,29 @@ def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
             cast_of(job(**options), "x")
     with pytest.raises(UnknownNameError, match="did you mean 'atomic'"):
         gs.Hogwild(update="atomik")
+
+
+def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'gradstream\[fast\]'"):
+        cast_of(job(), "x")
+
+
+def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
+    ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1, max_batches_per_partition=None)
+    cuts, both = Cuts(ledger, Policy(), together=False), ["worker-0", "worker-1"]
+    cuts.begin(0.0, both, both)
+    cut = cuts.current
+    assert cut is not None
+    cut.phase = v1.Cut.WRITE
+    (discard, event, _) = cuts.lost("worker-1", 1.0, both[:1], both[:1])
+    assert isinstance(discard, Discard)
+    assert isinstance(event, Emit) and isinstance(event.event, CheckpointFailedEvent)
+    # Where there are shards, these write, and no worker is needed for it.
+    cuts.begin(2.0, both, ["shard-0"])
+    assert cuts.current is not None
+    cuts.current.phase = v1.Cut.WRITE
+    assert cuts.lost("worker-1", 3.0, both[:1], ["shard-0"]) == []
 
 
 # ---- real processes ---------------------------------------------------------------------------
@@ -154,6 +183,7 @@ def test_a_run_is_a_run_like_others(job_file: Path, warm: LocalCluster, tmp_path
     assert run.summary["samples"] == 9000
     assert run.summary["samples_accounted"] == 9000
     assert run.summary["servers"] == 0
+    assert (run.summary["pushes"], run.summary["pushed_bytes"]) == (90, 0)
     assert "shared" in run.summary["group"]
     losses = [event["loss"] for event in run.events if event["event"] == "evaluated"]
     assert len(losses) == 3

@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gradstream"
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
-HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "PIL", "jax", "rich")
+HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "PIL", "jax", "rich", "numba")
 EXECUTES_WHAT_IT_READS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 

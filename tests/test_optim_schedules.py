@@ -78,6 +78,16 @@ def test_warmup_and_chain_compose() -> None:
     assert nominal_rate(gs.Warmup(gs.Chain(gs.Cosine(0.4), 1, 0.1), 3)) == 0.4
 
 
+def test_back_off_falls_as_one_over_t() -> None:
+    rate = gs.BackOff(0.5, first=4, factor=0.5, unit="steps")
+    rates = [rate_at(rate, Position(step, 100, 10)) for step in range(29)]
+    assert rates == [0.5] * 4 + [0.25] * 8 + [0.125] * 16 + [0.0625]
+    slow = gs.BackOff(1.0)  # an epoch, then 1/0.9 epochs, then 1/0.81
+    for epochs in (10, 100, 1000):
+        now = rate_at(slow, Position(10 * epochs, 10_000, 10))
+        assert now == pytest.approx(1 / (1 + epochs * (1 / 0.9 - 1)), rel=0.12)
+
+
 BAD: list[tuple[Any, str]] = [
     (lambda: gs.SGD(lr=gs.Cosine(-1.0)), "Cosine: lr is -1.0"),
     (lambda: gs.SGD(lr=0.0), "SGD: lr is 0.0"),
@@ -85,6 +95,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda: gs.StepDecay(0.1, 1, unit="weeks"), "unit is 'weeks'; expected 'steps' or 'epochs'"),  # type: ignore[arg-type]
     (lambda: gs.OneCycle(0.1, rise=1.5), "rise is 1.5"),
     (lambda: gs.InverseRoot(0.1, over=0), "over is 0"),
+    (lambda: gs.BackOff(0.1, factor=1.0), "factor is 1.0"),
     (lambda: gs.Warmup(gs.Cosine(0.1), 0), "length is 0"),
     (lambda: gs.Warmup(math.nan, 5), "then is nan"),
     (lambda: gs.Chain(0.1, -1, 0.2), "at is -1"),

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Adagrad,
         Adam,
         AdamW,
+        BackOff,
         Chain,
         Constant,
         Cosine,
@@ -90,6 +91,7 @@ __all__ = [
     "AdamW",
     "AllReduce",
     "AsySG",
+    "BackOff",
     "Batch",
     "Chain",
     "ConfigError",
@@ -160,6 +162,7 @@ _ROOMS = {
     "gradstream.model": ("Batch", "Rows", "from_functions", "from_jax", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
     "gradstream.optim.schedules": (
+        "BackOff",
         "Chain",
         "Constant",
         "Cosine",

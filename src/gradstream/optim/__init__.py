@@ -4,6 +4,7 @@ from gradstream.optim.adagrad import Adagrad
 from gradstream.optim.adam import Adam, AdamW
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import (
+    BackOff,
     Chain,
     Constant,
     Cosine,
@@ -20,6 +21,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "BackOff",
     "Chain",
     "Constant",
     "Cosine",

@@ -22,6 +22,7 @@ from gradstream.errors import ConfigError
 from gradstream.optim._check import not_negative, positive, require
 
 __all__ = [
+    "BackOff",
     "Chain",
     "Constant",
     "Cosine",
@@ -166,6 +167,44 @@ class StepDecay:
     def __call__(self, position: Position) -> float:
         """The rate at a position."""
         return self.lr * self.factor ** int(position.step // position.steps(self.every, self.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class BackOff:
+    """Constant in phases that grow longer as the rate falls: lr · factorᵏ in phase k, of first/factorᵏ.
+
+    So the rate falls as 1/t: after as many phases as take t, it is lr / (1 + t·(1/factor - 1)/first).
+
+    Args:
+        lr: rate of phase 0, > 0.
+        first: length of phase 0, > 0.
+        factor: from one phase to the next, in (0, 1).
+        unit: what `first` counts: "epochs" or "steps".
+
+    Reference:
+        Niu, Recht, Ré, Wright, HOGWILD!, 2011: the back-off scheme of §5, which needs no strong convexity
+        constant to be known, and no rate of every single step.
+    """
+
+    lr: float
+    first: float = 1.0
+    factor: float = 0.9
+    unit: Unit = "epochs"
+
+    def __post_init__(self) -> None:
+        positive("BackOff", "lr", self.lr)
+        positive("BackOff", "first", self.first)
+        require(0 < self.factor < 1, "BackOff", "factor", self.factor, "a number in (0, 1)")
+        _unit("BackOff", self.unit)
+
+    def __call__(self, position: Position) -> float:
+        """The rate at a position."""
+        rate, end = self.lr, position.steps(self.first, self.unit)
+        length = end
+        while position.step >= end:
+            length /= self.factor
+            rate, end = rate * self.factor, end + length
+        return rate
 
 
 @dataclass(frozen=True, slots=True)

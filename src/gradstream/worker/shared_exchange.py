@@ -19,7 +19,7 @@ from gradstream.checkpoint.snapshot import Pieces, Snapshots, load
 from gradstream.collectives.commons import Commons, form_commons
 from gradstream.data.base import Dataset
 from gradstream.errors import DeadlineError
-from gradstream.events import Event
+from gradstream.events import Event, ExchangeEvent
 from gradstream.membership.member import Member
 from gradstream.model.base import Layout, Model
 from gradstream.runtime.base import Runtime, Work, awaited_later
@@ -154,8 +154,19 @@ class SharedExchange:
         """See `Exchange`: there is one vector."""
 
     def report(self) -> Sequence[Event]:
-        """See `Exchange`: nothing is sent."""
-        return []
+        """See `Exchange`: a minibatch is a push and a fetch, of no bytes."""
+        staleness = self.replica.take_staleness()
+        num = sum(staleness.values())
+        event = ExchangeEvent(
+            rank=self._around.rank,
+            pushed_bytes=0,
+            fetched_bytes=0,
+            pushes=num,
+            fetches=num,
+            retries=0,
+            staleness=staleness,
+        )
+        return [event] if num else []
 
     async def close(self) -> None:
         """See `Exchange`. What is shared stays for as long as a worker holds it."""

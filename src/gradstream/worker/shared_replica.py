@@ -6,6 +6,7 @@ A gradient is computed on the vector as it is while others write it, and added t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
@@ -56,6 +57,12 @@ class SharedReplica(Replica):
         self._model = model
         self._unlock = unlock
         self._alone = alone
+        self._late_by: Counter[str] = Counter()
+
+    def take_staleness(self) -> dict[str, int]:
+        """Minibatches that others have put in during one of this worker's → how often since the last call."""
+        taken, self._late_by = self._late_by, Counter()
+        return dict(taken)
 
     @property
     def shared(self) -> base.Shared:
@@ -139,6 +146,7 @@ class SharedReplica(Replica):
             await self._unlock(int(at.state[1]))
 
     def _in_model(self, refs: tuple[BatchRef, ...]) -> None:
+        self._late_by[str(self.board.version - self.version)] += 1
         self.board.count()
         self.version = self.board.version
         self._handed_out(refs)()
