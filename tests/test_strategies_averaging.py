@@ -193,6 +193,31 @@ def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None)
     assert np.abs(run.parameters["w"] - best).max() < 0.15
 
 
+def test_what_was_found_before_a_stop_is_not_lost_by_it() -> None:
+    """One worker has come to its end when the run is stopped: what both have found is in the checkpoint."""
+
+    async def stop(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(10.5)
+        cluster.stop()
+
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.zeros(40)},
+        outputs=lambda p, x: x,
+        gradients=lambda p, x, y: {"w": -np.eye(40)[x].sum(0)},
+        dtype="float64",
+    )
+    options: dict[str, Any] = {
+        "strategy": gs.ParameterAveraging(every=None), "optimizer": gs.SGD(lr=1.0), "workers": 2,
+        "shares": [1, 4], "batch_size": 2, "epochs": 1, "storage": MemoryStorage(),
+        "world": World(costs={"gradient": Cost(base_s=1.0)}),
+    }  # fmt: skip
+    with pytest.raises(gs.Interrupted):
+        simulate(model, numbered(40), script=stop, **options)
+    run = simulate(model, numbered(40), resume=True, **options)
+    assert run.summary["samples_accounted"] == 40
+    assert (run.parameters["w"] > 0).all()  # every sample has left its mark
+
+
 # ---- how they are put together ---------------------------------------------------------------------
 
 

@@ -17,11 +17,12 @@ from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError
 from gradstream.jobfile import load_job
 from gradstream.model.base import Model
+from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.simulate import simulate
 from gradstream.strategies.together import Together
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
+from gradstream.testing.runs import Sized, Tokens, kill_at, least_squares, numbered
 from gradstream.testing.strategy_laws import BrokenLawError, Law, complete, deaths, ends, resumes
 from gradstream.testing.trials import token_run
 from gradstream.worker.moves import ElasticPull
@@ -202,6 +203,34 @@ def test_all_meet_at_the_optimum_of_a_quadratic(synchronous: bool, own: dict[int
         first, second = (distances[i + 1][place] / distances[i][place] for i in range(2))
         assert second < 0.1
         assert 0.5 < second / first < 2.0
+
+
+def test_alone_with_nesterovs_momentum_it_is_torchs_rule() -> None:
+    """EAMSGD of one worker that meets the centre once, at the end, and wholly: δ = 0.99, bit for bit."""
+    model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
+    w = torch.zeros(FEATURES, dtype=torch.float64, requires_grad=True)
+    rule = torch.optim.SGD([w], lr=0.001, momentum=0.99, nesterov=True, fused=True)
+    ((_, batches),) = shares_of(data, 1, 11)
+    for ids in batches:
+        w.grad = gradient_of(model, w.detach(), data, ids)
+        rule.step()
+    strategy = gs.EAMSGD(every=100, moving_rate=1.0)
+    run = simulate(model, data, strategy=strategy, workers=1, batch_size=4, steps=11, seed=3, chunk_elems=64)
+    assert np.array_equal(run.parameters["w"], w.detach().numpy())
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_checkpoint_is_an_exchange_and_training_goes_on(
+    synchronous: bool, own: dict[int, torch.Tensor]
+) -> None:
+    strategy = gs.ElasticAveraging(every=3, moving_rate=0.5, synchronous=synchronous)
+    run = simulate(
+        Tokens(num_chunks=4), numbered(24), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=2,
+        batch_size=2, epochs=4, chunk_elems=64, checkpoint_every=10, storage=MemoryStorage(), world=UNEVEN,
+    )  # fmt: skip
+    assert sum(event["event"] == "checkpoint" for event in run.events) >= 2
+    total = torch.from_numpy(run.parameters["tokens"]).flatten() + sum(own.values())
+    assert torch.allclose(total.view(4, 64)[:, :24], torch.full((4, 24), 4.0), atol=1e-5)
 
 
 def test_a_lost_worker_stops_nobody() -> None:

@@ -21,9 +21,9 @@ Bytes a step and worker: 4N/H up, 4N/H down (float32); one-shot 4N up in all. Ev
 at each average, so once in H steps. A lost worker is left out from then on, and the others go through what is
 left of its data; who has gone through its share waits for nobody and keeps nobody waiting.
 
-A cut brings everything into the model, so workers average there too, with however many steps they have
-made: periodic averaging goes on from the mean, one-shot from each worker's own w_i. A resumed run begins
-with the mean on all workers.
+A cut brings everything into the model, so workers average for a checkpoint too, with however many steps they
+have made, and go on from the mean. A resumed run begins with the mean on all workers. Of a one-shot run
+nothing is in the model before its end, so no checkpoint is due; only stopping it makes one.
 
 References: McDonald, Hall, Mann, "Distributed training strategies for the structured perceptron", 2010;
 Zinkevich, Weimer, Li, Smola, "Parallelized stochastic gradient descent", 2010 (one-shot); Stich, "Local SGD
@@ -148,8 +148,7 @@ class ParameterAveraging(Strategy):
             if away:
                 await server.enter()
                 away = False
-                if self.every is not None:
-                    await worker.refresh()
+                await worker.refresh()
             await worker.optimize(await worker.gradient(batch))
             if worker.unpushed == self.every:
                 await server.push_soon(worker.take_parameters())
