@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 import gradstream as gs
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
+from gradstream.jobfile import load_job
 from gradstream.model.base import Batch, Layout
 from gradstream.runtime.base import Report
 from gradstream.runtime.storage import MemoryStorage
@@ -61,10 +64,7 @@ class Witness(Tokens):
     def __init__(self, seed: int) -> None:
         super().__init__(num_chunks=2)
         self.layout = Layout.of([("tokens", (2, 128))], torch.float32)
-        plan = PartitionPlan(SAMPLES, 1, WORKERS, seed=seed)
-        self.line = [
-            [int(plan.ids(BatchRef(0, rank, k))[0]) for k in range(CLOCKS)] for rank in range(WORKERS)
-        ]
+        self.line = lines_of(SAMPLES, WORKERS, seed)
         self.reads: list[Read] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Witness:
@@ -79,20 +79,29 @@ class Witness(Tokens):
             (rank, line.index(sample)) for rank, line in enumerate(self.line) if sample in line
         )
         counts = parameters.view(2, 128).round().to(torch.int64).tolist()
-        included = tuple(tuple(self._prefix(chunk, line) for line in self.line) for chunk in counts)
+        included = tuple(tuple(prefix(chunk, line) for line in self.line) for chunk in counts)
         self.reads.append(Read(rank, clock, included))
         gradient.zero_()
         gradient.view(2, 128)[:, int(sample)] = -1.0
         report(len(gradient))
         return 0.0
 
-    @staticmethod
-    def _prefix(chunk: list[int], line: list[int]) -> int:
-        """How many of a worker's minibatches are in a chunk, which must be its first ones, each once."""
-        there = [chunk[sample] for sample in line]
-        count = sum(there)
-        assert there == [1] * count + [0] * (len(line) - count), "not the first ones, or one of them twice"
-        return count
+
+def prefix(chunk: list[int], line: list[int]) -> int:
+    """How many of a worker's minibatches are in a chunk, which must be its first ones, each once."""
+    there = [chunk[sample] for sample in line]
+    count = sum(there)
+    assert there == [1] * count + [0] * (len(line) - count), "not the first ones, or one of them twice"
+    return count
+
+
+def lines_of(samples: int, workers: int, seed: int) -> list[list[int]]:
+    """By worker, the samples that it goes through one by one."""
+    plan = PartitionPlan(samples, 1, workers, seed=seed)
+    return [
+        [int(plan.ids(BatchRef(0, rank, k))[0]) for k in range(plan.batches_in(rank, 0))]
+        for rank in range(workers)
+    ]
 
 
 def check_bound(reads: list[Read], bound: int) -> int:
@@ -304,3 +313,51 @@ def test_in_step_a_clock_is_one_update_also_where_the_last_to_come_leaves() -> N
     assert (due.update, due.summed, due.completes) == ((), 2, True)
     assert state.applied(0) == [Release("fetch", 0)]
     assert state.version(0) == 1
+
+
+# ---- processes --------------------------------------------------------------------------------
+
+JOB = """
+import json, os
+import numpy as np
+import gradstream as gs
+
+def gradients(parameters, inputs, targets):
+    (sample,), counts = inputs, np.rint(parameters["w"]).astype(int)
+    with open(f"reads-{os.getpid()}", "a") as file:
+        print(json.dumps([int(sample), counts.tolist()]), file=file)
+    gradient = np.zeros((3, 192), np.float32)
+    gradient[:, int(sample)] = -1.0
+    return 0.0, {"w": gradient}
+
+def job():
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.zeros((3, 192), np.float32)},
+        outputs=lambda parameters, inputs: inputs,
+        gradients=gradients,
+    )
+    numbers = np.arange(192)
+    return gs.Job(
+        model, gs.from_arrays(numbers, numbers), strategy=gs.SSP(bound=1), optimizer=gs.SGD(lr=1.0),
+        workers=3, servers=2, batch_size=1, epochs=1, chunk_elems=192, seed=5,
+    )
+"""
+
+
+def test_processes_keep_to_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tokens.py").write_text(JOB)
+    run = gs.train(load_job("tokens.py"))
+    assert np.array_equal(run.parameters["w"], np.ones((3, 192)))
+    lines, reads = lines_of(192, 3, seed=5), []
+    for path in tmp_path.glob("reads-*"):
+        for sample, counts in map(json.loads, path.read_text().splitlines()):
+            rank, clock = next((r, line.index(sample)) for r, line in enumerate(lines) if sample in line)
+            included = tuple(tuple(prefix(chunk, line) for line in lines) for chunk in counts)
+            reads.append(Read(rank, clock, included))
+    assert len(reads) == 192
+    for read in reads:
+        for chunk in read.included:
+            assert min(chunk) >= read.clock - 1
+            assert chunk[read.rank] == read.clock
+    assert 192 // 2 <= run.summary["fetches"] <= 192 + 3
