@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gradstream as gs
 from gradstream.errors import UserCodeError
@@ -47,8 +49,8 @@ def contribution(sequence: int, *, rank: int = 0, basis: int = 0, **fields: Any)
     return Contribution(f"worker-{rank}", rank, 1, sequence, samples=1, basis=basis, **fields)
 
 
-def initialised(rule: Rule) -> ShardState:
-    state = ShardState([0], rule)
+def initialised(rule: Rule, window: type[SequenceWindow] = SequenceWindow) -> ShardState:
+    state = ShardState([0], rule, window)
     state.push(0, Parked(contribution(1), "init", assign=True))
     state.applied(0)
     return state
@@ -121,6 +123,75 @@ def test_nothing_joins_no_sum() -> None:
     due, _ = pushed(state, 2, absent=True)
     assert not due.completes
     assert state.chunks[0].summed == 0
+
+
+class Interpreter:
+    """Carries instructions out on lists of sequence numbers: the sum, and what is in the parameters."""
+
+    def __init__(self, state: ShardState) -> None:
+        self.state = state
+        self.sum: list[int] = []
+        self.parameters: list[int] = []
+        self.doing: Apply | None = None
+        self.released: set[object] = set()
+
+    def carry_out(self, instructions: list[Instruction]) -> None:
+        for one in instructions:
+            if isinstance(one, Apply):
+                assert self.doing is None, "two updates of one chunk at once"
+                assert one.summed == len(self.sum)
+                self.doing = one
+            elif isinstance(one, Release):
+                self.released.add(one.token)
+
+    def finish(self) -> None:
+        """The arithmetic that is under way is done."""
+        if self.doing is None:
+            return
+        due, self.doing = self.doing, None
+        self.sum += [held.contribution.sequence for held in due.update]
+        if due.completes:
+            self.parameters += self.sum
+            self.sum = []
+        self.carry_out(self.state.applied(0))
+
+    def finish_all(self) -> None:
+        while self.doing is not None:
+            self.finish()
+
+
+EVENTS = st.lists(st.one_of(st.integers(2, 12), st.sampled_from(["done", "flush"])), max_size=60)
+
+
+@given(EVENTS, st.integers(1, 5))
+def test_whatever_comes_when_each_contribution_is_in_once(events: list[int | str], count: int) -> None:
+    """Pushes and retries of them in any order, while sums grow or are applied, and flushes at any time."""
+    check_once(events, count, SequenceWindow)
+
+
+def test_a_retry_that_is_taken_in_again_is_noticed() -> None:
+    with pytest.raises(AssertionError):
+        check_once([2, "done", 3, "done", 2], 2, LastOnly)
+
+
+def check_once(events: list[int | str], count: int, window: type[SequenceWindow]) -> None:
+    there = Interpreter(initialised(Gathered(count), window))
+    flushes: list[str] = []
+    for index, event in enumerate(events):
+        if event == "done":
+            there.finish()
+        elif event == "flush":
+            flushes.append(f"flush-{index}")
+            there.carry_out(there.state.fetch(0, FetchTerms("reader", 1, flush=True), flushes[-1]))
+        else:
+            assert isinstance(event, int)
+            there.carry_out(there.state.push(0, Parked(contribution(event), index)))
+    there.finish_all()  # what is not acknowledged yet, no flush waits for
+    there.carry_out(there.state.fetch(0, FetchTerms("reader", 1, flush=True), "last"))
+    there.finish_all()
+    assert sorted(there.parameters) == sorted({event for event in events if isinstance(event, int)})
+    assert not there.sum
+    assert there.released == {*flushes, "last"}
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------

@@ -317,7 +317,11 @@ class Served:
 
     async def push(self) -> None:
         await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, basis=[0, 0]))
-        await self.client.settle()
+        settled = asyncio.ensure_future(self.client.settle())
+        await asyncio.wait({settled, self.service.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if self.service.failure.done():
+            self.service.failure.result()
+        await settled
         assert not self.ones.lent, "a push is done when its vector is the worker's again"
 
     async def fetch(self) -> torch.Tensor:
