@@ -14,6 +14,7 @@ from torch import nn
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.jobfile import load_job
+from gradstream.replay import replay
 from gradstream.report.figures import figures_of
 from gradstream.report.sections import links
 from gradstream.run import Run
@@ -129,29 +130,28 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return adopted
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"overlap": False, "fetch_every": 2},
-    {"push_every": 3, "fetch_every": 2},
-    {"significance": 0.05, "push_every": 2},
-    {"significance": 0.01, "significance_of": "absolute", "block_elems": 1},
+STRATEGIES: list[gs.Strategy] = [
+    gs.Downpour(),
+    gs.Downpour(overlap=False, fetch_every=2),
+    gs.Downpour(push_every=3, fetch_every=2),
+    gs.Downpour(significance=0.05, push_every=2),
+    gs.Downpour(significance=0.01, significance_of="absolute", block_elems=1),
+    gs.Synchronous(sparse=True, backup=1),
 ]
 
 
-@pytest.mark.parametrize(("seed", "options"), list(enumerate(OPTIONS)), ids=str)
-def test_what_is_adopted_is_what_the_server_has(
-    monkeypatch: pytest.MonkeyPatch, seed: int, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("seed", range(len(STRATEGIES)))
+def test_what_is_adopted_is_what_the_server_has(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Of several workers, on a network that loses, doubles and delays frames."""
     adopted = watched(monkeypatch)
     run = run_of(
-        gs.Downpour(**options),
+        STRATEGIES[seed],
         seed=seed,
         epochs=1,
         world=bad_world(3, 2),
         deadlines=QUICK,
     )
-    assert run.summary["samples_accounted"] == 96
+    assert run.summary["samples_accounted"] + run.summary["samples_dropped"] == 96
     assert run.summary["retries"] > 0
     assert sum(whole == 0 for whole in adopted) > len(adopted) / 3
 
@@ -255,6 +255,18 @@ def test_hostile_pushes_are_refused(monkeypatch: pytest.MonkeyPatch, change: Any
         run_of(gs.Downpour(), epochs=1)
 
 
+@pytest.mark.parametrize("optimizer", [gs.SGD(lr=0.3), gs.Adagrad(lr=0.1)])
+@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
+def test_synchronous_rounds_have_the_bits_of_whole_chunks(optimizer: Any, options: dict[str, Any]) -> None:
+    """Sums over workers included: of rows that several of them have, and of those that one has."""
+    runs = [
+        run_of(gs.Synchronous(sparse=sparse, **options), optimizer=optimizer, epochs=1, seed=2)
+        for sparse in (True, False)
+    ]
+    assert same(*runs)
+    assert runs[0].summary["pushed_bytes"] < runs[1].summary["pushed_bytes"] / 2
+
+
 def test_a_strategy_that_cannot_send_rows_makes_them_whole() -> None:
     """Synchronous SGD with Adam: the same model, exchanged in whole chunks."""
     run = run_of(gs.Synchronous(), optimizer=gs.Adam(lr=0.01), epochs=1)
@@ -277,3 +289,11 @@ def test_bytes_are_in_the_report_beside_what_whole_chunks_would_be() -> None:
     assert "all of it would have been" in links(figures_of(run.events))
     assert "all of it would" not in links(figures_of(run_of(Whole(), epochs=1).events))
     assert "had all of every chunk been sent" in dict(figures(run.summary))["instead of"]
+
+
+@pytest.mark.parametrize("significance", [0.0, 0.05])
+def test_a_recorded_run_is_replayed_to_the_bit(significance: float) -> None:
+    run = run_of(gs.Downpour(significance=significance), epochs=1, record=True)
+    again = replay(run)
+    assert sum(bool(update.batches) for update in again) == 24
+    assert same(again, run)  # type: ignore[arg-type]  # it has parameters, too

@@ -33,6 +33,7 @@ from gradstream.runtime.world import Link, Network, World
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.node import ShardNode
 from gradstream.server.order import Updating
+from gradstream.server.rows import row_spec_of
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
@@ -245,6 +246,7 @@ class Stage(Told):
     def _notice(self) -> v1.Notice:
         """Who was in. Workers of a lower rank than the one that gave initial parameters had died before."""
         layout, cast = self._model.layout, self._cast
+        exchange = None if cast.open_ended else cast.strategy.rows(bool(layout.tables))
         names = [("shard", rank, shard_name(rank)) for rank in range(cast.servers)]
         first = min((rank for rank in self._assigners()), default=0)
         names += [("worker", rank, worker_name(rank)) for rank in range(first, cast.workers)]
@@ -260,6 +262,7 @@ class Stage(Told):
                 elems=layout.elems,
                 dtype=to_wire(layout.dtype),
                 chunk_elems=cast.chunk_elems,
+                rows=None if exchange is None else row_spec_of(layout, exchange.block_elems),
             ),
         )
 

@@ -391,6 +391,7 @@ class ServerClient:
                 clock=update.clock,
                 loss=update.loss,
                 rows=pieces is not None,
+                basis=0 if pieces is None else max(0, min(update.basis)),
             )
             opened_ns = self._runtime.now()
             stream = await self._endpoint.open(name, "push", request)

@@ -253,7 +253,7 @@ class ShardService:
             for index in self.state.chunks:
                 if index not in came:
                     inbox.absent.add(index)
-                    self._contribute(token, inbox, request, index, self.state.version(index), None)
+                    self._contribute(token, inbox, request, index, request.basis, None)
         inbox.ended = True
         inbox.wake.set()
 

@@ -36,7 +36,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.client import Arrival
 from gradstream.server.rule import Contribution, Rule
-from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.base import RowExchange, Strategy, Worker
 
 __all__ = ["Rounds", "Synchronous"]
 
@@ -85,10 +85,13 @@ class Synchronous(Strategy):
         overlap: exchange chunks while backprop goes on; False does one after the other, with
             the same bits.
         backup: b workers of all are not waited for, at least 0; see the module.
+        sparse: of row-sparse tensors exchange the touched rows alone, with the same bits; for an update rule
+            that leaves the others as they are. A gradient then leaves when all of it is there.
     """
 
     overlap: bool = True
     backup: int = 0
+    sparse: bool = False
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
@@ -134,6 +137,10 @@ class Synchronous(Strategy):
         while (newest := max(updated.versions, default=0)) > worker.version:
             updated = worker.server.fetch_soon(min_version=newest)
             await worker.adopt(updated)
+
+    def rows(self, tables: bool) -> RowExchange | None:
+        """Only what has changed is exchanged, where that is asked for and there are tables."""
+        return RowExchange() if tables and self.sparse else None
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """See `Rounds`."""

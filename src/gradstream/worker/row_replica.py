@@ -137,6 +137,8 @@ class RowReplica(ServerReplica):
     def update(self, gradient: base.Gradient) -> Update:
         """See `strategies.base.Worker`: it leaves once the gradient is complete."""
         update = super().update(gradient)
+        if update.vector is None:
+            return update
         rows, unsent = _rows_of(gradient), self._unsent
 
         async def pieces() -> Mapping[int, Piece]:
