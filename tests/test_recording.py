@@ -21,6 +21,7 @@ from gradstream.recording import (
     Read,
     Stood,
     Summed,
+    Turned,
     read_log,
 )
 from gradstream.recording.entries import Entry, decode, encode
@@ -40,9 +41,10 @@ ENTRIES: list[Entry] = [
     Read(1, 2, 300, 1, 5, clock=1 << 62),
     Entered(2, 17),
     Summed(7, 65, 0xFFFFFFFF),
-    Orphans((BatchRef(1, 2, 3), BatchRef(0, 200, 0)), complete=False),
+    Orphans((BatchRef(1, 2, 3), BatchRef(0, 200, 0)), complete=False, turn=3),
     Orphans((), complete=True),
     Stood(129, ends=True),
+    Turned(12, 3, 500, "together"),
     Closed(),
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import gradstream as gs
 from gradstream.errors import DataError, DivergedError
@@ -58,6 +59,8 @@ STRATEGIES = [
     gs.AsySG(gradients=2),
     gs.ElasticAveraging(every=3),
     gs.EAMSGD(every=2),
+    gs.Downpour(warm_start=20, waves=2, wave_every=16, finish_alone=24),
+    gs.Downpour(significance=0.01, block_elems=8),
 ]
 
 
@@ -122,6 +125,52 @@ def test_what_cuts_brought_into_the_model_early_comes_early_again(strategy: Any)
     again = replay(ending)
     list(again)
     assert same(again, ending)
+
+
+def test_rows_of_tables_are_exchanged_alone_in_a_replay_too() -> None:
+    rng = np.random.default_rng(0)
+    net = gs.from_torch(lambda: nn.EmbeddingBag(600, 3, sparse=True), nn.functional.cross_entropy)
+    run = simulate(
+        net,
+        gs.from_arrays(rng.integers(0, 600, (48, 4)), rng.integers(0, 3, 48)),
+        strategy="downpour",
+        optimizer=gs.SGD(lr=0.1),
+        workers=3,
+        servers=2,
+        batch_size=4,
+        epochs=2,
+        chunk_elems=256,
+        world=WORLD,
+        record=True,
+    )
+    assert run.summary["pushed_bytes"] < 0.5 * 25 * 600 * 3 * 4  # of whole chunks
+    again = replay(run)
+    updates = list(again)
+    assert again.ended == "the run is over" and len(updates) == 24
+    for name, array in run.parameters.items():
+        assert np.array_equal(again.parameters[name], array)
+
+
+def test_a_run_that_broke_shows_the_update_that_broke_it() -> None:
+    model, data = least_squares(48, 300, whole=False, dtype="float32")
+    job = gs.Job(
+        model, data, strategy=gs.Downpour(), optimizer=gs.SGD(lr=0.5), workers=3, servers=2, batch_size=4,
+        steps=400, chunk_elems=64, record=True,
+    )  # fmt: skip
+    storage = MemoryStorage()
+    with pytest.raises(gs.GradientError) as raised:
+        simulate(job, world=WORLD, storage=storage)
+    files = {name: data for name, data in storage.files.items() if name.startswith("recording")}
+    with replay(gs.Run(recording=files, job=job)) as again:
+        jump = loss_jump()
+        updates = []
+        first = None
+        for update in again:
+            updates.append(update)
+            first = first or (update if jump(update) else None)
+    assert first is not None and first.number < len(updates)
+    assert str(raised.value) in {str(error) for error in again.failures.values()}
+    assert "could not go on: GradientError: worker-" in again.ended
 
 
 def test_parameters_before_and_after_each_update_are_there_to_be_looked_at() -> None:

@@ -473,8 +473,6 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
         why = f"{name} with backup workers decides by arrival, which a replay does not know yet"
     elif job.shares == MEASURED:
         why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
-    elif strategy.drives():
-        why = f"the drive of {name} goes by what is in the model when, which a replay does not know yet"
     else:
         return
     raise ConfigError(f"record=True: {why}; leave record out")

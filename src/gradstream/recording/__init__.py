@@ -1,6 +1,17 @@
 """What a run leaves behind so that it can be repeated: in which order its shards took what came."""
 
-from gradstream.recording.entries import Asked, Closed, Entered, Entry, Orphans, Pushed, Read, Stood, Summed
+from gradstream.recording.entries import (
+    Asked,
+    Closed,
+    Entered,
+    Entry,
+    Orphans,
+    Pushed,
+    Read,
+    Stood,
+    Summed,
+    Turned,
+)
 from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogReader, Part, read_log
 from gradstream.recording.origin import differences, origin_of
 
@@ -19,6 +30,7 @@ __all__ = [
     "Read",
     "Stood",
     "Summed",
+    "Turned",
     "differences",
     "origin_of",
     "read_log",

@@ -27,6 +27,7 @@ __all__ = [
     "Read",
     "Stood",
     "Summed",
+    "Turned",
     "decode",
     "encode",
 ]
@@ -110,6 +111,7 @@ class Orphans:
 
     refs: tuple[BatchRef, ...]
     complete: bool
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,29 @@ class Stood:
 
 
 @dataclass(frozen=True, slots=True)
+class Turned:
+    """A worker was let in by a strategy that drives, or came to another of its phases (worker).
+
+    Args:
+        begun: minibatches that it had begun.
+        number, first: of the turn.
+        phase: the strategy's word.
+    """
+
+    begun: int
+    number: int
+    first: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The run was over: nothing is missing behind this (shard)."""
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Entered
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Entered | Turned
 
-PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, ENTERED = range(1, 9)
+PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, ENTERED, TURNED = range(1, 10)
 FLAG = 0x10
 """Of the kind's byte: assign, complete, ends. Twice as much: absent."""
 
@@ -161,13 +179,16 @@ def encode(entry: Entry) -> bytes:
             return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
         case Orphans():
             flat = [number for ref in entry.refs for number in (ref.epoch, ref.partition, ref.batch)]
-            return _bytes(ORPHANS | FLAG * entry.complete, (len(entry.refs), *flat))
+            return _bytes(ORPHANS | FLAG * entry.complete, (entry.turn, len(entry.refs), *flat))
         case Stood():
             return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
         case Closed():
             return _bytes(CLOSED, ())
         case Entered():
             return _bytes(ENTERED, (entry.rank, entry.clock))
+        case Turned():
+            phase = entry.phase.encode()
+            return _bytes(TURNED, (entry.begun, entry.number, entry.first, len(phase))) + phase
 
 
 def decode(data: bytes) -> Iterator[Entry]:
@@ -178,7 +199,7 @@ def decode(data: bytes) -> Iterator[Entry]:
             kind, at = data[at], at + 1
             entry, at = _decoded(kind, data, at)
             yield entry
-    except (IndexError, OverflowError) as error:
+    except (IndexError, OverflowError, UnicodeError) as error:
         raise DataError(f"a recording ends inside an entry, at byte {at} of its block") from error
 
 
@@ -200,10 +221,10 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             (chunk, done, crc), at = _numbers(data, at, 3)
             return Summed(chunk, done, crc), at
         case 5:
-            (count,), at = _numbers(data, at, 1)
+            (turn, count), at = _numbers(data, at, 2)
             flat, at = _numbers(data, at, 3 * count)
             refs = tuple(BatchRef(*flat[3 * i : 3 * i + 3]) for i in range(count))
-            return Orphans(refs, first), at
+            return Orphans(refs, first, turn), at
         case 6:
             (begun,), at = _numbers(data, at, 1)
             return Stood(begun, first), at
@@ -212,6 +233,9 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
         case 8:
             (rank, clock), at = _numbers(data, at, 2)
             return Entered(rank, clock), at
+        case 9:
+            (begun, number, first_batch, size), at = _numbers(data, at, 4)
+            return Turned(begun, number, first_batch, data[at : at + size].decode()), at + size
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
 

@@ -9,14 +9,34 @@ from collections.abc import Callable, Iterable, Sequence
 from gradstream.data.base import BatchRef
 from gradstream.events import Event
 from gradstream.membership.member import Left, Member
-from gradstream.recording import Entry, Orphans, Stood
+from gradstream.recording import Entry, Orphans, Stood, Turned
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["ScriptedMember"]
+__all__ = ["Roster", "ScriptedMember"]
 
 Failed = Callable[[str, BaseException], None]
+
+
+class Roster:
+    """Who was in, and the model, once a worker has registered it.
+
+    Args:
+        notice: without the model.
+    """
+
+    def __init__(self, notice: v1.Notice) -> None:
+        self.notice = notice
+        self._registered = asyncio.Event()
+
+    async def join(self, model: v1.ModelSpec | None) -> v1.Notice:
+        """The notice, with the model."""
+        if model is not None:
+            self.notice.model.CopyFrom(model)
+            self._registered.set()
+        await self._registered.wait()
+        return self.notice
 
 
 class ScriptedMember(Member):
@@ -24,7 +44,7 @@ class ScriptedMember(Member):
 
     Args:
         runtime, endpoint: of the node.
-        notice: who was in, and the model.
+        roster: who was in.
         entries: what the node had noted of what it was told.
         on_failed: told when the node cannot go on.
         keeps: this worker kept the final parameters, whatever became of those of lower ranks.
@@ -34,18 +54,19 @@ class ScriptedMember(Member):
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        notice: v1.Notice,
+        roster: Roster,
         entries: Iterable[Entry],
         on_failed: Failed,
         *,
         keeps: bool = False,
     ) -> None:
-        node = next(node for node in notice.nodes if node.name == endpoint.identity.name)
+        node = next(node for node in roster.notice.nodes if node.name == endpoint.identity.name)
         super().__init__(runtime, endpoint, node, software="")
+        self._roster = roster
         self._first = v1.Notice()
-        self._first.CopyFrom(notice)
         self._answers = deque(entry for entry in entries if isinstance(entry, Orphans))
-        self._stands = deque(entry for entry in entries if isinstance(entry, Stood))
+        self._stands = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
+        self._drive = v1.Drive()
         self._on_failed = on_failed
         self._keeps = keeps
         self._ended = False
@@ -59,6 +80,7 @@ class ScriptedMember(Member):
         fixed: Iterable[v1.TensorSpec] = (),
     ) -> v1.Notice:
         """Everybody is in."""
+        self._first.CopyFrom(await self._roster.join(model))
         self._follow(self._first)
         self._say()
         return self.notice
@@ -94,9 +116,13 @@ class ScriptedMember(Member):
         """A cut that was reached lets go of the worker, which goes on to the next one, or ends with it."""
         if report.kind != v1.CutReport.REACHED or self._ended:
             return
-        self._ended = self._stands[0].ends
+        stand = self._stands[0]
+        self._ended = isinstance(stand, Stood) and stand.ends
         if not self._ended:
             self._stands.popleft()
+        if isinstance(stand, Turned):
+            turn = v1.Turn(number=stand.number, first=stand.first)
+            self._drive = v1.Drive(turns={self.node.name: turn}, phase=stand.phase)
         self._say()
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
@@ -124,17 +150,18 @@ class ScriptedMember(Member):
         if not self._answers:
             await asyncio.get_running_loop().create_future()
         answer = self._answers.popleft()
-        return Left(list(answer.refs), answer.complete)
+        return Left(list(answer.refs), answer.complete, answer.turn)
 
     def _say(self) -> None:
         """The notice of now: without a cut, or with the one that this worker stands at next."""
         notice = v1.Notice()
         notice.CopyFrom(self._first)
+        notice.drive.CopyFrom(self._drive)
         if self._stands:
             stand = self._stands[0]
             number = self.notice.cut.number + 1
             phase = v1.Cut.ENDED if self._ended else v1.Cut.STOP
-            cut = v1.Cut(number=number, phase=phase, ends=stand.ends)
+            cut = v1.Cut(number=number, phase=phase, ends=isinstance(stand, Stood) and stand.ends)
             cut.stop_at[self.node.name] = stand.begun
             notice.cut.CopyFrom(cut)
         self.notice = notice

@@ -132,7 +132,8 @@ class Script:
 
         def come(entry: Pushed | Asked) -> None:
             assert isinstance(entry, Pushed)
-            if (new.basis, new.absent, assign) != (entry.basis, entry.absent, entry.assign):
+            basis = entry.basis if new.absent else new.basis  # of nothing
+            if (basis, new.absent, assign) != (entry.basis, entry.absent, entry.assign):
                 self._diverge(
                     chunk,
                     f"push {new.sequence} of worker-{new.rank} was computed on version {new.basis}, "

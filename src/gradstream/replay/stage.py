@@ -22,7 +22,7 @@ from gradstream.membership.member import Member
 from gradstream.model.base import Model
 from gradstream.recording import Asked, Closed, Part, Pushed
 from gradstream.replay.book import Book
-from gradstream.replay.member import ScriptedMember
+from gradstream.replay.member import Roster, ScriptedMember
 from gradstream.replay.script import Script, Told
 from gradstream.replay.update import Update
 from gradstream.roles import Cast, shard_name, worker_name
@@ -33,10 +33,8 @@ from gradstream.runtime.world import Link, Network, World
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.node import ShardNode
 from gradstream.server.order import Updating
-from gradstream.server.rows import row_spec_of
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
 from gradstream.worker.node import WorkerNode
 
 __all__ = ["Stage"]
@@ -176,21 +174,21 @@ class Stage(Told):
     # ---- nodes --------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        notice = self._notice()
+        roster = Roster(self._notice())
         for rank in range(self._cast.servers):
             name = shard_name(rank)
             config = replace(self._cast.shard_config(rank, self._model), order=self._scripts[rank])
-            runtime, endpoint, member = await self._place(name, notice)
+            runtime, endpoint, member = await self._place(name, roster)
             shard = ShardNode(runtime, endpoint, member, config)
             self._shards.append(shard)
             runtime.spawn(self._live(name, shard.run()), name=name)
-        for node in notice.nodes:
+        for node in roster.notice.nodes:
             if node.role == "worker":
                 config_of_worker = replace(
                     self._cast.worker_config(node.rank, copy.deepcopy(self._model), self._data),
                     watch=self._book,
                 )
-                runtime, endpoint, member = await self._place(node.name, notice)
+                runtime, endpoint, member = await self._place(node.name, roster)
                 worker = WorkerNode(runtime, endpoint, member, config_of_worker)
                 runtime.spawn(self._live(node.name, worker.run()), name=node.name)
         director = self._virtual.runtime("director")
@@ -209,14 +207,14 @@ class Stage(Told):
                 task.cancel()
             await director.sleep(1e-3)
 
-    async def _place(self, name: str, notice: v1.Notice) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
+    async def _place(self, name: str, roster: Roster) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
         runtime = self._virtual.runtime(name)
         endpoint = MemoryEndpoint(self._cast.identity(name, incarnation=1), runtime, self._network)
         await endpoint.start()
         part = self._parts.get(name)
         entries = () if part is None else part.entries
         keeps = name == self._keeper
-        member = ScriptedMember(runtime, endpoint, notice, entries, self._failed, keeps=keeps)
+        member = ScriptedMember(runtime, endpoint, roster, entries, self._failed, keeps=keeps)
         return runtime, endpoint, member
 
     async def _live(self, name: str, node: Coroutine[Any, Any, None]) -> None:
@@ -245,8 +243,7 @@ class Stage(Told):
 
     def _notice(self) -> v1.Notice:
         """Who was in. Workers of a lower rank than the one that gave initial parameters had died before."""
-        layout, cast = self._model.layout, self._cast
-        exchange = None if cast.open_ended else cast.strategy.rows(bool(layout.tables))
+        cast = self._cast
         names = [("shard", rank, shard_name(rank)) for rank in range(cast.servers)]
         first = min((rank for rank in self._assigners()), default=0)
         names += [("worker", rank, worker_name(rank)) for rank in range(first, cast.workers)]
@@ -257,13 +254,6 @@ class Stage(Told):
                 v1.Node(name=name, role=role, rank=rank, address=f"memory:{name}", incarnation=1)
                 for role, rank, name in names
             ],
-            model=v1.ModelSpec(
-                fingerprint=layout.fingerprint,
-                elems=layout.elems,
-                dtype=to_wire(layout.dtype),
-                chunk_elems=cast.chunk_elems,
-                rows=None if exchange is None else row_spec_of(layout, exchange.block_elems),
-            ),
         )
 
     @property

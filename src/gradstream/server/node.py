@@ -110,6 +110,8 @@ class ShardNode:
             await self._member.failed(error, "".join(traceback.format_exception(error)))
             raise
         finally:
+            if self._recorder is not None:
+                self._recorder.log.flush()
             await self._member.leave()
 
     def _hear(self, notice: v1.Notice) -> None:

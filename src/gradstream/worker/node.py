@@ -146,7 +146,7 @@ class WorkerNode:
         self._exchange: Exchange | None = None  # once the run has begun
         self._last_ref: BatchRef | None = None
         self._notes = Notes(member, config.log)
-        self._pace = Pace(runtime.node, member.report, member.stands, self._notes.stood)
+        self._pace = Pace(runtime.node, member.report, member.stands, self._notes.stood, self._notes.turned)
         member.listen(self._pace.hear)
         self._siblings = Siblings(
             runtime,

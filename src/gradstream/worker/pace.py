@@ -32,6 +32,8 @@ class Pace:
         stands: called when it stands because it is held back, with the number of its turn.
         on_stand: called when a cut, or being held back, has made it stand: with the number of minibatches
             begun, and whether it will begin no further one.
+        on_turn: called when it is let in, or has come to another phase: with the same number, its turn, and
+            the phase.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Pace:
         report: Callable[[v1.CutReport], None],
         stands: Callable[[int], None],
         on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
+        on_turn: Callable[[int, v1.Turn, str], None] = lambda begun, turn, phase: None,
     ) -> None:
         self.begun = 0
         self.phase = ""  # of the strategy, as of the minibatch that was begun last
         self.turns = 0  # how often this worker was let in, or has come to another phase
         self._on_stand = on_stand
+        self._on_turn = on_turn
         self._worker = worker
         self._report = report
         self._report_standing = stands
@@ -108,12 +112,14 @@ class Pace:
             elif self._number != self._turn.number:
                 self._number, self.phase = self._turn.number, self._drive.phase
                 self.turns += 1
+                self._on_turn(self.begun, self._turn, self.phase)
                 return "anew"
             elif self.phase != self._drive.phase:
                 phase = self._drive.phase
                 await flush()  # what a phase has computed is in the model when the next one begins
                 self.phase = phase
                 self.turns += 1
+                self._on_turn(self.begun, self._turn, phase)
             else:
                 break
         self._standing = False
