@@ -58,7 +58,10 @@ STRATEGIES = [
     gs.StalenessAware(),
     gs.AsySG(gradients=2),
     gs.ElasticAveraging(every=3),
+    gs.ElasticAveraging(every=4, synchronous=True),
     gs.EAMSGD(every=2),
+    gs.DCASGD(),
+    gs.ParameterAveraging(every=5),
     gs.Downpour(warm_start=20, waves=2, wave_every=16, finish_alone=24),
     gs.Downpour(significance=0.01, block_elems=8),
 ]
