@@ -81,8 +81,8 @@ def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
         counts = dict(run.summary["staleness"])
         counts[0] -= 5  # chunks of the initial parameters
         assert {tau: taus.count(tau) for tau in set(taus)} == {t: n for t, n in counts.items() if n}
-        steps = sorted((update.worker, step) for update in updates for step in update.steps)
-        assert steps == [(rank, step) for rank in range(3) for step in range(12)]
+        steps = [(update.worker, step) for update in updates for step in update.steps]
+        assert len(set(steps)) == len(steps) == 36  # minibatches
     assert len(results) == 2
 
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from gradstream.data.base import BatchRef
@@ -70,6 +71,8 @@ class Update:
         sequence: number of the push, once it has begun.
         refs: minibatches whose gradients are in it.
         clock: of this worker once it is in; 0 where it keeps none. `push_soon` fills it in.
+        prompt: what `pieces` makes depends on the parameters as they are now, so it is made before the worker
+            goes on.
         pieces: makes, by chunk, what is pushed of it, and nothing of the chunks left out; None pushes all of
             `vector`.
     """
@@ -89,6 +92,7 @@ class Update:
     refs: Sequence[BatchRef] = ()
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, Piece]]] | None = None
+    prompt: bool = False
 
 
 @dataclass(slots=True)
@@ -222,6 +226,9 @@ class ServerClient:
         if tick:
             self.clock += 1
             update.clock = self.clock
+        if update.prompt and update.pieces is not None:
+            made = await update.pieces()
+            update.pieces = partial(_at_once, made)
         self._sequence += 1
         update.sequence = self._sequence
         # Initial parameters cannot wait for a fetch, which may be waiting for them.
@@ -592,6 +599,10 @@ class ServerClient:
                 raise failure
             await self._runtime.sleep(pause_s * (0.5 + self._jitter.random()))
             pause_s = min(1.0, 2 * pause_s)
+
+
+async def _at_once(made: Mapping[int, Piece]) -> Mapping[int, Piece]:
+    return made
 
 
 def _size_bytes(vector: Vector | None, pieces: Mapping[int, Piece] | None) -> int:

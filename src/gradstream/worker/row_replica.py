@@ -131,7 +131,7 @@ class RowReplica(ServerReplica):
     def take_accumulated(self) -> Update:
         """See `strategies.base.Worker`. What is not significant is left, and comes with a later one."""
         update = super().take_accumulated()
-        update.pieces = partial(self._pieces, self._held, everything=False)
+        update.pieces, update.prompt = partial(self._pieces, self._held, everything=False), True
         return update
 
     def update(self, gradient: base.Gradient) -> Update:
