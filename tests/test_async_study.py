@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 Modules = Any
+TABLE = re.compile(r"<!-- begin: (.+?) -->.*?<!-- end: \1 -->", re.DOTALL)
+PERCENT = re.compile(r"\d+\.\d %")
 
 
 @pytest.fixture
@@ -113,6 +116,14 @@ def test_a_small_one_runs_and_goes_on_where_it_was(repository: Path, tmp_path: P
     for row in (*again, *first):
         row.pop("wall_s")
     assert sorted(again, key=str) == sorted(first, key=str)
+
+
+@pytest.mark.parametrize("name", ["study", "distbelief"])
+def test_percentages_in_the_text_are_in_the_tables(repository: Path, name: str) -> None:
+    page = (repository / "docs" / "strategies" / f"{name}.md").read_text()
+    tables = "".join(found[0] for found in TABLE.finditer(page))
+    assert tables
+    assert set(PERCENT.findall(TABLE.sub("", page))) <= set(PERCENT.findall(tables))
 
 
 def test_a_small_figure_runs(repository: Path, tmp_path: Path) -> None:
