@@ -40,7 +40,7 @@ RESULTS, PAGES = ROOT / "bench" / "results", ROOT / "docs" / "strategies"
 SHARDS = 10
 """Machines of the parameter server: 200 replicas would wait for the card of one."""
 COUNTS = (1, 5, 20, 60, 200)
-TARGET = 0.84
+TARGET = 0.82
 """Test accuracy that Figure 5 counts to."""
 WARM_RATE, WARM_EPOCHS, WARM_SEED = 0.01, 1, 99
 FIGURE_4 = ("sgd-1", "sgd-20", "adagrad-20", "adagrad-200")
@@ -87,6 +87,15 @@ def seconds_to(row: ledger.Row, accuracy: float) -> float | None:
     return samples_to(by_time, accuracy)
 
 
+def epoch_s(row: ledger.Row) -> float:
+    """Virtual seconds of a pass over the data, by the last evaluation on the way.
+
+    The run ends later: the last receipts come with the next sign of life, a quarter of a second apart.
+    """
+    samples, seconds = row["curve"][-2][:2]
+    return float(seconds / samples * subject.data().num_samples)
+
+
 def findings(rows: ledger.Rows, budget: ledger.Budget) -> dict[str, Any]:
     """By method: the curve of its best rate, and the least time to the target over all rates."""
     found = {}
@@ -107,7 +116,7 @@ def findings(rows: ledger.Rows, budget: ledger.Budget) -> dict[str, Any]:
             "accuracy": statistics.fmean(row["accuracy"] for row in reported) if reported else None,
             "train_accuracy": statistics.fmean(r["curve"][-1][3] for r in reported) if reported else None,
             "staleness_mean": there[0]["staleness_mean"] if there else None,
-            "epoch_s": there[0]["virtual_s"] / budget.epochs if there else None,
+            "epoch_s": epoch_s(there[0]) if there else None,
             "curve": mean_curve(reported or [row for row in there if row["lr"] == best]),
             "seconds": quickest and quickest[0],
             "seconds_rate": quickest and quickest[1],
