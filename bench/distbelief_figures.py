@@ -107,6 +107,7 @@ def findings(rows: ledger.Rows, budget: ledger.Budget) -> dict[str, Any]:
         reported = [row for row in seeds if row is not None]
         times = [(s, row["lr"]) for row in there if (s := seconds_to(row, TARGET)) is not None]
         quickest = min(times, default=None)
+        shown = reported or sorted(there, key=lambda row: row["accuracy"])[-1:]
         found[method.name] = {
             "title": method.title,
             "workers": method.workers,
@@ -117,7 +118,7 @@ def findings(rows: ledger.Rows, budget: ledger.Budget) -> dict[str, Any]:
             "train_accuracy": statistics.fmean(r["curve"][-1][3] for r in reported) if reported else None,
             "staleness_mean": there[0]["staleness_mean"] if there else None,
             "epoch_s": epoch_s(there[0]) if there else None,
-            "curve": mean_curve(reported or [row for row in there if row["lr"] == best]),
+            "curve": mean_curve(shown),
             "seconds": quickest and quickest[0],
             "seconds_rate": quickest and quickest[1],
         }
@@ -135,7 +136,13 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     found = {name: one for name, one in record["findings"].items() if one["by_rate"]}
 
     def text(value: float | None, form: str, unit: str = "", scale: float = 1.0) -> str:
-        return "never" if value is None else f"{scale * value:{form}}{unit}"
+        return "" if value is None else f"{scale * value:{form}}{unit}"
+
+    def reached(one: dict[str, Any] | None) -> str:
+        """An empty cell is one that was not run."""
+        if one is None or one["rate"] is None or one["seconds"] is not None:
+            return "" if one is None else text(one["seconds"], ".2f")
+        return "never"
 
     four = [
         [
@@ -153,12 +160,13 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     five = [
         [
             {"sgd": "fixed rate", "adagrad": "Adagrad"}[rule],
-            *(text(by_count[count]["seconds"], ".2f") if count in by_count else "" for count in COUNTS),
+            *(reached(by_count.get(count)) for count in COUNTS),
         ]
         for rule, by_count in rules.items()
     ]
     head = ["", "rate", "test accuracy", "training accuracy", "staleness, mean", "seconds an epoch"]
     return {
+        "state": page.state(record, len(COUNTS) * 2),
         "figure-4": page.table(head, four),
         "figure-5": page.table([f"seconds to {100 * TARGET:.0f} %, replicas:", *map(str, COUNTS)], five),
     }

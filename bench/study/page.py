@@ -10,7 +10,7 @@ from typing import Any
 from study.findings import NEAR
 from study.methods import EXPONENTS
 
-__all__ = ["put", "study_tables", "table"]
+__all__ = ["put", "state", "study_tables", "table"]
 
 Found = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ def study_tables(record: Mapping[str, Any]) -> dict[str, str]:
     found: Mapping[str, Found] = record["findings"]["methods"]
     run = {name: one for name, one in found.items() if one["by_rate"]}
     return {
-        "state": _state(record),
+        "state": state(record, len(found)),
         "accuracy": _accuracy(run, record["findings"]["equal_s"]),
         "time": _time(run, record["findings"]["target"]),
         "rates": _rates(run, record["budget"]["rates"]),
@@ -34,10 +34,10 @@ def study_tables(record: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _state(record: Mapping[str, Any]) -> str:
-    """How far the study is, and where it was made."""
-    budget, found = record["budget"], record["findings"]["methods"]
-    whole = len(found) * (len(budget["rates"]) + len(budget["seeds"]))
+def state(record: Mapping[str, Any], num_methods: int) -> str:
+    """How far a study is, and where it was made."""
+    budget = record["budget"]
+    whole = num_methods * (len(budget["rates"]) + len(budget["seeds"]))
     missing = "" if record["runs"] >= whole else "; what is missing below was not run yet"
     machine = record["machine"]["machine"]
     return (
