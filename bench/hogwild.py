@@ -49,7 +49,6 @@ GOALS = {  # of the sparse problem
     "plain, 2 processes / 1": 1.8,
     "atomic, 2 processes / 1": 1.6,
     "plain / lock, 2 processes each": 1.8,
-    "atomic / lock, 2 processes each": 1.8,
 }
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 import gradstream as gs
 from gradstream.checkpoint.policy import Policy
@@ -27,9 +29,11 @@ from gradstream.strategies import Worker
 from gradstream.testing import check_strategy
 from gradstream.testing.killing import Killer
 from gradstream.testing.runs import least_squares
-from gradstream.testing.strategies import BrokenLawsError
+from gradstream.testing.strategy_laws import BrokenLawError, complete
 from gradstream.train import launch
 from gradstream.wire import v1
+from gradstream.worker.board import Board
+from gradstream.worker.shared_exchange import Waits
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 
@@ -51,8 +55,8 @@ class Twice(gs.Hogwild):
 
 
 def test_the_laws_see_an_update_that_is_made_twice() -> None:
-    with pytest.raises(BrokenLawsError, match="too many"):
-        check_strategy(Twice)
+    with pytest.raises(BrokenLawError, match="too many"):
+        complete(Twice())
 
 
 def job(**options: object) -> gs.Job:
@@ -124,18 +128,6 @@ def locked():
 
 def alone():
     return job("component_locks", workers=1)
-
-def network():
-    import torch
-    x = np.random.default_rng(0).standard_normal((400, 3)).astype("float32")
-    def build():
-        return torch.nn.Linear(3, 1)
-    def loss(outputs, targets):
-        return torch.nn.functional.mse_loss(outputs[:, 0], targets)
-    return gs.Job(
-        gs.from_torch(build, loss), gs.from_arrays(x, x @ np.float32([2, -1, 0.5])), strategy="hogwild",
-        workers=2, batch_size=10, epochs=15,
-    )
 """
 
 
@@ -222,8 +214,57 @@ def test_a_killed_worker_stops_nobody_and_leaves_no_memory_behind(
     check_nothing_is_left(warm)
 
 
-def test_a_network_of_torch_is_trained_on_the_live_vector(
-    job_file: Path, warm: LocalCluster, tmp_path: Path
-) -> None:
-    run = train(f"{job_file}:network", tmp_path / "run", warm)
+def test_a_network_of_torch_is_trained_on_the_live_vector() -> None:
+    x = np.random.default_rng(0).standard_normal((400, 3)).astype("float32")
+    model = gs.from_torch(
+        lambda: torch.nn.Linear(3, 1), lambda outputs, y: torch.nn.functional.mse_loss(outputs[:, 0], y)
+    )
+    data = gs.from_arrays(x, x @ np.array([2, -1, 0.5], np.float32))
+    run = gs.train(model, data, strategy="hogwild", workers=2, batch_size=10, epochs=15, processes=False)
     np.testing.assert_allclose(run.parameters["weight"], [[2, -1, 0.5]], atol=0.05)
+
+
+# ---- locks ------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A runtime in which time passes by sleeping."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> int:
+        return int(self.now_s * 1e9)
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class There:
+    """A member that knows of these workers."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.notice = v1.Notice(
+            nodes=[v1.Node(name=f"worker-{rank}", role="worker", rank=rank) for rank in ranks]
+        )
+
+
+def waits(member: There, board: Board) -> Any:
+    return Waits(cast(Any, Clock()), cast(Any, member), board, silence_s=1.0)
+
+
+async def waits_for(rank: int, member: There) -> int:
+    """Asks for a lock that this rank holds until it is free; how often it had to."""
+    board = Board(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
+    board.locks[7] = rank + 1
+    asked, one = 0, waits(member, board)
+    while board.owner(7) >= 0:
+        await one.unlock(7)
+        asked += 1
+    return asked
+
+
+def test_a_lock_is_taken_from_the_dead_and_who_keeps_one_is_named() -> None:
+    assert asyncio.run(waits_for(1, There(0))) == 1
+    with pytest.raises(gs.DeadlineError, match=r"worker-1: has kept lock 7 .* for 1 s"):
+        asyncio.run(waits_for(1, There(0, 1)))

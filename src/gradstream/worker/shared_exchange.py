@@ -32,7 +32,7 @@ from gradstream.worker.exchange import Surroundings
 from gradstream.worker.shared_replica import SharedReplica
 from gradstream.worker.worker import ReplicaParts
 
-__all__ = ["SharedExchange", "form_shared"]
+__all__ = ["SharedExchange", "Waits", "form_shared"]
 
 LOOK_S = 1e-3
 """Between two looks at a word that another worker is to write."""
@@ -80,7 +80,7 @@ async def form_shared(
     except BaseException:
         await commons.close()
         raise
-    waits = _Waits(runtime, member, board, around.silence_s)
+    waits = Waits(runtime, member, board, around.silence_s)
     replica = SharedReplica(parts, model, parameters, board, waits.unlock, alone=not real)
     return SharedExchange(around, commons, replica, _Start(data, tables), layout, chunk_elems)
 
@@ -199,7 +199,7 @@ class _Start:
             self._data.map(self._tables)
 
 
-class _Waits:
+class Waits:
     """What a worker does that cannot have a lock.
 
     Args:
