@@ -139,7 +139,7 @@ def test_without_the_penalty_it_would_not_be(monkeypatch: pytest.MonkeyPatch) ->
 # ---- how stale gradients are --------------------------------------------------------------------------
 
 
-def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 20) -> Counter[int]:
+def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 14) -> Counter[int]:
     """Of n-softsync with workers of equal speed, without the first rounds and the last."""
     world = World(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT, phantom=True)
     run = simulate(
@@ -168,8 +168,8 @@ def test_mean_staleness_of_softsync(splits: int) -> None:
     """λ = 30: n·(1 - 1/λ), and never above 2n."""
     counts = steady_staleness(splits)
     mean = sum(tau * count for tau, count in counts.items()) / counts.total()
-    assert counts.total() > 400
-    assert mean == pytest.approx(splits * (1 - 1 / 30), rel=0.01)
+    assert counts.total() > 200
+    assert mean == pytest.approx(splits * (1 - 1 / 30), rel=1e-3)
     assert max(counts) <= 2 * splits
     if splits == 1:
         assert set(counts) == {0, 1, 2}
