@@ -12,7 +12,10 @@ from safetensors.numpy import load
 
 import gradstream as gs
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
+from gradstream.checkpoint.policy import Policy
+from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
+from gradstream.membership.cut import Cuts
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.simulate import simulate
@@ -24,6 +27,7 @@ from gradstream.testing.runs import (
     numbered,
     token_counts,
 )
+from gradstream.wire import v1
 
 WORLD = World(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
@@ -280,3 +284,15 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
         resumed = simulate(MODEL, DATA, storage=storage, resume=True, **job)
         assert same(resumed, whole)
     assert max(stood[0]) < 1.0 <= min(stood[1])  # either way the coordinator's folder takes 0.5 s
+
+
+def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep_anything() -> None:
+    cuts = Cuts(Ledger(PartitionPlan(4, 2, 2), epochs=1), Policy(), together=False)
+    workers = ["worker-0", "worker-1"]
+    cuts.finish(0.0, workers, ["shard-0"])
+    for kind in (v1.CutReport.BEGUN, v1.CutReport.REACHED):
+        for who in workers:
+            cuts.report(who, v1.CutReport(number=1, kind=kind), 0.0)
+    assert cuts.current is not None
+    assert cuts.current.phase == v1.Cut.ENDED
+    assert cuts.lost("worker-1", 0.0, workers[:1], ["shard-0"]) == []

@@ -19,6 +19,7 @@ from gradstream.cli.progress import Progress
 from gradstream.data import BatchRef, Ledger, PartitionPlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
+from gradstream.membership.state import Membership
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
@@ -39,6 +40,9 @@ from gradstream.testing.runs import (
     least_squares,
     numbered,
 )
+from gradstream.testing.trials import bad_world
+from gradstream.wire import v1
+from gradstream.worker.pace import Pace
 
 NUM_TOKENS, EPOCHS = 24, 6
 WORLD = World(
@@ -55,10 +59,10 @@ DRIVES: dict[str, dict[str, Any]] = {
 
 def tokens(strategy: gs.Strategy, **options: Any) -> gs.Run:
     """A run in which everything applied can be counted."""
-    options = {"workers": 4, "epochs": EPOCHS, **options}
+    options = {"workers": 4, "epochs": EPOCHS, "world": WORLD, **options}
     return simulate(
         Tokens(num_chunks=3), numbered(NUM_TOKENS), strategy=strategy, optimizer=gs.SGD(lr=1.0), servers=2,
-        batch_size=2, chunk_elems=64, world=WORLD, deadlines=QUICK, **options,
+        batch_size=2, chunk_elems=64, deadlines=QUICK, **options,
     )  # fmt: skip
 
 
@@ -97,6 +101,53 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
     else:
         assert told[-1]["held"] == []
     assert told[0]["samples"] == 0
+
+
+@dataclass(frozen=True)
+class Restless(gs.Downpour):
+    """Its workers come and go as a seed has it."""
+
+    seed: int = 0
+
+    def drives(self) -> bool:
+        return True
+
+    async def drive(self, run: Drive) -> None:
+        rng, samples = random.Random(self.seed), 0
+        while samples < run.total_samples - 20:
+            samples += rng.choice([0, 0, 2, 8, 20])
+            await run.engage(rng.choice([0, 1, 2, 4]), rng.choice(["alone", "together"]))
+            await run.engage(rng.choice([1, 1, 2, 3, 9]), rng.choice(["alone", "together", "else"]))
+            await run.until(samples=samples)
+
+
+def check_restless(*seeds: int) -> None:
+    for seed in seeds:
+        strategy = Restless(push_every=1 + seed % 3, overlap=seed % 2 == 0, seed=seed)
+        run = tokens(strategy, seed=seed, world=bad_world(4, 2), shares=[1, 0, 2, 1])
+        check_exactly_once(run, NUM_TOKENS, EPOCHS)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
+    """Some are let in again while an answer that was meant for the turn before is on its way."""
+    check_restless(seed)
+
+
+def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: answers say that they are of the turn in which they are used."""
+    inner = Membership.orphans
+
+    def of_any_turn(self: Membership, who: str, epoch: int, last: bool) -> Any:
+        answer = inner(self, who, epoch, last)
+        if isinstance(answer, v1.OrphanBatches):
+            answer.turn = 1 << 40
+        return answer
+
+    monkeypatch.setattr(Membership, "orphans", of_any_turn)
+    monkeypatch.setattr(Pace, "turn", property(lambda pace: v1.Turn(number=1 << 40, first=pace._turn.first)))
+    with pytest.raises(AssertionError, match="was applied"):
+        check_restless(*range(12))
 
 
 @pytest.mark.parametrize("rank", range(3))

@@ -329,6 +329,8 @@ class Cuts:
                     return self.fail("coordinator", "there are no parameters yet", at_s)
                 cut.phase, cut.held_s = v1.Cut.WRITE, at_s
                 return [Notify(), *self._advance(cut, at_s)]
+            case v1.Cut.ENDED:
+                return []
             case _:
                 return self._order(cut, Commit(cut))
 
