@@ -136,7 +136,7 @@ def reads_of(strategy: gs.Strategy, seed: int, **options: Any) -> list[Read]:
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_no_read_is_older_than_the_bound_and_some_are_as_old(bound: int) -> None:
-    assert max(check_bound(reads_of(gs.SSP(bound), seed), bound) for seed in range(6)) == bound
+    assert max(check_bound(reads_of(gs.SSP(bound), seed), bound) for seed in range(3)) == bound
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -200,7 +200,7 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.SGD]) ->
     """Σ η·gᵢ is 4η times the mean of four, and on whole numbers any order of summing gives the same bits."""
     model, data = least_squares(64, 300, grid=2.0**-10, reduction="mean")
     lr = 2.0**-9
-    job: dict[str, Any] = {"workers": 4, "servers": 2, "batch_size": 4, "epochs": 3, "chunk_elems": 64}
+    job: dict[str, Any] = {"workers": 4, "servers": 2, "batch_size": 4, "epochs": 2, "chunk_elems": 64}
 
     def end(strategy: gs.Strategy, rate: float, seed: int) -> np.ndarray[Any, Any]:
         run = simulate(
@@ -215,7 +215,7 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.SGD]) ->
         w: np.ndarray[Any, Any] = run.parameters["w"]
         return w
 
-    for seed in range(3):
+    for seed in range(2):
         expected = end(Barrier(), 4 * lr, seed)
         assert np.abs(expected).max() > 0
         assert np.array_equal(end(gs.SSP(bound=0), lr, seed), expected)
@@ -253,7 +253,7 @@ def test_who_is_through_or_never_begins_holds_nobody_back() -> None:
 @pytest.mark.parametrize("bound", [0, 2])
 def test_deaths_hold_nobody_back(bound: int) -> None:
     """Nothing is lost, and each of those left is through; who takes minibatches over takes part again."""
-    for seed in range(6):
+    for seed in range(4):
         outcome = token_run(
             gs.SSP(bound), workers=4, epochs=3, seed=seed, kill=(f"worker-{seed % 4}", 0.02 + 0.015 * seed)
         )
