@@ -43,21 +43,21 @@ def test_it_obeys_the_laws() -> None:
 # ---- one worker ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("momentum", "state"), [(0.0, "own"), (0.9, "own"), (0.9, "averaged")])
 @pytest.mark.parametrize("every", [1, 3, None])
-def test_one_worker_is_plain_sgd_whatever_the_period(every: int | None, momentum: float) -> None:
+def test_one_worker_is_plain_sgd_whatever_the_period(every: int | None, momentum: float, state: Any) -> None:
     model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
     rule = gs.SGD(lr=LR, momentum=momentum)
     plan = PartitionPlan(64, 4, 1, seed=3)
     w, gradient = (torch.zeros(FEATURES, dtype=torch.float64) for _ in range(2))
-    state = {"momentum_buffer": torch.zeros_like(w)}
+    velocity = {"momentum_buffer": torch.zeros_like(w)}
     for step in range(11):
         ids = plan.ids(BatchRef(0, 0, step))
         model.gradient(w, data.batch(ids), gradient, seed=0, report=lambda _: None)
-        rule.apply(w, gradient, state, lr=LR, step=step + 1)
+        rule.apply(w, gradient, velocity, lr=LR, step=step + 1)
     run = simulate(
-        model, data, strategy=gs.ParameterAveraging(every=every), optimizer=rule, workers=1, servers=2,
-        batch_size=4, steps=11, seed=3, chunk_elems=64, world=UNEVEN,
+        model, data, strategy=gs.ParameterAveraging(every=every, state=state), optimizer=rule, workers=1,
+        servers=2, batch_size=4, steps=11, seed=3, chunk_elems=64, world=UNEVEN,
     )  # fmt: skip
     assert np.array_equal(run.parameters["w"], w.numpy())
 
@@ -145,17 +145,43 @@ def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
     assert len(ends) == 1
 
 
+def test_averaged_state_is_the_mean_of_all() -> None:
+    """Adam's moments, with one minibatch a period: all workers have the same state, the mean of two."""
+    model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
+    plan, rule = PartitionPlan(64, 4, 2, seed=3), gs.Adam(lr=0.01)
+    w, gradient = (torch.zeros(FEATURES, dtype=torch.float64) for _ in range(2))
+    state = {name: torch.zeros_like(w) for name in rule.state_names}
+    for step in range(8):
+        ends: list[list[torch.Tensor]] = []
+        for rank in range(2):
+            own, moments = w.clone(), {name: vector.clone() for name, vector in state.items()}
+            model.gradient(
+                own, data.batch(plan.ids(BatchRef(0, rank, step))), gradient, seed=0, report=lambda _: None
+            )
+            rule.apply(own, gradient, moments, lr=0.01, step=step + 1)
+            ends.append([own, *moments.values()])
+        w, *means = (0.5 * one + 0.5 * other for one, other in zip(*ends, strict=True))
+        state = dict(zip(state, means, strict=True))
+    options: dict[str, Any] = {
+        "strategy": gs.ParameterAveraging(every=1, state="averaged"), "optimizer": rule, "workers": 2,
+        "servers": 2, "batch_size": 4, "epochs": 1, "seed": 3, "chunk_elems": 64, "world": UNEVEN,
+    }  # fmt: skip
+    assert np.allclose(simulate(model, data, **options).parameters["w"], w.numpy(), rtol=0, atol=1e-12)
+    options["strategy"] = gs.ParameterAveraging(every=1)  # the planted fault: of each worker its own
+    assert not np.allclose(simulate(model, data, **options).parameters["w"], w.numpy(), rtol=0, atol=1e-6)
+
+
 # ---- who is not there -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("every", [3, None])
+@pytest.mark.parametrize(("every", "state"), [(3, "own"), (3, "averaged"), (None, "own")])
 @pytest.mark.parametrize("seconds", [0.005, 0.15, 0.3])
-def test_the_average_is_over_those_who_are_left(every: int | None, seconds: float) -> None:
-    """Where each worker's parameters count its samples, nobody's are missing after a loss."""
+def test_the_average_is_over_those_who_are_left(every: int | None, state: Any, seconds: float) -> None:
     model, data = least_squares(240, 8, whole=False, reduction="mean")
     run = simulate(
-        model, data, strategy=gs.ParameterAveraging(every=every), optimizer=gs.SGD(lr=0.05), workers=3,
-        servers=2, batch_size=8, epochs=6, chunk_elems=64, world=UNEVEN, script=kill_at("worker-1", seconds),
+        model, data, strategy=gs.ParameterAveraging(every=every, state=state), workers=3, servers=2,
+        optimizer=gs.SGD(lr=0.025, momentum=0.5), batch_size=8, epochs=6, chunk_elems=64, world=UNEVEN,
+        script=kill_at("worker-1", seconds),
     )  # fmt: skip
     best = np.linalg.lstsq(data.inputs, data.targets, rcond=None)[0]
     assert run.summary["workers_lost"] == ["worker-1"]
@@ -173,8 +199,8 @@ def test_a_worker_that_has_nothing_left_keeps_nobody_waiting() -> None:
     assert run.summary["samples_accounted"] == 500
 
 
-@pytest.mark.parametrize("every", [3, None])
-def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None) -> None:
+@pytest.mark.parametrize(("every", "state"), [(3, "own"), (3, "averaged"), (None, "own")])
+def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None, state: Any) -> None:
     async def stop(cluster: SimulatedCluster) -> None:
         await cluster.virtual.runtime("director").sleep(0.1)
         cluster.stop()
@@ -182,11 +208,13 @@ def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None)
     model, data = least_squares(240, 8, whole=False, reduction="mean")
     storage = MemoryStorage()
     options: dict[str, Any] = {
-        "strategy": gs.ParameterAveraging(every=every), "optimizer": gs.SGD(lr=0.05), "workers": 3,
-        "batch_size": 8, "epochs": 6, "world": UNEVEN, "storage": storage,
+        "strategy": gs.ParameterAveraging(every=every, state=state), "workers": 3, "batch_size": 8,
+        "optimizer": gs.SGD(lr=0.025, momentum=0.5), "epochs": 6, "world": UNEVEN, "storage": storage,
     }  # fmt: skip
-    with pytest.raises(gs.Interrupted):
+    with pytest.raises(gs.Interrupted) as stopped:
         simulate(model, data, script=stop, **options)
+    files = storage.names(str(stopped.value.checkpoint))
+    assert ("optimizer-momentum_buffer.safetensors" in files) == (state == "averaged")
     run = simulate(model, data, resume=True, **options)
     assert run.summary["samples_accounted"] == 6 * 240
     best = np.linalg.lstsq(data.inputs, data.targets, rcond=None)[0]

@@ -288,7 +288,10 @@ class Cast:
         """What shards do with a weighted sum of pushes."""
         if self.strategy.pushes == "gradients":
             return self.optimizer
-        return Add() if self.strategy.pushes == "differences" else Replace()
+        if self.strategy.pushes == "differences":
+            return Add()
+        shared = self.strategy.shares_state
+        return Replace(states=self.optimizer.state_names if shared else (), begin=self.optimizer.state_init)
 
     def grouped(self, model: Model) -> GroupedRule | None:
         """The update rule of a model some of whose parameters have settings of their own; else None.

@@ -43,7 +43,25 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Replace(Add):
-    """w ← x, of parameters: those of one worker to the bit, or a weighted sum of several workers'."""
+    """w ← x, of parameters: those of one worker to the bit, or a weighted sum of several workers'.
+
+    Args:
+        states: names of the state vectors of the workers' rule that shards hold too, for pushes of these.
+        begin: what they begin with.
+    """
+
+    states: tuple[str, ...] = ()
+    begin: float = 0.0
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Those of the workers' rule."""
+        return self.states
+
+    @property
+    def state_init(self) -> float:
+        """As in the workers' rule."""
+        return self.begin
 
     def apply(
         self,

@@ -63,6 +63,7 @@ class Update:
         num_gradients: minibatch gradients summed in it.
         learning_rate: to apply it with.
         loss: mean over the samples, NaN where unknown; for rules that weigh by it.
+        target: what it is pushed to: "" the parameters, else a state vector of the update rule.
         basis: by chunk, the version the gradient was computed on.
         round: synchronous: the version it is meant for.
         ready: elements that are final so far; chunks leave as this grows.
@@ -88,6 +89,7 @@ class Update:
     assign: bool = False
     late: bool = False
     loss: float = math.nan
+    target: str = ""
     sequence: int = 0
     refs: Sequence[BatchRef] = ()
     clock: int = 0
@@ -252,7 +254,13 @@ class ServerClient:
             await asyncio.shield(pushing)
 
     def fetch_soon(
-        self, *, min_version: int = 0, own: bool = True, flush: bool = False, min_clock: int = 0
+        self,
+        *,
+        min_version: int = 0,
+        own: bool = True,
+        flush: bool = False,
+        min_clock: int = 0,
+        vector: str = "",
     ) -> Arrival:
         """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
 
@@ -265,6 +273,7 @@ class ServerClient:
                 overtake them.
             flush: what the server's sums hold is applied to it, though no update is due.
             min_clock: so many updates, at least, of every worker that takes part are in it.
+            vector: a state vector of the update rule is fetched, and not the parameters.
 
         Raises:
             InternalError: the fetch before was not adopted yet, so there is no spare vector.
@@ -279,6 +288,7 @@ class ServerClient:
             number=self._num_fetches,
             flush=flush,
             min_clock=min_clock,
+            vector=vector,
         )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
         free = self.settle() if self._pushed is arrival.vector else None
@@ -397,6 +407,7 @@ class ServerClient:
                 num_gradients=update.num_gradients,
                 clock=update.clock,
                 loss=update.loss,
+                vector=update.target,
                 rows=pieces is not None,
                 basis=0 if pieces is None else max(0, min(update.basis)),
             )

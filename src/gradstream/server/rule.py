@@ -49,6 +49,7 @@ class Contribution:
         absent: the sender contributes nothing this time; there are no elements.
         clock: of the sender, once this is in; 0 where it keeps none (see `clocks.py`).
         loss: mean over the samples; NaN where nobody has said.
+        vector: what it is a contribution to: "" the parameters, else a state vector of the update rule.
     """
 
     sender: str
@@ -63,6 +64,7 @@ class Contribution:
     absent: bool = False
     clock: int = 0
     loss: float = math.nan
+    vector: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,6 +275,7 @@ class ShardService:
             absent=part is None,
             clock=request.clock,
             loss=request.loss,
+            vector=request.vector,
         )
         if part is not None:
             self._elements[token, chunk] = part

@@ -52,13 +52,16 @@ class Store:
         self._named: dict[str, Vector] = {}
 
     def vector(self, name: str) -> Vector:
-        """A vector by name; "" is the parameters. Raises ConfigError for one that was not created."""
-        if not name:
-            return self.parameters
-        if name not in self._named:
-            known = ", ".join(sorted(self._named)) or "none"
-            raise ConfigError(f"no vector {name!r} on this shard; created: {known}")
-        return self._named[name]
+        """A vector by name: "" the parameters, else a state of the update rule, or one that was created.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        vectors = {"": self.parameters, **self.state, **self._named}
+        if name not in vectors:
+            known = ", ".join(sorted(vectors)[1:]) or "none"
+            raise ConfigError(f"no vector {name!r} on this shard; besides the parameters: {known}")
+        return vectors[name]
 
     def create(self, name: str) -> Vector:
         """A vector of zeros; one that exists is zeroed."""
@@ -148,6 +151,7 @@ class Store:
         lr: float,
         step: int,
         summed: bool = False,
+        vector: str = "",
     ) -> None:
         """One optimizer update of a chunk by Σ weight·part, summed in the order given.
 
@@ -155,6 +159,8 @@ class Store:
 
         Args:
             summed: these are added to the chunk's sum, which is what is applied.
+            vector: a state of the rule, whose elements the sum takes the place of, where workers carry the
+                rule out; "" for an update.
         """
         if summed:
             total = self.gather(chunk, parts, weights, summed=True)
@@ -163,6 +169,9 @@ class Store:
             total = self._add_up(scratch, parts, weights, summed=False)
         else:
             total = parts[0]
+        if vector:
+            self.span(self.state[vector], chunk).tensor.copy_(total)
+            return
         parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
         named = dict(zip(self.state, state, strict=True))
         if self._grouped is None:

@@ -94,6 +94,7 @@ class Updates:
     async def _update(self, due: Apply, pushed: Sequence[torch.Tensor]) -> None:
         chunk, store, summed = due.chunk, self._store, due.summed > 0
         present, weights = _present(due), self._weights(due)
+        vector = present[0].vector if present else ""
         parameters = store.span(store.parameters, chunk)
         # What only joins the sum leaves the parameters alone: others may read them where they lie.
         reads, writes = ([], store.update_spans(chunk)) if due.completes else ([parameters], list[Span]())
@@ -105,7 +106,8 @@ class Updates:
         def arithmetic(_: object) -> None:
             parts = self._corrected(chunk, present, pushed, parameters.tensor)
             if due.completes:
-                store.update(chunk, parts, weights, lr=due.learning_rate, step=due.step, summed=summed)
+                rate, step = due.learning_rate, due.step
+                store.update(chunk, parts, weights, lr=rate, step=step, summed=summed, vector=vector)
             else:
                 store.gather(chunk, parts, weights, summed=summed)
 

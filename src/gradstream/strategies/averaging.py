@@ -15,7 +15,8 @@ How w_1 and w_2 are put together, a_i in proportion to
     a function: whatever it returns
 
 The update rule is carried out by each worker alone (any rule), and its state, a velocity for one, stays with
-the worker over all averages: averaging that too would cost another 4N each way.
+the worker over all averages. `state="averaged"` averages that too, alike: another 4N each way for each of the
+rule's vectors, and a round more; then it is in checkpoints, and a resumed run has it.
 
 Bytes a step and worker: 4N/H up, 4N/H down (float32); one-shot 4N up in all. Everybody waits for the slowest
 at each average, so once in H steps. A lost worker is left out from then on, and the others go through what is
@@ -108,10 +109,12 @@ class ParameterAveraging(Strategy):
     Args:
         every: H, local steps between two averages, at least 1; None averages once, at the end.
         combine: "mean", "samples", "loss", or a function; see the module.
+        state: of the update rule, a velocity for one: each worker's "own", or "averaged", too.
     """
 
     every: int | None = 10
     combine: Combine = "mean"
+    state: Literal["own", "averaged"] = "own"
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
@@ -125,6 +128,13 @@ class ParameterAveraging(Strategy):
             )
         if not callable(self.combine) and self.combine not in get_args(Name):
             raise UnknownNameError("combine of ParameterAveraging", str(self.combine), get_args(Name))
+        if self.state not in ("own", "averaged"):
+            raise UnknownNameError("state of ParameterAveraging", self.state, ("own", "averaged"))
+
+    @property
+    def shares_state(self) -> bool:
+        """Where it is averaged."""
+        return self.state == "averaged"
 
     def optimizer(self) -> Optimizer:
         """Of the workers: SGD with momentum."""
@@ -134,26 +144,37 @@ class ParameterAveraging(Strategy):
         """The client."""
         server, away = worker.server, False
 
+        async def push() -> None:
+            parameters = worker.take_parameters()
+            await server.push_soon(parameters)
+            for state in worker.take_state(parameters) if self.shares_state else ():
+                await server.push_soon(state)
+
+        async def fetch() -> None:
+            await worker.refresh()
+            if self.shares_state:
+                await worker.refresh_state()
+            await server.settle()
+
         async def flush() -> None:
             nonlocal away
             if worker.unpushed:
-                await server.push_soon(worker.take_parameters())
+                await push()
             await server.settle()
             if not away:
                 await server.leave()
                 away = True
 
-        await worker.refresh()
+        await fetch()
         async for batch in worker.batches(flush):
             if away:
                 await server.enter()
                 away = False
-                await worker.refresh()
+                await fetch()
             await worker.optimize(await worker.gradient(batch))
             if worker.unpushed == self.every:
-                await server.push_soon(worker.take_parameters())
-                await worker.refresh()
-                await server.settle()
+                await push()
+                await fetch()
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """See `Averaged`."""

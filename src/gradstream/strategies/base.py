@@ -295,6 +295,18 @@ class Worker(Protocol):
         """
         ...
 
+    def take_state(self, beside: Update) -> Sequence[Update]:
+        """The state vectors of this worker's rule, each to be pushed to the shards' own of its name.
+
+        Args:
+            beside: the push of the parameters, which they weigh as much as.
+        """
+        ...
+
+    async def refresh_state(self) -> None:
+        """The state vectors of the shards take the place of this worker's own."""
+        ...
+
     def take_accumulated(self) -> Update:
         """The sum of gradients accumulated since the last call, to be pushed."""
         ...
@@ -388,6 +400,11 @@ class Strategy(ABC):
 
     pushes: ClassVar[Pushes] = "gradients"
     """What its pushes hold, and so who carries out the run's update rule; see `Pushes`."""
+
+    @property
+    def shares_state(self) -> bool:
+        """Where pushes are parameters: shards hold the state of the workers' rule, too (`take_state`)."""
+        return False
 
     algorithm: str = "auto"
     """In a group: how it sums; see `gradstream.collectives`."""

@@ -34,9 +34,12 @@ class Together:
 
     def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
         """All that are there, in the order of ranks; none before every worker has brought one."""
-        if self.present - {one.rank for one in parked}:
+        if not parked or self.present - {one.rank for one in parked}:
             return ()
-        return sorted(parked, key=lambda one: (one.rank, one.incarnation, one.sequence))
+        # Who has been away is at parameters where others are still at what goes with theirs.
+        vector = max(one.vector for one in parked)
+        chosen = [one for one in parked if one.vector == vector]
+        return sorted(chosen, key=lambda one: (one.rank, one.incarnation, one.sequence))
 
     def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
         """1."""

@@ -11,6 +11,7 @@ spare one.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -251,6 +252,26 @@ class ServerReplica(Replica):
     def take_parameters(self) -> Update:
         """See `strategies.base.Worker`."""
         return self._take_own(self.parameters)
+
+    def take_state(self, beside: Update) -> Sequence[Update]:
+        """See `strategies.base.Worker`."""
+        return [
+            replace(beside, vector=vector, target=name, on_done=None, refs=())
+            for name, vector in self._own_updater().state.items()
+        ]
+
+    async def refresh_state(self) -> None:
+        """See `strategies.base.Worker`."""
+        state, spare = self._own_updater().state, self.server.spare
+        for name in state:
+            self.server.spare = self._gradient
+            arrival = self.server.fetch_soon(vector=name)
+            await arrival.done()
+            self._gradient, state[name] = state[name], arrival.vector
+            self._gradient.name, state[name].name = "gradient", name
+            await self.server.settle()  # the new gradient's memory may still be read for a push
+        self.server.spare = spare
+        self._num_updates = max(self._num_updates, self.step)  # a rule may do its first step otherwise
 
     def _take_own(self, vector: Vector) -> Update:
         self._taken.vector, self._taken.basis = vector, self._basis
