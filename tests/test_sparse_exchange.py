@@ -14,16 +14,22 @@ from torch import nn
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.jobfile import load_job
+from gradstream.memory import Vector
 from gradstream.replay import replay
 from gradstream.report.figures import figures_of
 from gradstream.report.sections import links
 from gradstream.run import Run
+from gradstream.runtime.world import World
+from gradstream.server.arrival import Patch
+from gradstream.server.chunks import ChunkMap
 from gradstream.server.row_store import ChangedRows
+from gradstream.server.rows import RowMap, RowPart, Table, pack
 from gradstream.server.service import ShardService
 from gradstream.server.shard import Apply
 from gradstream.strategies.base import RowExchange
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
+from gradstream.wire import v1
 from gradstream.worker.own_steps import OwnSteps
 from gradstream.worker.row_replica import RowReplica
 from gradstream.worker.row_sum import RowSum
@@ -205,7 +211,7 @@ def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -
     # Of 5 ones, 3 are sent together and 2 at the end, each time with its number. At first, all.
     assert run.summary["pushed_bytes"] == 4 * 64 * 4 + 2 * 4 * 32 * (4 + 4)
     assert run.summary["whole_pushed_bytes"] == 4 * 64 * 4 * run.summary["pushes"]
-    for seed in range(4):
+    for seed in range(2):
         run = gs.simulate(Tokens(4), numbered(32), strategy=strategy, workers=3, seed=seed, **job)
         check_exactly_once(run, 32, 5)
     monkeypatch.setattr(RowReplica, "_flush", ServerReplica._flush)
@@ -297,3 +303,43 @@ def test_a_recorded_run_is_replayed_to_the_bit(significance: float) -> None:
     again = replay(run)
     assert sum(bool(update.batches) for update in again) == 24
     assert same(again, run)  # type: ignore[arg-type]  # it has parameters, too
+
+
+def test_a_phantom_run_shows_what_memory_it_takes() -> None:
+    run = run_of(gs.Downpour(), epochs=1, world=World(phantom=True))
+    held = next(e["vectors_bytes"] for e in run.events if e["event"] == "memory" and e["node"] == "worker-0")
+    tables = (VOCABULARY * WIDTH + 90 * 3) * 4
+    whole = sum(array.nbytes for array in run_of(gs.Downpour(), epochs=1).parameters.values())
+    assert held["parameters"] == whole
+    assert all(size == whole - tables for name, size in held.items() if name not in ("parameters", "spare"))
+    assert held["spare"] == 0
+
+
+def patch_of() -> Patch:
+    """Of two chunks, of the first of which version 3 is known."""
+    rows = RowMap(ChunkMap(100, 64, 1), [Table(0, 20, 5)], 16)
+    return Patch(rows, [3, -1], torch.float32, Vector("nothing", torch.empty(0)))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "num_rows", "numbers", "elems", "says"),
+    [
+        (0, 2, [3, 99], 10, "rows 3 to 99; expected rows from 0 to 12"),
+        (0, 2, [4, 4], 10, "do not grow"),
+        (0, 1, [4], 900, "expected 6"),
+        (1, 1, [4], 5, "not asked for"),
+        (1, 0, [4], 5, "expected 36 of torch.float32"),
+    ],
+)
+def test_hostile_answers_are_refused(
+    chunk: int, num_rows: int, numbers: list[int], elems: int, says: str
+) -> None:
+    patch, payload = patch_of(), pack(RowPart(torch.tensor(numbers), torch.zeros(elems)))
+    header = v1.Chunk(index=chunk, rows=num_rows, elems=len(payload), version=5)
+    bounds = (64 * chunk, min(64 * chunk + 64, 100))
+    place = patch.place(header, *bounds)
+    assert place is None or len(place) <= 64
+    with pytest.raises(gs.RefusedError, match=says):
+        patch.take("shard-0", header, *bounds, payload, False)
+    with pytest.raises(gs.RefusedError, match="unchanged, which is not here"):
+        patch.unchanged("shard-0", 1, 4)

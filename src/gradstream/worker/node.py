@@ -206,14 +206,7 @@ class WorkerNode:
 
     def _rows(self) -> v1.RowSpec | None:
         exchange = self._row_exchange
-        if exchange is None:
-            return None
-        if self._runtime.memory.phantom:
-            raise ConfigError(
-                "a phantom run computes no gradients, and only they tell which rows of a table have one: "
-                "simulate it with arithmetic, or build the embeddings with sparse=False"
-            )
-        return row_spec_of(self._config.model.layout, exchange.block_elems)
+        return None if exchange is None else row_spec_of(self._config.model.layout, exchange.block_elems)
 
     def _tensors(self) -> tuple[list[v1.TensorSpec], ...]:
         """What a checkpoint's files need to know: the flat vector's tensors, buffers, and what is fixed."""

@@ -21,9 +21,10 @@ class OwnSteps:
 
     Args:
         layout: of the parameters.
+        kept: (n,) for what the steps overwrite of what is in no table.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, kept: torch.Tensor) -> None:
         self._tables = layout.tables
         self._places: list[
             tuple[slice, slice]
@@ -34,7 +35,7 @@ class OwnSteps:
                 size = slot.stop - slot.start
                 self._places.append((slice(slot.start, slot.stop), slice(at, at + size)))
                 at += size
-        self._rest = torch.empty(at, dtype=layout.dtype)  # pages are taken when it is first written
+        self._rest = kept
         self._rest_kept = False
         self._rows: list[
             tuple[Slot, torch.Tensor, torch.Tensor]

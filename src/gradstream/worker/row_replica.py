@@ -45,7 +45,7 @@ class RowReplica(ServerReplica):
         super().__init__(parts, server)
         assert server.rows is not None
         self._rows = server.rows
-        self._own = OwnSteps(parts.layout)
+        self._own = OwnSteps(parts.layout, self._allocate("kept", self._landing).tensor)
         self._held = RowSum(server.rows, parts.layout, exchange, self._allocate("accumulated", self._landing))
         self._last_rate = 0.0  # of what is in the sum
         self._weighs = exchange.threshold > 0
@@ -186,7 +186,7 @@ class RowReplica(ServerReplica):
     def retire(self) -> None:
         """See `Replica.retire`."""
         super().retire()
-        self._own = OwnSteps(Layout((), self._layout.dtype))
+        self._own = OwnSteps(Layout((), self._layout.dtype), self._gradient.tensor)
         self._held.rest = self._unsent.rest = self._gradient
 
 
