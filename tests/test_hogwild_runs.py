@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream import sparse
 from gradstream.checkpoint.policy import Policy
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.config import cast_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
-from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.events import CheckpointFailedEvent
 from gradstream.jobfile import load_job
 from gradstream.membership.cut import Cuts
@@ -77,6 +78,25 @@ def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
             cast_of(job(**options), "x")
     with pytest.raises(UnknownNameError, match="did you mean 'atomic'"):
         gs.Hogwild(update="atomik")
+
+
+def test_what_only_a_worker_can_know_ends_the_run_with_words() -> None:
+    data = sparse.from_csr([0, 1, 2], [0, 1], [1.0, 1.0], [0.5, 1.5])
+    model = sparse.linear(2, loss="squared")
+
+    def touched(table: Any, i: int, where: Any) -> int:
+        return len(unknown)  # type: ignore[name-defined]  # noqa: F821
+
+    broken = sparse.from_samples([("w", (2,))], touched, lambda w, t, i, where, count, into: 0.0, most=1)
+    for model_, data_, options, match in (
+        (model, data, {"clip_norm": 1.0}, "is not clipped"),
+        (model, gs.from_arrays(np.ones((4, 2)), np.ones(4)), {}, "goes through sparse data"),
+        (broken, data, {}, r"worker-0, step 0 .* the model raised TypingError"),
+        (model, data, {"optimizer": gs.SGD(1e30), "epochs": 5}, "the loss is"),
+    ):
+        options = {"epochs": 1, "optimizer": gs.SGD(0.1), **options}
+        with pytest.raises(GradstreamError, match=match):
+            gs.simulate(model_, data_, strategy="hogwild", workers=1, batch_size=1, **options)  # type: ignore[arg-type]
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,16 @@ def _swap_if(typing: Any, array: Any, index: Any, expected: Any, wanted: Any) ->
     return types.boolean(array, types.intp, array.dtype, array.dtype), generate
 
 
+def _load(typing: Any, array: Any, index: Any) -> Any:
+    """array[index], looked up in memory each time: not what an earlier look has found."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        place = _place(context, builder, signature.args[0], given[0], given[1])
+        return builder.load_atomic(place, "monotonic", signature.args[0].dtype.bitwidth // 8)
+
+    return array.dtype(array, types.intp), generate
+
+
 def _store(typing: Any, array: Any, index: Any, value: Any) -> Any:
     """array[index] ← value, after everything that was written before."""
 
@@ -73,6 +83,7 @@ def _store(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 atomic_add: Any = intrinsic(_atomic_add)
 swap_if: Any = intrinsic(_swap_if)
+load: Any = intrinsic(_load)
 store: Any = intrinsic(_store)
 
 
@@ -80,7 +91,7 @@ store: Any = intrinsic(_store)
 def acquire(locks: Any, at: int, me: int, looks: int) -> bool:
     """Takes a lock, whose word is then `me`; False where it was not free at any of so many looks."""
     for look in range(looks):
-        if swap_if(locks, at, 0, me):
+        if load(locks, at) == 0 and swap_if(locks, at, 0, me):  # who only looks takes no cache line away
             return True
         if look % YIELD_EVERY == YIELD_EVERY - 1:
             _yield_core()

@@ -126,7 +126,7 @@ class SparseModel:
         self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
     ) -> float:
         """The mean gradient of a minibatch, dense; see `Model.gradient`."""
-        rows, into = self._rows(batch), gradient.numpy()
+        rows, into = self.rows(batch), gradient.numpy()
         into[:] = 0
         loss = 0.0
         if len(rows):
@@ -157,7 +157,8 @@ class SparseModel:
         """See `Model.tree`."""
         return {name: view.numpy() for name, view in self.layout.views(parameters)}
 
-    def _rows(self, batch: Batch) -> SparseRows:
+    def rows(self, batch: Batch) -> SparseRows:
+        """The samples of a minibatch. Raises GradientError where they are not sparse."""
         if not isinstance(batch.inputs, SparseRows):
             raise GradientError(
                 f"inputs are {type(batch.inputs).__name__}; a sparse model goes through sparse data: "

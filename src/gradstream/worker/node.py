@@ -321,7 +321,9 @@ class WorkerNode:
             make, rows = partial(server_replica, self._parts()), self._rows()
             return ServerExchange(around, layout, config.chunk_elems, make, rows)
         if config.strategy.through == "shared":
-            return await form_shared(around, self._parts(), config.model, config.data, config.chunk_elems)
+            return await form_shared(
+                around, self._parts(), config.model, config.data, config.clip, config.chunk_elems
+            )
         notice = self._member.notice
         assert config.form_group is not None
         workers = names_of(notice.nodes, "worker")

@@ -18,7 +18,7 @@ from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, Snapshots, load
 from gradstream.collectives.commons import Commons, form_commons
 from gradstream.data.base import Dataset
-from gradstream.errors import DeadlineError
+from gradstream.errors import ConfigError, DeadlineError
 from gradstream.events import Event, ExchangeEvent
 from gradstream.membership.member import Member
 from gradstream.model.base import Layout, Model
@@ -27,8 +27,10 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client import names_of
 from gradstream.sparse.data import SparseDataset
+from gradstream.sparse.model import SparseModel
 from gradstream.worker.board import Board
 from gradstream.worker.exchange import Surroundings
+from gradstream.worker.gradient import Clip
 from gradstream.worker.shared_replica import SharedReplica
 from gradstream.worker.worker import ReplicaParts
 
@@ -45,7 +47,7 @@ _TORCH = {
 
 
 async def form_shared(
-    around: Surroundings, parts: ReplicaParts, model: Model, data: Dataset, chunk_elems: int
+    around: Surroundings, parts: ReplicaParts, model: Model, data: Dataset, clip: Clip, chunk_elems: int
 ) -> SharedExchange:
     """All workers come together, and map what they are to share.
 
@@ -54,12 +56,17 @@ async def form_shared(
         parts: of the replica.
         model: of this worker.
         data: sparse data are put into shared memory, once for all.
+        clip: bounds of a minibatch's gradient, which a sparse model does not have.
         chunk_elems: of the chunk map, by which workers divide the writing of a checkpoint.
 
     Raises:
-        ConfigError: they are not on one machine.
+        ConfigError: they are not on one machine, or gradients are to be clipped that nobody makes.
         PeerLostError, DeadlineError: a worker was lost before all had mapped it.
     """
+    if clip and isinstance(model, SparseModel):
+        raise ConfigError(
+            f"{clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
+        )
     runtime, member = around.runtime, around.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
     names = names_of(member.notice.nodes, "worker")

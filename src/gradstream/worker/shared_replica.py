@@ -6,6 +6,7 @@ A gradient is computed on the vector as it is while others write it, and added t
 from __future__ import annotations
 
 import math
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -13,10 +14,9 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import GradientError
+from gradstream.errors import GradientError, UserCodeError
 from gradstream.memory import Span, Vector
 from gradstream.model.base import Model
-from gradstream.model.batch import Batch
 from gradstream.runtime.base import Work
 from gradstream.server.waits import Claims
 from gradstream.sparse.data import SparseRows
@@ -90,18 +90,22 @@ class SharedReplica(Replica):
 
         def go(at: Place) -> float:
             if not rows:
-                rows.append(_joined(batch.samples or self._differentiator.read(batch.ref, self.step)))
-            return model.sweep(rows[0], rate, update, LOOKS, at)
+                parts = batch.samples or self._differentiator.read(batch.ref, self.step)
+                rows.append(_joined([model.rows(part) for part in parts]))
+            try:
+                return model.sweep(rows[0], rate, update, LOOKS, at)
+            except Exception as error:  # of numba's: it cannot compile a function of the user's
+                message = f"{self._where(batch.ref)}: the model raised {type(error).__name__}: {error}"
+                raise UserCodeError(message, traceback.format_exc()) from error
 
         if batch.num_samples:
             begun_ns = self._runtime.now()
             work = Work("gradient", samples=batch.num_samples)
             loss = await self._carried_out(go, batch.num_samples, work)
             if not math.isfinite(loss) and not self._runtime.memory.phantom:
-                ref = batch.ref
                 raise GradientError(
-                    f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch}): the "
-                    f"loss is {loss}; lower the learning rate, or scale the values. It is in the parameters"
+                    f"{self._where(batch.ref)}: the loss is {loss}; lower the learning rate, or scale the "
+                    "values. It is in the parameters"
                 )
             self._result = Result(loss / batch.num_samples)
             self._stopwatch.computed(begun_ns, self._runtime.now())
@@ -145,6 +149,9 @@ class SharedReplica(Replica):
                 return total
             await self._unlock(int(at.state[1]))
 
+    def _where(self, ref: BatchRef) -> str:
+        return f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch})"
+
     def _in_model(self, refs: tuple[BatchRef, ...]) -> None:
         self._late_by[str(self.board.version - self.version)] += 1
         self.board.count()
@@ -152,8 +159,6 @@ class SharedReplica(Replica):
         self._handed_out(refs)()
 
 
-def _joined(parts: Sequence[Batch]) -> SparseRows:
+def _joined(rows: Sequence[SparseRows]) -> SparseRows:
     """The samples of a minibatch, whose parts (`accumulate`) are of one table."""
-    rows = [part.inputs for part in parts]
-    assert all(isinstance(one, SparseRows) for one in rows), "a sparse model goes through sparse data"
     return SparseRows(rows[0].table, np.concatenate([one.ids for one in rows]))
