@@ -51,6 +51,7 @@ ENTRIES: list[Entry] = [
 
 def log_of(entries: list[Entry]) -> bytes:
     storage = MemoryStorage()
+    storage.append("one.rec", b"of an earlier run")
     log = Log(storage, "one.rec", {"node": "shard-0"})
     for entry in entries:
         log.add(entry)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,14 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.errors import DataError, DivergedError
+from gradstream.node import NodeSpec
 from gradstream.recording import Log, Pushed, Read, read_log
 from gradstream.recording.entries import Entry
 from gradstream.replay import Update, replay
 from gradstream.replay.finding import at_chunk_version, loss_jump, not_finite, of_step
-from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 
 WORLD = World(
@@ -128,6 +131,28 @@ def test_what_cuts_brought_into_the_model_early_comes_early_again(strategy: Any)
     again = replay(ending)
     list(again)
     assert same(again, ending)
+
+
+def test_a_resumed_run_is_replayed_from_its_checkpoint_on(tmp_path: Path) -> None:
+    storage = DiskStorage(tmp_path)
+
+    async def stop(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(0.25)
+        cluster.stop()
+
+    with pytest.raises(gs.Interrupted):
+        recorded(gs.Downpour(push_every=2), storage=storage, script=stop)
+    run = recorded(gs.Downpour(push_every=2), storage=storage, resume=True)
+    with pytest.raises(gs.ConfigError, match="simulate it whole"):
+        replay(run)
+    spec = NodeSpec("simulation", "", (), str(tmp_path), {}, {}, {})
+    (tmp_path / "nodes.json").write_text(json.dumps(dataclasses.asdict(spec)))
+    (tmp_path / "recording/simulation/job.json").write_text('{"job": "", "sha256": ""}')
+    again = replay(tmp_path, job=run.job)
+    updates = list(again)
+    assert 0 < len(updates) < 18
+    assert again.ended == "the run is over"
+    assert same(again, run)
 
 
 def test_rows_of_tables_are_exchanged_alone_in_a_replay_too() -> None:

@@ -379,7 +379,8 @@ class Cast:
     def _log(self, runtime: Runtime) -> Log:
         """Where a node notes what is needed to repeat it."""
         path = f"{FOLDER}/{self.job}/{runtime.node}.rec"
-        return Log(runtime.storage, path, origin_of(runtime.node, self.job))
+        resume = None if self.resume is None else self.resume.as_json()
+        return Log(runtime.storage, path, {**origin_of(runtime.node, self.job), "resume": resume})
 
     @property
     def _how_grouped(self) -> str:

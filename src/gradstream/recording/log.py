@@ -35,7 +35,7 @@ HEAD_BYTES = 8
 
 
 class Log:
-    """Writes entries. Nothing is lost but what came since the last `flush`, if the node is killed.
+    """Writes entries, into a new file. Of a killed node only what came since the last `flush` is lost.
 
     Args:
         storage: of the node.
@@ -46,6 +46,7 @@ class Log:
     def __init__(self, storage: Storage, path: str, header: Mapping[str, Any]) -> None:
         self._storage = storage
         self._path = path
+        storage.remove(path)
         self._pending = bytearray()
         self.num_entries = 0
         self.size_bytes = 0  # of the file

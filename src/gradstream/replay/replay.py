@@ -203,8 +203,7 @@ def _on_disk(run: str | Path | Run, job: Job | None) -> _Found:
             f"the job file {told['job'].partition(':')[0]} is not what it was when {path} was made: "
             "bring back what it said then, or hand over the job"
         )
-    resume = None if spec.resume is None else Resume.of_json(spec.resume)
-    return _Found(job or job_of_run(path), resume, parts, storage)
+    return _Found(job or job_of_run(path), _resume_of(parts), parts, storage)
 
 
 def _in_memory(run: Run, job: Job | None) -> _Found:
@@ -213,8 +212,18 @@ def _in_memory(run: Run, job: Job | None) -> _Found:
     job = job or run.job
     if not run.recording or job is None:
         raise ConfigError("this run holds no recording: simulate it with record=True")
-    folder = next(iter(run.recording)).split("/")[1]
-    return _Found(job, None, _parts(storage, folder), None)
+    parts = _parts(storage, next(iter(run.recording)).split("/")[1])
+    if _resume_of(parts) is not None:
+        raise ConfigError(
+            "this simulation went on from a checkpoint, which it does not hold: simulate it whole"
+        )
+    return _Found(job, None, parts, None)
+
+
+def _resume_of(parts: Mapping[str, Part]) -> Resume | None:
+    """Where the recorded part of a run went on; None where it began."""
+    found = next((part.header["resume"] for part in parts.values()), None)
+    return None if found is None else Resume.of_json(found)
 
 
 def _parts(storage: Storage, job: str) -> dict[str, Part]:
