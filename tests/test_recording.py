@@ -13,6 +13,7 @@ from gradstream.recording import (
     FOLDER,
     Asked,
     Closed,
+    Decided,
     Entered,
     Log,
     Orphans,
@@ -40,6 +41,7 @@ ENTRIES: list[Entry] = [
     Asked(1, 2, 3, 4),
     Read(1, 2, 300, 1, 5, clock=1 << 62),
     Entered(2, 17),
+    Decided(300, (0, 2), ((1, 5), (3, 400))),
     Summed(7, 65, 0xFFFFFFFF),
     Orphans((BatchRef(1, 2, 3), BatchRef(0, 200, 0)), complete=False, turn=3),
     Orphans((), complete=True),
@@ -131,7 +133,6 @@ def test_recording_changes_nothing_and_has_every_contribution_and_every_read() -
     ("options", "why"),
     [
         ({"strategy": "allreduce", "servers": None}, "no server"),
-        ({"strategy": gs.Synchronous(backup=1)}, "backup"),
         ({"strategy": gs.Synchronous(), "shares": "measured"}, "clock"),
     ],
 )

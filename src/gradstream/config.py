@@ -469,8 +469,6 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
         why = f"{name} has no order: workers write the same memory at once"
     elif is_open_ended(job):
         why = "the gradients of a training loop of your own cannot be computed again without it"
-    elif strategy.quorum(job.workers) is not None:
-        why = f"{name} with backup workers decides by arrival, which a replay does not know yet"
     elif job.shares == MEASURED:
         why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
     else:

@@ -3,6 +3,7 @@
 from gradstream.recording.entries import (
     Asked,
     Closed,
+    Decided,
     Entered,
     Entry,
     Orphans,
@@ -20,6 +21,7 @@ __all__ = [
     "JOB_FILE",
     "Asked",
     "Closed",
+    "Decided",
     "Entered",
     "Entry",
     "Log",

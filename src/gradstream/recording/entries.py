@@ -20,6 +20,7 @@ from gradstream.errors import DataError
 __all__ = [
     "Asked",
     "Closed",
+    "Decided",
     "Entered",
     "Entry",
     "Orphans",
@@ -144,13 +145,25 @@ class Turned:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """A verdict came: these workers' contributions make the update of a round (shard).
+
+    `moments` are those of all chunks of the shard: (chunk, moment).
+    """
+
+    round: int
+    ranks: tuple[int, ...]
+    moments: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The run was over: nothing is missing behind this (shard)."""
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Entered | Turned
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Entered | Turned | Decided
 
-PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, ENTERED, TURNED = range(1, 10)
+PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, ENTERED, TURNED, DECIDED = range(1, 11)
 FLAG = 0x10
 """Of the kind's byte: assign, complete, ends. Twice as much: absent."""
 
@@ -186,6 +199,9 @@ def encode(entry: Entry) -> bytes:
             return _bytes(CLOSED, ())
         case Entered():
             return _bytes(ENTERED, (entry.rank, entry.clock))
+        case Decided():
+            pairs = [number for pair in entry.moments for number in pair]
+            return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
         case Turned():
             phase = entry.phase.encode()
             return _bytes(TURNED, (entry.begun, entry.number, entry.first, len(phase))) + phase
@@ -233,6 +249,11 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
         case 8:
             (rank, clock), at = _numbers(data, at, 2)
             return Entered(rank, clock), at
+        case 10:
+            (round_, num_ranks, num_pairs), at = _numbers(data, at, 3)
+            ranks, at = _numbers(data, at, num_ranks)
+            flat, at = _numbers(data, at, num_pairs)
+            return Decided(round_, tuple(ranks), tuple(zip(flat[::2], flat[1::2], strict=True))), at
         case 9:
             (begun, number, first_batch, size), at = _numbers(data, at, 4)
             return Turned(begun, number, first_batch, data[at : at + size].decode()), at + size

@@ -10,13 +10,13 @@ at which it was killed. Chunks do not wait for one another, but through workers:
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
 
 from gradstream.errors import DivergedError
-from gradstream.recording import Asked, Entered, Part, Pushed, Read, Summed
+from gradstream.recording import Asked, Part, Pushed
+from gradstream.replay.course import Coming, Together, course_of, moment_of
 from gradstream.server.order import Chunks, Fetched, Go, Updating
+from gradstream.server.quorum import Verdict
 from gradstream.server.recorder import crc_of
 from gradstream.server.rule import Contribution, FetchTerms
 
@@ -39,22 +39,6 @@ class Told:
         """This is another run."""
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """What is left to happen to a chunk, and what waits for it."""
-
-    done: int = 0
-    ordered: deque[Pushed | Asked] = field(default_factory=deque)
-    reads: dict[tuple[int, int], int] = field(default_factory=dict)  # (rank, number) -> updates done
-    clocks: dict[tuple[int, int], int] = field(default_factory=dict)  # likewise
-    unread: defaultdict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
-    sums: dict[int, int] = field(default_factory=dict)
-    held: dict[Hashable, Go] = field(default_factory=dict)
-    releases: defaultdict[int, list[Go]] = field(default_factory=lambda: defaultdict(list))
-    next: tuple[Updating, Go] | None = None
-    letting_in: bool = False
-
-
 class Script:
     """Implements `Order`.
 
@@ -67,33 +51,7 @@ class Script:
         self.node = part.node
         self._told = told
         self._shard: Chunks | None = None  # until the model is registered
-        self._chunks: defaultdict[int, _Chunk] = defaultdict(_Chunk)
-        attempts: dict[tuple[int, int, int], int] = {}
-        asked: set[tuple[int, int, int]] = set()
-        self._entered: defaultdict[int, deque[int]] = defaultdict(deque)
-        for entry in part.entries:
-            match entry:
-                case Pushed():
-                    self._chunks[entry.chunk].ordered.append(entry)
-                case Asked(chunk, rank, number):
-                    if number == 0 or (chunk, rank, number) not in asked:  # a second try does nothing more
-                        asked.add((chunk, rank, number))
-                        self._chunks[chunk].ordered.append(entry)
-                case Entered(rank, clock):
-                    self._entered[rank].append(clock)
-                case Read(chunk, rank, number, attempt, moment, clock):
-                    before = attempts.get((chunk, rank, number), -1)
-                    if attempt > before:  # a second copy of one try is nobody's
-                        attempts[chunk, rank, number] = attempt
-                        self._chunks[chunk].reads[rank, number] = moment // 2
-                        self._chunks[chunk].clocks[rank, number] = clock
-                case Summed(chunk, done, crc):
-                    self._chunks[chunk].sums[done] = crc
-                case _:
-                    pass
-        for state in self._chunks.values():
-            for key, done in state.reads.items():
-                state.unread[done].add(key)
+        self._chunks, self._entered = course_of(part)
 
     @property
     def num_left(self) -> int:
@@ -114,8 +72,8 @@ class Script:
         """What each chunk waits for, in words."""
         for chunk, state in self._chunks.items():
             unread = state.unread[state.done] if state.next else set()
-            if state.ordered and not unread:
-                head = state.ordered[0]
+            head = state.ordered[0] if state.ordered else None
+            if head is not None and not isinstance(head, Together) and not unread:
                 what = f"push {head.sequence}" if isinstance(head, Pushed) else f"fetch {head.number}"
                 yield f"{self.node}, chunk {chunk}: {what} of worker-{head.rank}"
             for rank, number in sorted(unread):
@@ -130,7 +88,7 @@ class Script:
     def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
         """See `Order`."""
 
-        def come(entry: Pushed | Asked) -> None:
+        def come(entry: Coming) -> None:
             assert isinstance(entry, Pushed)
             basis = entry.basis if new.absent else new.basis  # of nothing
             if (basis, new.absent, assign) != (entry.basis, entry.absent, entry.assign):
@@ -151,7 +109,7 @@ class Script:
         else:
             go(none)
 
-    def _hold(self, chunk: int, key: Hashable, come: Callable[[Pushed | Asked], None]) -> None:
+    def _hold(self, chunk: int, key: Hashable, come: Callable[[Coming], None]) -> None:
         state = self._chunks[chunk]
         state.held[key] = lambda: come(state.ordered[0])
         self._let_in(chunk)
@@ -162,10 +120,14 @@ class Script:
         if state.letting_in:
             return
         state.letting_in = True
-        while state.ordered and state.ordered[0].moment <= self._moment(chunk):
+        while state.ordered and moment_of(state.ordered[0], chunk) <= self._moment(chunk):
             head = state.ordered[0]
-            if head.moment < self._moment(chunk):
-                self._diverge(chunk, f"worker-{head.rank} should have come before update {state.done}")
+            if moment_of(head, chunk) < self._moment(chunk):
+                self._diverge(chunk, f"update {state.done} should have waited for {head}")
+            if isinstance(head, Together):
+                if not self._decide(head):
+                    break
+                continue
             number = head.sequence if isinstance(head, Pushed) else head.number
             if isinstance(head, Asked) and not number:
                 assert self._shard is not None
@@ -180,6 +142,21 @@ class Script:
             self._told.moved()
         state.letting_in = False
         self._go_on(chunk)
+
+    def _decide(self, verdict: Together) -> bool:
+        """A verdict is for all chunks at once: when it is its turn on each."""
+        for chunk, moment in verdict.moments.items():
+            ordered = self._chunks[chunk].ordered
+            if not ordered or ordered[0] is not verdict or self._moment(chunk) != moment:
+                return False
+        for chunk in verdict.moments:
+            self._chunks[chunk].ordered.popleft()
+        assert self._shard is not None
+        self._shard.decide(Verdict(verdict.round, verdict.ranks))
+        self._told.moved()
+        for chunk in verdict.moments:
+            self._let_in(chunk)
+        return True
 
     def _moment(self, chunk: int) -> int:
         return 2 * self._chunks[chunk].done + self._busy(chunk)
@@ -213,6 +190,9 @@ class Script:
         answers = self._entered[rank]
         return answers.popleft() if answers else clock
 
+    def decide(self, verdict: Verdict, go: Go) -> None:
+        """See `Order`: what is decided is in the recording."""
+
     # ---- updates ------------------------------------------------------------------------
 
     def update(self, updating: Updating, go: Go) -> None:
@@ -224,7 +204,7 @@ class Script:
     def _go_on(self, chunk: int) -> None:
         """Lets the update begin that waits, if nothing has to happen before it is done."""
         state = self._chunks[chunk]
-        before = bool(state.ordered) and state.ordered[0].moment // 2 <= state.done
+        before = bool(state.ordered) and moment_of(state.ordered[0], chunk) // 2 <= state.done
         if state.next is None or before or state.unread[state.done]:
             return
         (updating, go), state.next = state.next, None

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.shard import Apply
 
@@ -55,6 +56,10 @@ class Updating:
 class Chunks(Protocol):
     """The chunks of a shard, as an order may ask about them."""
 
+    def numbers(self) -> Sequence[int]:
+        """Which they are."""
+        ...
+
     def busy(self, chunk: int) -> bool:
         """Whether it is being updated, or its sum is."""
         ...
@@ -65,6 +70,10 @@ class Chunks(Protocol):
 
     def flush_sum(self, chunk: int) -> None:
         """Has the shard apply what its sum holds."""
+        ...
+
+    def decide(self, verdict: Verdict) -> None:
+        """It is known whose contributions make the update of a round, on all chunks."""
         ...
 
 
@@ -93,6 +102,10 @@ class Order(Protocol):
 
     def enter(self, rank: int, clock: int) -> int:
         """A worker takes part from this clock on, as the shard finds. Returns what it is told."""
+        ...
+
+    def decide(self, verdict: Verdict, go: Go) -> None:
+        """A verdict has come."""
         ...
 
     def update(self, updating: Updating, go: Go) -> None:
@@ -129,6 +142,10 @@ class AsItComes:
     def enter(self, rank: int, clock: int) -> int:
         """That which was found."""
         return clock
+
+    def decide(self, verdict: Verdict, go: Go) -> None:
+        """At once."""
+        go()
 
     def update(self, updating: Updating, go: Go) -> None:
         """At once."""

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from gradstream.recording import Asked, Closed, Entered, Log, Pushed, Read, Summed
+from gradstream.recording import Asked, Closed, Decided, Entered, Log, Pushed, Read, Summed
 from gradstream.server.order import AsItComes, Chunks, Fetched, Go, Updating
+from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.window import SequenceWindow
 
@@ -67,6 +68,13 @@ class ShardRecorder(AsItComes):
         """See `Order`."""
         self.log.add(Entered(rank, clock))
         return clock
+
+    def decide(self, verdict: Verdict, go: Go) -> None:
+        """See `Order`."""
+        assert self._chunks is not None
+        moments = tuple((chunk, self._moment(chunk)) for chunk in self._chunks.numbers())
+        self.log.add(Decided(verdict.round, verdict.ranks, moments))
+        go()
 
     def updated(self, updating: Updating) -> None:
         """See `Order`."""

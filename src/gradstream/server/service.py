@@ -413,6 +413,10 @@ class ShardService:
             del self._outboxes[token]
             self.state.forget(token)
 
+    def numbers(self) -> list[int]:
+        """The chunks of this shard."""
+        return list(self.state.chunks)
+
     def busy(self, chunk: int) -> bool:
         """Whether a chunk is being updated, or its sum is."""
         return self.state.chunks[chunk].busy
@@ -464,6 +468,10 @@ class ShardService:
 
     def _decide(self, verdict: Verdict) -> None:
         self.on_verdict(verdict)
+        self._order.decide(verdict, partial(self.decide, verdict))
+
+    def decide(self, verdict: Verdict) -> None:
+        """It is known whose contributions make the update of a round."""
         self._carry_out(self.state.decide(verdict))
 
     # ---- instructions of the state machine ----------------------------------------------
