@@ -1,4 +1,4 @@
-"""What a shard has recorded, chunk by chunk: what comes in which order, who reads when, which sums to expect."""
+"""What a shard has recorded, chunk by chunk: what comes in which order, who reads when, and the sums."""
 
 from __future__ import annotations
 
