@@ -69,13 +69,16 @@ def over_time(lines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Non
     """Training and test accuracy over virtual seconds.
 
     Args:
-        lines: by title, points [samples, seconds, test accuracy, training accuracy].
+        lines: by title, points [samples, seconds, test accuracy, training accuracy], the first of them
+            the warm start, which is the same of all.
     """
     figure, axes = _axes(2)
     for axis, place, what in zip(axes, (3, 2), ("training", "test"), strict=True):
         for number, (title, points) in enumerate(lines.items()):
-            seconds, accuracies = [p[1] for p in points], [100 * p[place] for p in points]
+            begin, *later = points
+            seconds, accuracies = [p[1] for p in later], [100 * p[place] for p in later]
             axis.plot(seconds, accuracies, marker=".", label=title, color=f"C{number}")
+        axis.axhline(100 * begin[place], color="grey", linestyle=":", label="warm start")
         axis.set(xscale="log", xlabel="virtual seconds after the warm start", ylabel=f"{what} accuracy, %")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)

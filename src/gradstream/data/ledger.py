@@ -278,6 +278,8 @@ class Ledger:
         found = None
         oldest = epoch + 1
         for partition, line in enumerate(self._partitions):
+            if not (line.orphaned or line.returned):
+                continue  # as nearly always, and whoever has nothing left asks again and again
             k = line.next_orphan()
             if k is not None and (its := self.plan.nth(partition, k).epoch) < oldest:
                 found, oldest = (partition, k), its
