@@ -94,28 +94,55 @@ def test_a_run_that_broke_down_is_chance(study: Modules) -> None:
     assert study.findings.samples_to(row, 0.5) is None
 
 
-def test_a_small_one_runs_and_goes_on_where_it_was(repository: Path, tmp_path: Path) -> None:
+def test_a_study_that_was_stopped_goes_on_where_it_was(study: Modules, tmp_path: Path) -> None:
+    budget = study.ledger.Budget(rates=(0.1, 1.0), epochs=10, tuning_seed=0, seeds=(1, 2))
+    methods = [one for one in study.methods.METHODS if one.name in ("downpour", "single")]
+    path = tmp_path / "rows.jsonl"
+    first = [a_row(study, study.runs.Key("downpour", lr, 0, 10), 0.5, wall_s=1.0) for lr in (0.1, 1.0)]
+    lines = [json.dumps(row) for row in first]
+    path.write_text(lines[0] + "\n" + lines[1][:40])  # stopped in the middle of a line
+
+    def due(rows: Any, begun: Any) -> Any:
+        return study.ledger.due(methods, rows, begun, budget)
+
+    def work(key: Any) -> Any:
+        return a_row(study, key, 0.6, wall_s=2.0)
+
+    study.ledger.work_off(due, work, path, processes=2)
+    rows = study.ledger.read_rows(path)
+    assert len(rows) == len(path.read_text().splitlines()) == 2 * (2 + 2)
+    assert [key for key, row in rows.items() if row["wall_s"] == 1.0] == [
+        study.runs.Key("downpour", 0.1, 0, 10)
+    ]
+
+
+def test_a_run_that_fails_otherwise_ends_the_study(
+    study: Modules, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key = study.runs.Key("downpour", 0.1, 0, 10)
+
+    def work(key: Any) -> Any:
+        raise ValueError("no such network")
+
+    with pytest.raises(SystemExit, match=r"downpour.*the run failed"):
+        study.ledger.work_off(
+            lambda rows, begun: None if begun else key, work, tmp_path / "rows.jsonl", processes=1
+        )
+    assert "no such network" in capfd.readouterr().err
+
+
+def test_a_small_study_runs(repository: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the study draws with matplotlib (extra bench)")
     command = [sys.executable, "bench/async_study.py", "--quick", "--into", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    rows = tmp_path / "async-study.jsonl"
-    pytest.importorskip("matplotlib", reason="the study draws with matplotlib (extra bench)")
     subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=100)
-    lines = rows.read_text().splitlines()
-    assert len(lines) == 2 * (2 + 1)  # two methods: two rates, then a seed
+    assert len((tmp_path / "async-study.jsonl").read_text().splitlines()) == 2 * (2 + 1)
     record = json.loads((tmp_path / "async-study.json").read_text())
     tuned = record["findings"]["methods"]["downpour"]
     assert tuned["rate"] == 0.01
     assert tuned["failed"] == ["3"]
     assert tuned["accuracy"] > 0.6
     assert tuned["staleness_mean"] > 25
-    # The last line is torn, as if it had been stopped there: that run alone is made again.
-    rows.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:40])
-    subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=100)
-    again = [json.loads(line) for line in rows.read_text().splitlines()]
-    first = [json.loads(line) for line in lines]
-    for row in (*again, *first):
-        row.pop("wall_s")
-    assert sorted(again, key=str) == sorted(first, key=str)
 
 
 @pytest.mark.parametrize("name", ["study", "distbelief"])
