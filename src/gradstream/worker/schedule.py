@@ -115,32 +115,34 @@ class Schedule:
         What was in hand when this worker was held back may be another's when it is let in: it is dropped.
         """
         count, begun = passage.skip(), self.plan.done.epochs
+        left = NOTHING  # of others, in hand
         while True:
-            own = count < self.num_batches
-            if own:
-                ref = self.plan.nth(self.rank, count)
-                left = await self._left(ref.epoch - 1, last=False) if ref.epoch > begun else NOTHING
-                begun = begun if left.refs else max(begun, ref.epoch)
-                own, refs = not left.refs, left.refs or [ref]
-            else:
+            own = self.plan.nth(self.rank, count) if count < self.num_batches else None
+            if own is None and not left.refs:
                 await passage.close()
                 left = await self._left(self.last_epoch, last=True)
-                refs = left.refs
                 if left.complete:
                     return
-            for ref in refs:
-                if own and self.balance is not None:
-                    await self.balance.reach(ref)
-                while (gate := await passage.gate()) == "anew":
-                    count = passage.turn().first
-                    if own or left.turn != passage.turn().number:
-                        break
-                if gate == "over":
-                    return
-                if gate == "anew":
-                    break
-                yield ref
-                count += 1 + passage.skip() if own else 0
+            elif own is not None and own.epoch > begun and not left.refs:
+                left = await self._left(own.epoch - 1, last=False)
+                begun = begun if left.refs else own.epoch
+            ref = left.refs[0] if left.refs else own
+            if ref is None:
+                continue
+            if ref is own and self.balance is not None:
+                await self.balance.reach(ref)
+            gate = await passage.gate()
+            if gate == "over":
+                return
+            if gate == "anew":
+                turn = passage.turn()
+                count, left = turn.first, left if left.turn == turn.number else NOTHING
+                continue
+            yield ref
+            if ref is own:
+                count += 1 + passage.skip()
+            else:
+                left = left._replace(refs=left.refs[1:])
 
     async def _left(self, epoch: int, *, last: bool) -> Left:
         """Some of what others have left of epochs 0 … `epoch`; if `last`, waits for such, or for the end."""
