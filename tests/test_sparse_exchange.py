@@ -343,3 +343,22 @@ def test_hostile_answers_are_refused(
         patch.take("shard-0", header, *bounds, payload, False)
     with pytest.raises(gs.RefusedError, match="unchanged, which is not here"):
         patch.unchanged("shard-0", 1, 4)
+
+
+def test_a_step_moves_what_its_rows_weigh() -> None:
+    """100 rows of 16 elements a step: within 10 % of them up, and of those of both workers down."""
+    numbers = np.random.default_rng(0).integers(0, 20_000, (800, 5))
+    table = gs.from_torch(
+        lambda: nn.Sequential(nn.Embedding(20_000, 16, sparse=True), nn.Flatten(), nn.Linear(80, 1)),
+        nn.functional.mse_loss,
+    )
+    samples = gs.from_arrays(numbers, np.ones((800, 1), "float32"))
+    job: dict[str, Any] = {"strategy": "downpour", "optimizer": gs.SGD(lr=0.1), "batch_size": 20}
+    moved = []
+    for steps in (5, 20):  # what a run does once is in both
+        run = gs.simulate(table, samples, steps=steps, chunk_elems=1 << 20, **job)
+        moved.append([run.summary["pushed_bytes"], run.summary["fetched_bytes"]])
+    up, down = (np.array(moved[1]) - moved[0]) / (2 * 15)
+    rows_bytes, rest_bytes = 100 * 16 * 4, 81 * 4 * 17 / 16
+    assert 0.97 < (up - rest_bytes) / rows_bytes < 1.10
+    assert 0.97 < (down - rest_bytes) / (2 * rows_bytes) < 1.10
