@@ -47,6 +47,8 @@ class Clocks:
     def slowest(self, chunk: int) -> int:
         """The clock that a chunk includes; `NOBODY` where no worker takes part."""
         at = self._at[chunk]
+        if not at and self._in:  # of a strategy that keeps none, too
+            return 0
         return min((at.get(rank, 0) for rank in self._in), default=NOBODY)
 
     def behind(self, chunk: int, clock: int) -> list[int]:
