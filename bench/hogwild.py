@@ -186,22 +186,24 @@ def job(num_samples, update, workers):
     return gs.Job(
         sparse.linear({d}, loss="logistic"), sparse.synthetic(num_samples, {d}, {touched}, noise=0.05),
         strategy=gs.Hogwild(update=update), optimizer=gs.SGD(gs.StepDecay(0.5, every=1, factor=0.9)),
-        workers=workers, batch_size={at_once}, epochs=6, checkpoint_every=None,
+        workers=workers, batch_size={at_once}, epochs=40, checkpoint_every=None,
     )
 """
 
 
 def whole_run(num_samples: int, update: str, workers: int) -> float:
-    """Updates a second of a run, from its second epoch on: the first compiles."""
+    """Updates a second of a run, while all workers are at it; the first minibatch compiles."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"hogwild_{update}_{workers}.py"
         made = JOB.format(d=FEATURES, touched=TOUCHED, at_once=AT_ONCE)
         path.write_text(f"{made}\ndef asked():\n    return job({num_samples}, {update!r}, {workers})\n")
         run = gs.train(load_job(f"{path}:asked"), run_dir=Path(folder) / "run")
     steps = [event for event in run.events if event["event"] == "step"]
-    first = min(event["time_s"] for event in steps if event["epoch"] == 1)
-    later = [event for event in steps if event["time_s"] > first]
-    return sum(event["samples"] for event in later) / (max(event["time_s"] for event in later) - first)
+    times = [[step["time_s"] for step in steps if step["rank"] == rank] for rank in range(workers)]
+    begin, end = max(map(min, times)), min(map(max, times))
+    if begin >= end:
+        sys.exit("a whole run was over before all workers had begun: take more --samples")
+    return sum(step["samples"] for step in steps if begin < step["time_s"] <= end) / (end - begin)
 
 
 # ---- all of it ----------------------------------------------------------------------------------
