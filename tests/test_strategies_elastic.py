@@ -23,7 +23,7 @@ from gradstream.simulate import simulate
 from gradstream.strategies.together import Together
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, Tokens, kill_at, least_squares, numbered
-from gradstream.testing.strategy_laws import BrokenLawError, Law, complete, deaths, ends, resumes
+from gradstream.testing.strategy_laws import BrokenLawError, Law, complete, deaths, resumes
 from gradstream.testing.trials import token_run
 from gradstream.worker.moves import ElasticPull
 from gradstream.worker.server_exchange import ServerExchange
@@ -90,7 +90,7 @@ def test_it_obeys_the_laws() -> None:
     assert not check_strategy(LAWFUL).broken
 
 
-@pytest.mark.parametrize("law", [complete, ends, resumes, deaths])
+@pytest.mark.parametrize("law", [resumes, deaths])
 def test_in_step_it_obeys_those_that_waiting_could_break(law: Law) -> None:
     assert law(gs.ElasticAveraging(every=2, synchronous=True))
 
