@@ -77,6 +77,24 @@ def test_what_a_killed_node_left_half_written_is_cut_off() -> None:
         assert part.torn_bytes == last - torn
 
 
+def test_a_full_disk_ends_the_recording_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(MemoryStorage):
+        def append(self, path: str, data: bytes) -> None:
+            if len(self.files.get(path, b"")) > 200:
+                super().append(path, data[:3])
+                raise OSError(28, "No space left on device")
+            super().append(path, data)
+
+    storage = Full()
+    log = Log(storage, "one.rec", {"node": "shard-0"})
+    for entry in 20 * ENTRIES:
+        log.add(entry)
+        log.flush()
+    part = read_log(storage.files["one.rec"], "one.rec")
+    assert part.torn_bytes == 3 and part.entries == (20 * ENTRIES)[: len(part.entries)]
+    assert capsys.readouterr().err == "one.rec: the recording ends here: [Errno 28] No space left on device\n"
+
+
 def test_a_block_that_was_altered_is_refused() -> None:
     data = bytearray(log_of(ENTRIES))
     data[len(log_of([])) + 10] ^= 1  # in the content of the first block of entries

@@ -11,6 +11,7 @@ A node that is killed leaves a torn block at most, at the end: it is cut off whe
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ HEAD_BYTES = 8
 class Log:
     """Writes entries, into a new file. Of a killed node only what came since the last `flush` is lost.
 
+    A disk that is full or broken ends the recording, and not the run: it is said on stderr, once.
+
     Args:
         storage: of the node.
         path: of the file: below `FOLDER`.
@@ -46,6 +49,7 @@ class Log:
     def __init__(self, storage: Storage, path: str, header: Mapping[str, Any]) -> None:
         self._storage = storage
         self._path = path
+        self.ended = False  # nothing can be written any more
         storage.remove(path)
         self._pending = bytearray()
         self.num_entries = 0
@@ -60,7 +64,7 @@ class Log:
             self.flush()
 
     def flush(self) -> None:
-        """What was noted is in the file from here on. Raises OSError where it cannot be."""
+        """What was noted is in the file from here on."""
         if self._pending:
             content, self._pending = bytes(self._pending), bytearray()
             self._write(content)
@@ -68,7 +72,14 @@ class Log:
     def _write(self, content: bytes) -> None:
         packed = zlib.compress(content, 1)
         head = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
-        self._storage.append(self._path, head + packed)
+        if self.ended:
+            return
+        try:
+            self._storage.append(self._path, head + packed)
+        except OSError as error:
+            self.ended = True  # a block may be torn: nothing behind it could be read
+            sys.stderr.write(f"{self._path}: the recording ends here: {error}\n")
+            return
         self.size_bytes += len(head) + len(packed)
 
 

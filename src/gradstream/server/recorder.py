@@ -84,7 +84,7 @@ class ShardRecorder(AsItComes):
             self._sum(chunk, updating.parameters)
 
     def close(self, parameters: Callable[[int], torch.Tensor]) -> None:
-        """The run is over: sums up every chunk as it is now. Raises OSError where that cannot be written.
+        """The run is over: sums up every chunk as it is now.
 
         Args:
             parameters: of a chunk.
