@@ -441,6 +441,19 @@ class DrivenRounds(gs.Synchronous):
         await run.engage(1)
 
 
+@dataclass(frozen=True)
+class DrivenClocks(gs.SSP):
+    """A strategy whose workers wait for one another's clocks."""
+
+    async def drive(self, run: Drive) -> None:
+        await run.engage(1)
+
+
+def test_clocks_are_not_driven() -> None:
+    with pytest.raises(ConfigError, match="would be waited for for ever"):
+        tokens(DrivenClocks())
+
+
 def test_rounds_are_not_driven() -> None:
     with pytest.raises(ConfigError, match="go through rounds together"):
         tokens(DrivenRounds())

@@ -87,6 +87,11 @@ class Pace:
         return not self._cut.ends or self._cut.phase == v1.Cut.ENDED
 
     @property
+    def driven(self) -> bool:
+        """Whether the strategy says who takes part, and when."""
+        return self._turn.number > 0
+
+    @property
     def turn(self) -> v1.Turn:
         """That this worker was let in by last: since then its own line goes on at `first`."""
         return self._turn

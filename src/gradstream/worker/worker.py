@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import InternalError, UserCodeError
+from gradstream.errors import ConfigError, InternalError, UserCodeError
 from gradstream.events import StepEvent
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Reduction
@@ -278,6 +278,11 @@ class Replica(ABC):
         """See `strategies.base.Worker`."""
         self._put_in = flush or self._flush
         self._bounded = before is not None
+        if self._bounded and self._pace.driven:
+            raise ConfigError(
+                "the strategy waits for the clocks of all workers, and its drive() holds some of them back: "
+                "they would be waited for for ever; use one of the two"
+            )
         passage = Passage(
             gate=lambda: self._gate(before),
             turn=lambda: self._pace.turn,
