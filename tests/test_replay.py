@@ -110,7 +110,11 @@ def test_retries_and_second_copies_are_not_taken_for_others() -> None:
     assert retries > 0
 
 
-@pytest.mark.parametrize("strategy", [gs.Downpour(push_every=3), gs.SSP(bound=1), gs.Softsync()], ids=repr)
+@pytest.mark.parametrize(
+    "strategy",
+    [gs.Downpour(push_every=3), gs.SSP(bound=0), gs.Softsync(), gs.ParameterAveraging(every=3)],
+    ids=repr,
+)
 def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(strategy: Any) -> None:
     reassigned = 0
     for seed, (name, seconds) in enumerate([("worker-1", 0.1), ("worker-0", 0.2), ("worker-1", 0.3)]):

@@ -2,9 +2,9 @@
 
 from gradstream.recording.entries import (
     Asked,
+    Changed,
     Closed,
     Decided,
-    Entered,
     Entry,
     Orphans,
     Pushed,
@@ -20,9 +20,9 @@ __all__ = [
     "FOLDER",
     "JOB_FILE",
     "Asked",
+    "Changed",
     "Closed",
     "Decided",
-    "Entered",
     "Entry",
     "Log",
     "LogReader",

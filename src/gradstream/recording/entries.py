@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
 __all__ = [
     "Asked",
+    "Changed",
     "Closed",
     "Decided",
-    "Entered",
     "Entry",
     "Orphans",
     "Pushed",
@@ -90,11 +90,20 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """A worker that had taken no part takes part again, and was told this clock (shard)."""
+class Changed:
+    """Somebody takes part that did not, or no longer does (shard).
 
-    rank: int
+    Args:
+        kind, ranks, clock: see `server.order.Change`.
+        told: the clock that who enters was told.
+        moments: of all chunks of the shard: (chunk, moment).
+    """
+
+    kind: Literal["leave", "enter", "keep"]
+    ranks: tuple[int, ...]
     clock: int
+    told: int
+    moments: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +170,10 @@ class Closed:
     """The run was over: nothing is missing behind this (shard)."""
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Entered | Turned | Decided
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Changed | Turned | Decided
 
-PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, ENTERED, TURNED, DECIDED = range(1, 11)
+PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, CHANGED, TURNED, DECIDED = range(1, 11)
+KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 FLAG = 0x10
 """Of the kind's byte: assign, complete, ends. Twice as much: absent."""
 
@@ -197,8 +207,10 @@ def encode(entry: Entry) -> bytes:
             return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
         case Closed():
             return _bytes(CLOSED, ())
-        case Entered():
-            return _bytes(ENTERED, (entry.rank, entry.clock))
+        case Changed():
+            pairs = [number for pair in entry.moments for number in pair]
+            head = (KINDS.index(entry.kind), entry.clock, entry.told, len(entry.ranks), len(pairs))
+            return _bytes(CHANGED, (*head, *entry.ranks, *pairs))
         case Decided():
             pairs = [number for pair in entry.moments for number in pair]
             return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
@@ -247,8 +259,11 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
         case 7:
             return Closed(), at
         case 8:
-            (rank, clock), at = _numbers(data, at, 2)
-            return Entered(rank, clock), at
+            (which, clock, told, num_ranks, num_pairs), at = _numbers(data, at, 5)
+            ranks, at = _numbers(data, at, num_ranks)
+            flat, at = _numbers(data, at, num_pairs)
+            pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
+            return Changed(KINDS[which], tuple(ranks), clock, told, pairs), at
         case 10:
             (round_, num_ranks, num_pairs), at = _numbers(data, at, 3)
             ranks, at = _numbers(data, at, num_ranks)

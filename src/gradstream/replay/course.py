@@ -7,18 +7,18 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gradstream.recording import Asked, Decided, Entered, Entry, Part, Pushed, Read, Summed
-from gradstream.server.order import Go, Updating
+from gradstream.recording import Asked, Changed, Decided, Entry, Part, Pushed, Read, Summed
+from gradstream.server.order import Change, Go, Updating
+from gradstream.server.quorum import Verdict
 
 __all__ = ["ChunkCourse", "Coming", "Together", "course_of", "moment_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Together:
-    """A verdict, which is for all chunks at once: at these moments."""
+    """What is for all chunks at once: at these moments."""
 
-    round: int
-    ranks: tuple[int, ...]
+    event: Verdict | Change
     moments: Mapping[int, int]
 
 
@@ -65,8 +65,8 @@ def course_of(part: Part) -> tuple[defaultdict[int, ChunkCourse], defaultdict[in
     chunks: defaultdict[int, ChunkCourse] = defaultdict(ChunkCourse)
     entered: defaultdict[int, deque[int]] = defaultdict(deque)
     for entry in part.entries:
-        if isinstance(entry, Entered):
-            entered[entry.rank].append(entry.clock)
+        if isinstance(entry, Changed) and entry.kind == "enter":
+            entered[entry.ranks[0]].append(entry.told)
         elif isinstance(entry, Summed):
             chunks[entry.chunk].sums[entry.done] = entry.crc
     _order(chunks, part.entries)
@@ -85,9 +85,15 @@ def _order(chunks: defaultdict[int, ChunkCourse], entries: Iterable[Entry]) -> N
                 asked.add(key)
                 chunks[entry.chunk].ordered.append(entry)
         elif isinstance(entry, Decided):
-            verdict = Together(entry.round, entry.ranks, dict(entry.moments))
-            for chunk in verdict.moments:
-                chunks[chunk].ordered.append(verdict)
+            _together(chunks, Together(Verdict(entry.round, entry.ranks), dict(entry.moments)))
+        elif isinstance(entry, Changed):
+            change = Change(entry.kind, entry.ranks, entry.clock)
+            _together(chunks, Together(change, dict(entry.moments)))
+
+
+def _together(chunks: defaultdict[int, ChunkCourse], event: Together) -> None:
+    for chunk in event.moments:
+        chunks[chunk].ordered.append(event)
 
 
 def _read(chunks: defaultdict[int, ChunkCourse], entries: Iterable[Entry]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable
 from gradstream.errors import DivergedError
 from gradstream.recording import Asked, Part, Pushed
 from gradstream.replay.course import Coming, Together, course_of, moment_of
-from gradstream.server.order import Chunks, Fetched, Go, Updating
+from gradstream.server.order import Change, Chunks, Fetched, Go, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.recorder import crc_of
 from gradstream.server.rule import Contribution, FetchTerms
@@ -125,7 +125,7 @@ class Script:
             if moment_of(head, chunk) < self._moment(chunk):
                 self._diverge(chunk, f"update {state.done} should have waited for {head}")
             if isinstance(head, Together):
-                if not self._decide(head):
+                if not self._happen(head):
                     break
                 continue
             number = head.sequence if isinstance(head, Pushed) else head.number
@@ -143,18 +143,21 @@ class Script:
         state.letting_in = False
         self._go_on(chunk)
 
-    def _decide(self, verdict: Together) -> bool:
-        """A verdict is for all chunks at once: when it is its turn on each."""
-        for chunk, moment in verdict.moments.items():
+    def _happen(self, event: Together) -> bool:
+        """What is for all chunks at once happens when it is its turn on each."""
+        for chunk, moment in event.moments.items():
             ordered = self._chunks[chunk].ordered
-            if not ordered or ordered[0] is not verdict or self._moment(chunk) != moment:
+            if not ordered or ordered[0] is not event or self._moment(chunk) != moment:
                 return False
-        for chunk in verdict.moments:
+        for chunk in event.moments:
             self._chunks[chunk].ordered.popleft()
         assert self._shard is not None
-        self._shard.decide(Verdict(verdict.round, verdict.ranks))
+        if isinstance(event.event, Verdict):
+            self._shard.decide(event.event)
+        else:
+            self._shard.change(event.event)
         self._told.moved()
-        for chunk in verdict.moments:
+        for chunk in event.moments:
             self._let_in(chunk)
         return True
 
@@ -185,10 +188,10 @@ class Script:
         self._go_on(chunk)
         return state.clocks.get((fetch.rank, fetch.number), clock)
 
-    def enter(self, rank: int, clock: int) -> int:
-        """See `Order`."""
-        answers = self._entered[rank]
-        return answers.popleft() if answers else clock
+    def change(self, change: Change, go: Callable[[], int]) -> int:
+        """See `Order`: who takes part when is in the recording, and so is what they were told."""
+        answers = self._entered[change.ranks[0]] if change.kind == "enter" else None
+        return answers.popleft() if answers else change.clock
 
     def decide(self, verdict: Verdict, go: Go) -> None:
         """See `Order`: what is decided is in the recording."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.shard import Apply
 
-__all__ = ["AsItComes", "Chunks", "Fetched", "Go", "Order", "Updating"]
+__all__ = ["AsItComes", "Change", "Chunks", "Fetched", "Go", "Order", "Updating"]
 
 Go = Callable[[], None]
 
@@ -36,6 +36,21 @@ class Fetched:
     number: int
     attempt: int = 0
     acts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of who takes part, on all chunks at once.
+
+    Args:
+        kind: a worker has nothing to do for now; takes part from this clock on; only these are left.
+        ranks: whose.
+        clock: of who enters.
+    """
+
+    kind: Literal["leave", "enter", "keep"]
+    ranks: tuple[int, ...]
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,10 @@ class Chunks(Protocol):
         """It is known whose contributions make the update of a round, on all chunks."""
         ...
 
+    def change(self, change: Change) -> int:
+        """Somebody takes part that did not, or no longer does. Returns the clock of who enters."""
+        ...
+
 
 class Order(Protocol):
     """Lets a shard's events happen. Every method is called on the event loop, and waits for nothing."""
@@ -100,8 +119,8 @@ class Order(Protocol):
         """It has it: as it is now. Returns the clock that it is told."""
         ...
 
-    def enter(self, rank: int, clock: int) -> int:
-        """A worker takes part from this clock on, as the shard finds. Returns what it is told."""
+    def change(self, change: Change, go: Callable[[], int]) -> int:
+        """Somebody takes part that did not, or no longer does. Returns the clock that who enters is told."""
         ...
 
     def decide(self, verdict: Verdict, go: Go) -> None:
@@ -139,9 +158,9 @@ class AsItComes:
         """That of the chunk."""
         return clock
 
-    def enter(self, rank: int, clock: int) -> int:
-        """That which was found."""
-        return clock
+    def change(self, change: Change, go: Callable[[], int]) -> int:
+        """At once."""
+        return go()
 
     def decide(self, verdict: Verdict, go: Go) -> None:
         """At once."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from gradstream.recording import Asked, Closed, Decided, Entered, Log, Pushed, Read, Summed
-from gradstream.server.order import AsItComes, Chunks, Fetched, Go, Updating
+from gradstream.recording import Asked, Changed, Closed, Decided, Log, Pushed, Read, Summed
+from gradstream.server.order import AsItComes, Change, Chunks, Fetched, Go, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.window import SequenceWindow
@@ -64,16 +64,16 @@ class ShardRecorder(AsItComes):
             self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, moment, clock))
         return clock
 
-    def enter(self, rank: int, clock: int) -> int:
+    def change(self, change: Change, go: Callable[[], int]) -> int:
         """See `Order`."""
-        self.log.add(Entered(rank, clock))
-        return clock
+        moments = self._moments()
+        told = go()
+        self.log.add(Changed(change.kind, change.ranks, change.clock, told, moments))
+        return told
 
     def decide(self, verdict: Verdict, go: Go) -> None:
         """See `Order`."""
-        assert self._chunks is not None
-        moments = tuple((chunk, self._moment(chunk)) for chunk in self._chunks.numbers())
-        self.log.add(Decided(verdict.round, verdict.ranks, moments))
+        self.log.add(Decided(verdict.round, verdict.ranks, self._moments()))
         go()
 
     def updated(self, updating: Updating) -> None:
@@ -98,6 +98,10 @@ class ShardRecorder(AsItComes):
     def _sum(self, chunk: int, parameters: torch.Tensor) -> None:
         if not parameters.is_meta:
             self.log.add(Summed(chunk, self._done[chunk], crc_of(parameters)))
+
+    def _moments(self) -> tuple[tuple[int, int], ...]:
+        assert self._chunks is not None
+        return tuple((chunk, self._moment(chunk)) for chunk in self._chunks.numbers())
 
     def _moment(self, chunk: int) -> int:
         assert self._chunks is not None

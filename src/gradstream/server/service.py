@@ -26,7 +26,7 @@ from gradstream.server.commands import Commands
 from gradstream.server.correction import Correction, SenderStates
 from gradstream.server.inspection import Inspection
 from gradstream.server.latecomers import Latecomers
-from gradstream.server.order import AsItComes, Fetched, Order, Updating
+from gradstream.server.order import AsItComes, Change, Fetched, Order, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.readers import Readers
 from gradstream.server.row_store import ChangedRows, Part, elements_of
@@ -453,18 +453,27 @@ class ShardService:
 
     def _take_part(self, sender: str, clock: int | None) -> int:
         """A worker is at this clock, or, without one, has nothing to do for now. Returns its clock."""
-        clocks, rank = self.state.clocks, _rank(sender)
-        if clock is None:
-            clocks.leave(rank)
-        else:
-            clock = self._order.enter(rank, clocks.enter(rank, clock))
-        self._carry_out(self.state.clocks_changed())
-        return clock or 0
+        change = Change("leave" if clock is None else "enter", (_rank(sender),), clock or 0)
+        return self._order.change(change, partial(self.change, change))
 
     def keep(self, ranks: Collection[int]) -> None:
         """Only these workers are left in the run: nobody waits for the others' clocks."""
-        self.state.clocks.keep(ranks)
+        if self.state.clocks.present - set(ranks):
+            change = Change("keep", tuple(sorted(ranks)))
+            self._order.change(change, partial(self.change, change))
+
+    def change(self, change: Change) -> int:
+        """Somebody takes part that did not, or no longer does. Returns the clock of who enters."""
+        clocks, clock = self.state.clocks, 0
+        match change.kind:
+            case "enter":
+                clock = clocks.enter(change.ranks[0], change.clock)
+            case "leave":
+                clocks.leave(change.ranks[0])
+            case "keep":
+                clocks.keep(change.ranks)
         self._carry_out(self.state.clocks_changed())
+        return clock
 
     def _decide(self, verdict: Verdict) -> None:
         self.on_verdict(verdict)
