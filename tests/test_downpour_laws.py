@@ -12,7 +12,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.server.client import Arrival
+from gradstream.server.arrival import Arrival
 from gradstream.server.rule import Contribution, Immediate, Rule
 from gradstream.server.shard import ShardState
 from gradstream.simulate import simulate

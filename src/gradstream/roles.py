@@ -42,7 +42,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.node import ShardNode
 from gradstream.server.recorder import ShardRecorder
-from gradstream.server.service import FindOptimizer, ShardConfig
+from gradstream.server.shard_config import FindOptimizer, ShardConfig
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1

@@ -12,8 +12,8 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.replay.update import Tree, Update
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.client import Update as Push
 from gradstream.server.order import Updating
+from gradstream.server.update import Update as Push
 from gradstream.worker.worker import Watch
 
 __all__ = ["Book"]

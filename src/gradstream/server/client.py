@@ -12,147 +12,29 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from gradstream.data.base import BatchRef
 from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Progress, Runtime, awaited_later
 from gradstream.server.arrival import Arrival, Patch
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.rows import RowMap
+from gradstream.server.traffic import LinkTraffic, Traffic, Transfer
+from gradstream.server.update import Piece, Update
 from gradstream.server.waits import Claims, Kind
 from gradstream.transport.base import Endpoint, Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.frames import ABSENT
 
-__all__ = ["Arrival", "LinkTraffic", "Piece", "ServerClient", "Traffic", "Transfer", "Update", "names_of"]
+__all__ = ["ServerClient", "names_of"]
 
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What is pushed of a chunk, where not all of every chunk is.
-
-    Args:
-        num_rows: of so many rows; 0 for the whole chunk.
-        payload: as `rows.pack` makes it, or all of the chunk's elements.
-    """
-
-    num_rows: int
-    payload: Span
-
-
-@dataclass(slots=True)
-class Update:
-    """What is pushed.
-
-    Args:
-        vector: its elements; nobody may write them until the push is done. None pushes nothing,
-            which a synchronous round still has to be told.
-        samples: training samples behind it. This, `learning_rate` and `vector` may be filled in until
-            anything is `ready`.
-        num_gradients: minibatch gradients summed in it.
-        learning_rate: to apply it with.
-        loss: mean over the samples, NaN where unknown; for rules that weigh by it.
-        target: what it is pushed to: "" the parameters, else a state vector of the update rule.
-        basis: by chunk, the version the gradient was computed on.
-        round: synchronous: the version it is meant for.
-        ready: elements that are final so far; chunks leave as this grows.
-        on_done: called once all shards have acknowledged it.
-        late: shards have dropped it, an expected outcome: it came behind the update it was meant for.
-        sequence: number of the push, once it has begun.
-        refs: minibatches whose gradients are in it.
-        clock: of this worker once it is in; 0 where it keeps none. `push_soon` fills it in.
-        prompt: what `pieces` makes depends on the parameters as they are now, so it is made before the worker
-            goes on.
-        pieces: makes, by chunk, what is pushed of it, and nothing of the chunks left out; None pushes all of
-            `vector`.
-    """
-
-    vector: Vector | None
-    samples: int
-    learning_rate: float
-    basis: Sequence[int]
-    num_gradients: int = 1
-    round: int = 0
-    ready: Progress | None = None
-    on_done: Callable[[], None] | None = None
-    assign: bool = False
-    late: bool = False
-    loss: float = math.nan
-    target: str = ""
-    sequence: int = 0
-    refs: Sequence[BatchRef] = ()
-    clock: int = 0
-    pieces: Callable[[], Awaitable[Mapping[int, Piece]]] | None = None
-    prompt: bool = False
-
-
-@dataclass(slots=True)
-class LinkTraffic:
-    """What has passed between a client and one shard so far. `staleness` counts chunks.
-
-    `whole_pushed_bytes` and `whole_fetched_bytes` are what it would have been with all of every chunk.
-    """
-
-    pushed_bytes: int = 0
-    fetched_bytes: int = 0
-    whole_pushed_bytes: int = 0
-    whole_fetched_bytes: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What a client has moved so far, by shard. Bytes count again where an exchange was retried."""
-
-    links: dict[str, LinkTraffic]
-    pushes: int = 0
-    fetches: int = 0
-    retries: int = 0
-
-    @property
-    def pushed_bytes(self) -> int:
-        """To all shards."""
-        return sum(link.pushed_bytes for link in self.links.values())
-
-    @property
-    def fetched_bytes(self) -> int:
-        """From all shards."""
-        return sum(link.fetched_bytes for link in self.links.values())
-
-    @property
-    def whole_pushed_bytes(self) -> int:
-        """To all shards, had all of every chunk been sent."""
-        return sum(link.whole_pushed_bytes for link in self.links.values())
-
-    @property
-    def whole_fetched_bytes(self) -> int:
-        """From all shards, likewise."""
-        return sum(link.whole_fetched_bytes for link in self.links.values())
-
-    @property
-    def staleness(self) -> Counter[int]:
-        """At all shards."""
-        return sum((link.staleness for link in self.links.values()), Counter[int]())
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A push or a fetch that is done."""
-
-    kind: Literal["push", "fetch"]
-    seconds: float
-    size_bytes: int
 
 
 class ServerClient:

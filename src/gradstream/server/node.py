@@ -14,7 +14,8 @@ from gradstream.checkpoint.snapshot import Snapshots
 from gradstream.events import AppliedEvent, Event
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.recorder import ShardRecorder
-from gradstream.server.service import ShardConfig, ShardService
+from gradstream.server.service import ShardService
+from gradstream.server.shard_config import ShardConfig
 from gradstream.server.snapshot import ShardHolder
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1

@@ -23,15 +23,15 @@ from gradstream.runtime.base import Runtime
 from gradstream.server.agreement import Agreement
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.commands import Commands
-from gradstream.server.correction import Correction, SenderStates
+from gradstream.server.correction import SenderStates
 from gradstream.server.inspection import Inspection
 from gradstream.server.latecomers import Latecomers
-from gradstream.server.order import AsItComes, Change, Fetched, Order, Updating
+from gradstream.server.order import Change, Fetched, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.readers import Readers
 from gradstream.server.row_store import ChangedRows, Part, elements_of
 from gradstream.server.rows import RowMap, RowPart, pack
-from gradstream.server.rule import Contribution, FetchTerms, Rule
+from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.shard import (
     Acknowledge,
     Apply,
@@ -41,59 +41,18 @@ from gradstream.server.shard import (
     ShardState,
     Supersede,
 )
+from gradstream.server.shard_config import ShardConfig
 from gradstream.server.store import Store
 from gradstream.server.updates import Updates
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 
-__all__ = ["FindOptimizer", "ShardConfig", "ShardService"]
-
-FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
+__all__ = ["ShardService"]
 
 _WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD)
 RESULTS_PER_FRAME = 16
 """Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardConfig:
-    """What a shard is told.
-
-    Args:
-        rank: which shard.
-        num_shards: of how many.
-        rule: the strategy's server half.
-        optimizer: update rule.
-        grouped: the same, where some parameters have settings of their own.
-        silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
-            is told so four times in as long.
-        find_optimizer: makes the update rule of what the registered model says of it, where it does.
-        quorum: how many contributions make an update, the same ones on every chunk; None leaves it to the
-            rule, chunk by chunk.
-        resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
-        order: notes in which order things happen, or holds them to one.
-        correction: what is done to a contribution before it is used; None for nothing.
-        workers: how many there are, whose clocks are kept.
-    """
-
-    rank: int
-    num_shards: int
-    rule: Rule
-    optimizer: Optimizer
-    silence_s: float = 30.0
-    grouped: GroupedRule | None = None
-    find_optimizer: FindOptimizer | None = None
-    resume_from: str = ""
-    quorum: int | None = None
-    order: Order = field(default_factory=AsItComes)
-    correction: Correction | None = None
-    workers: int = 0
-
-    @property
-    def waiting_every_s(self) -> float:
-        """How often a peer that must wait is told so."""
-        return self.silence_s / 4
 
 
 @dataclass(slots=True, eq=False)

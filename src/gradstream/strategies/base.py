@@ -20,9 +20,10 @@ from gradstream.memory import Vector
 from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
 from gradstream.optim.base import Optimizer
-from gradstream.server.client import Arrival, Update
+from gradstream.server.arrival import Arrival
 from gradstream.server.correction import Correction
 from gradstream.server.rule import Rule
+from gradstream.server.update import Update
 
 __all__ = [
     "Bucket",

@@ -40,8 +40,8 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
+from gradstream.server.arrival import Arrival
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
-from gradstream.server.client import Arrival
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.amount import amount
 from gradstream.strategies.base import Drive, RowExchange, Strategy, Worker

@@ -34,7 +34,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.client import Arrival
+from gradstream.server.arrival import Arrival
 from gradstream.server.rule import Contribution, Rule
 from gradstream.strategies.base import RowExchange, Strategy, Worker
 

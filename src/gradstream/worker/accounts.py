@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from gradstream.events import Event, ExchangeEvent, LinkEvent
-from gradstream.server.client import LinkTraffic, Traffic
+from gradstream.server.traffic import LinkTraffic, Traffic
 
 __all__ = ["Accounts"]
 

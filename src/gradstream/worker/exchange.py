@@ -11,7 +11,7 @@ from gradstream.events import Event, TransferEvent
 from gradstream.membership.member import Member
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
-from gradstream.server.client import Transfer
+from gradstream.server.traffic import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.worker.worker import Replica
 

@@ -11,7 +11,7 @@ from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
 from gradstream.model.factors import KeptLayers
-from gradstream.server.client import Transfer
+from gradstream.server.traffic import Transfer
 from gradstream.server.waits import Claims
 from gradstream.worker.outer import OuterProducts
 from gradstream.worker.peers import Peers

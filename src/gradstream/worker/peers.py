@@ -18,7 +18,7 @@ from gradstream.events import GROUP
 from gradstream.memory import Span, Vector
 from gradstream.model.factors import OuterLayer
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.client import Transfer
+from gradstream.server.traffic import Transfer
 from gradstream.server.waits import Claims, Kind
 from gradstream.strategies import base
 from gradstream.worker.outer import OuterProducts, outside

@@ -18,7 +18,8 @@ from gradstream.model.rows import RowGradient
 from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
 from gradstream.server.arrival import Arrival, Patch
-from gradstream.server.client import Piece, ServerClient, Update
+from gradstream.server.client import ServerClient
+from gradstream.server.update import Piece, Update
 from gradstream.strategies import base
 from gradstream.strategies.base import RowExchange
 from gradstream.worker.own_steps import OwnSteps

@@ -22,8 +22,8 @@ import torch
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Slot
 from gradstream.model.rows import RowGradient, TableRows
-from gradstream.server.client import Piece
 from gradstream.server.rows import RowMap, RowPart, Run, clipped, joined, pack, packed_elems
+from gradstream.server.update import Piece
 from gradstream.strategies.base import RowExchange
 
 __all__ = ["RowSum"]

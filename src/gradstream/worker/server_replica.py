@@ -22,7 +22,9 @@ from gradstream.errors import InternalError
 from gradstream.memory import Memory, Vector
 from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
-from gradstream.server.client import Arrival, ServerClient, Update
+from gradstream.server.arrival import Arrival
+from gradstream.server.client import ServerClient
+from gradstream.server.update import Update
 from gradstream.strategies import base
 from gradstream.worker.moves import ElasticPull, LocalStep
 from gradstream.worker.updater import Updater

@@ -28,7 +28,7 @@ from gradstream.model.factors import KeptLayers
 from gradstream.model.rows import RowGradient
 from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
-from gradstream.server.client import Update
+from gradstream.server.update import Update
 from gradstream.server.waits import Claims
 from gradstream.strategies import base
 from gradstream.worker.gradient import GradientSource, Result
