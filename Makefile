@@ -1,5 +1,6 @@
 # The first command on a fresh clone may be any of these; python3 and pip are all it takes.
 PYTHON ?= python3
+TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -10,8 +11,8 @@ READY := $(VENV)/.ready
 demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
 	$(BIN)/gradstream demo
 
-test: $(READY)
-	$(BIN)/pytest -q
+test: $(READY)  ## the files of tests in two processes: most of them wait for others for half of their time
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -12,6 +12,10 @@ from types import FrameType
 
 import pytest
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background of a shell, which has Ctrl-C ignored, by programs started from here too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -124,8 +125,9 @@ def test_a_job_function_of_a_module_is_found_by_processes(
         gs.train(lambda: 3)  # type: ignore[arg-type]
 
 
-def piped(code: str, folder: Path) -> subprocess.Popen[str]:
-    """`python -`, with CELL and this code coming in through stdin."""
+@contextmanager
+def piped(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`python -`, with CELL and this code coming in through stdin. Nothing is left of it."""
     source = str(Path(gs.__file__).parents[1])
     process = subprocess.Popen(
         [sys.executable, "-u", "-"],
@@ -140,23 +142,26 @@ def piped(code: str, folder: Path) -> subprocess.Popen[str]:
     process.stdin.write(CELL + code)
     process.stdin.close()
     process.stdin = None
-    return process
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 def test_ctrl_c_ends_a_script_that_is_piped_in(tmp_path: Path) -> None:
-    process = piped(
+    code = (
         "first = gs.train(model, data, **OPTIONS)\n"
         "print(first.parameters['w'].round(1), flush=True)\n"
         "def on_event(event):\n"
         "    if event['event'] == 'step' and event['step'] == 5: print('going', flush=True)\n"
-        "gs.train(model, data, on_event=on_event, **(OPTIONS | {'epochs': 100_000}))\n",
-        tmp_path,
+        "gs.train(model, data, on_event=on_event, **(OPTIONS | {'epochs': 100_000}))\n"
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "[ 2.  -1.   0.5]\n"
-    assert process.stdout.readline() == "going\n"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    with piped(code, tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[ 2.  -1.   0.5]\n"
+        assert process.stdout.readline() == "going\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == 75, errors
     assert "the run was stopped; it resumes from checkpoints/step-" in errors
     assert "UserWarning: train() was not called from a script" in errors
