@@ -104,7 +104,11 @@ def test_what_a_run_says_is_never_markup(slow_run: Run) -> None:
     assert [tag for tag, _ in Balance(text).seen].count("script") == 2  # the data, and what zooms it
 
 
-@pytest.mark.parametrize("kinds", [{"started", "joined"}, {"step"}, {"failed"}, set()], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [{"started", "joined"}, {"step"}, {"failed"}, set()],
+    ids=lambda kinds: " and ".join(sorted(kinds)) or "nothing",
+)
 def test_a_run_cut_short_has_a_report(slow_run: Run, kinds: set[str]) -> None:
     events = [event for event in slow_run.events if event["event"] in kinds]
     Balance(page(Source(events=events, title="cut short")))
