@@ -123,6 +123,7 @@ def run(
             os.kill(message["pid"], number)
         elif "child" in message:
             children.append(message["child"])
+            pids.append(message["pid"])
         elif "sums" in message:
             said[message["from"]] = message
             if number == signal.SIGSTOP and len(said) == 2:
