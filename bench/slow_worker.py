@@ -28,42 +28,24 @@ import gradstream as gs
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.cluster.machine import describe_machine, git_commit
 from gradstream.config import cast_of
-from gradstream.data.arrays import ArrayDataset
 from gradstream.jobfile import load_job
-from gradstream.model.base import Model
 from gradstream.run import Run
 from gradstream.summary import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota
-from gradstream.testing.runs import least_squares
+from gradstream.testing.runs import busy
 from gradstream.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS, SLOW = 4, "worker-3"
 CORES, FIFTH = 0.5, 0.1
 BATCH = 64
-PASSES = 150
-"""Over the minibatch, for one gradient: computing is to be what takes the time."""
 SETTLE_S = 3.0
 """From the begin of training, which is not measured: everybody is as fast as they will be then."""
 ALLOWED = 0.05
 
 
-def busy() -> tuple[Model, ArrayDataset]:
-    """A model whose gradient takes some milliseconds, in proportion to its samples."""
-    model, data = least_squares(8192, 2000)
-    inner: Any = model.gradient
-
-    def gradient(parameters: Any, batch: Any, into: Any, **options: Any) -> Any:
-        for _ in range(PASSES):
-            batch.inputs @ parameters.numpy()
-        return inner(parameters, batch, into, **options)
-
-    model.gradient = gradient  # type: ignore[method-assign]
-    return model, data
-
-
 def job(strategy: gs.Strategy) -> gs.Job:
-    model, data = busy()
+    model, data = busy(8192)
     return gs.Job(
         model,
         data,

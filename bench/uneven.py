@@ -27,45 +27,27 @@ import gradstream as gs
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.cluster.machine import describe_machine, git_commit
 from gradstream.config import cast_of
-from gradstream.data.arrays import ArrayDataset
 from gradstream.jobfile import load_job
-from gradstream.model.base import Model
 from gradstream.run import Run
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.simulate import simulate
 from gradstream.summary import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota
-from gradstream.testing.runs import Sized, least_squares, numbered
+from gradstream.testing.runs import Sized, busy, numbered
 from gradstream.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 80
 BATCH = 128
-PASSES = 150
-"""Of the data, for one gradient: computing is to be what takes the time."""
-
-
-def busy() -> tuple[Model, ArrayDataset]:
-    """A model whose gradient takes some milliseconds, in proportion to its samples."""
-    model, data = least_squares(4096, 2000)
-    inner: Any = model.gradient
-
-    def gradient(parameters: Any, batch: Any, into: Any, **options: Any) -> Any:
-        for _ in range(PASSES):
-            batch.inputs @ parameters.numpy()
-        return inner(parameters, batch, into, **options)
-
-    model.gradient = gradient  # type: ignore[method-assign]
-    return model, data
 
 
 def equal() -> gs.Job:
-    model, data = busy()
+    model, data = busy(4096)
     return gs.Job(model, data, workers=2, batch_size=BATCH, steps=ROUNDS, optimizer=gs.SGD(lr=1e-5))
 
 
 def measured() -> gs.Job:
-    model, data = busy()
+    model, data = busy(4096)
     return gs.Job(
         model,
         data,

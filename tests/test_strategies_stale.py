@@ -24,7 +24,6 @@ from gradstream.server.store import Store
 from gradstream.simulate import simulate
 from gradstream.strategies import Strategy, penalty
 from gradstream.strategies.softsync import WeighedMean
-from gradstream.strategies.staleness_aware import Weighed
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, numbered
 from gradstream.testing.strategy_laws import complete, documented, plain, travels
@@ -131,7 +130,7 @@ def test_the_rate_over_tau_is_stable_above_the_limit(staleness: int) -> None:
 
 def test_without_the_penalty_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the penalty is off."""
-    monkeypatch.setattr("gradstream.strategies.staleness_aware.factor", lambda weight, power, staleness: 1.0)
+    monkeypatch.setattr("gradstream.strategies.softsync.factor", lambda weight, power, staleness: 1.0)
     (grown,) = growth(trajectory(gs.StalenessAware(), [1.05 * limit(8)], 8))
     assert grown > 1
 
@@ -184,7 +183,7 @@ def contribution(basis: int, sequence: int = 1) -> Contribution:
 
 @pytest.mark.parametrize(("basis", "weight"), [(100, 1.0), (99, 1.0), (98, 0.5), (90, 0.1), (0, 0.01)])
 def test_a_gradient_of_version_j_at_version_100(basis: int, weight: float) -> None:
-    rule: Rule = Weighed("power", 1.0)
+    rule: Rule = WeighedMean(1, "power", 1.0)
     state = ShardState([0], rule)
     state.chunks[0].version = 100
     (due,) = state.push(0, Parked(contribution(basis), "push"))
@@ -198,7 +197,7 @@ def test_a_gradient_of_version_j_at_version_100(basis: int, weight: float) -> No
 def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
     """v ← μ·v + g/τ, w ← w - α·v: what the velocity holds already goes on undiminished."""
     store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.SGD(lr=1.0, momentum=0.5))
-    rule = Weighed("power", 1.0)
+    rule = WeighedMean(1, "power", 1.0)
     one = torch.ones(64, dtype=torch.float64)
     for step, basis in ((1, 0), (2, 1), (11, 0)):
         store.update(0, [one], rule.weights(step - 1, [contribution(basis)]), lr=1.0, step=step)
@@ -229,10 +228,10 @@ def nothing(staleness: int) -> float:
 
 
 def test_any_function_of_tau_weighs() -> None:
-    assert Weighed(halves, 1.0).weights(13, [contribution(10)]) == [0.125]
-    assert Weighed("exponential", 2.0).weights(3, [contribution(0)]) == [math.exp(-6.0)]
+    assert WeighedMean(1, halves, 1.0).weights(13, [contribution(10)]) == [0.125]
+    assert WeighedMean(1, "exponential", 2.0).weights(3, [contribution(0)]) == [math.exp(-6.0)]
     with pytest.raises(gs.UserCodeError, match="the weight of staleness 3 is nan"):
-        Weighed(nothing, 1.0).weights(3, [contribution(0)])
+        WeighedMean(1, nothing, 1.0).weights(3, [contribution(0)])
     with pytest.raises(gs.UserCodeError, match="the weight of staleness 3 raised ZeroDivisionError"):
         penalty.factor(lambda tau: 1 / (tau - 3), 1.0, 3)
 

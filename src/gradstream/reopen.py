@@ -19,7 +19,7 @@ from gradstream.node import NodeSpec
 from gradstream.run import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
 
-__all__ = ["job_of_run", "kept_parameters", "reopen"]
+__all__ = ["job_of_run", "kept_parameters", "reopen", "spec_of_run"]
 
 
 def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = None) -> tuple[Run, Path]:
@@ -52,15 +52,19 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
 
 def job_of_run(path: Path) -> Job:
     """The job of a run directory, read again from its file. Raises ConfigError where that cannot be."""
+    return spec_of_run(path).load_again()
+
+
+def spec_of_run(path: Path) -> NodeSpec:
+    """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
     try:
-        spec = NodeSpec(**json.loads((path / "nodes.json").read_text()))
+        return NodeSpec(**json.loads((path / "nodes.json").read_text()))
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{path / 'nodes.json'}: written by another version of gradstream: {error}"
         ) from error
-    return spec.load_again()
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:

@@ -18,9 +18,8 @@ from gradstream.config import Job, build_model, cast_of
 from gradstream.data.joined import ids_of
 from gradstream.errors import ConfigError, DivergedError, GradstreamError
 from gradstream.jobfile import digest_of
-from gradstream.node import NodeSpec
 from gradstream.recording import FOLDER, JOB_FILE, Part, differences, origin_of, read_log
-from gradstream.reopen import job_of_run
+from gradstream.reopen import job_of_run, spec_of_run
 from gradstream.replay.stage import Stage
 from gradstream.replay.update import Update
 from gradstream.roles import Cast, shard_name
@@ -185,14 +184,7 @@ def replay(
 def _on_disk(run: str | Path | Run, job: Job | None) -> _Found:
     path = run.path if isinstance(run, Run) else Path(run)
     assert path is not None
-    try:
-        spec = NodeSpec(**json.loads((path / "nodes.json").read_text()))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path / 'nodes.json'}: written by another version of gradstream: {error}"
-        ) from error
+    spec = spec_of_run(path)
     storage = DiskStorage(path)
     parts = _parts(storage, spec.id)
     if not parts:

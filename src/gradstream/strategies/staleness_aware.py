@@ -20,30 +20,19 @@ function of τ, are options; τ is counted chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Contribution, Immediate, Rule
+from gradstream.server.rule import Rule
 from gradstream.strategies.base import Strategy, Worker
-from gradstream.strategies.penalty import Penalty, check_penalty, factor
+from gradstream.strategies.penalty import Penalty, check_penalty
+from gradstream.strategies.softsync import WeighedMean
 
-__all__ = ["StalenessAware", "Weighed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Weighed(Immediate):
-    """The server: every push is an update of its own, weighed by its staleness."""
-
-    weight: Penalty
-    power: float
-
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
-        """1 / max(τ, 1)^p, or what else was asked for."""
-        return [factor(self.weight, self.power, version - one.basis) for one in update]
+__all__ = ["StalenessAware"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +66,5 @@ class StalenessAware(Strategy):
             await worker.server.push_soon(worker.take_accumulated())
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        """See `Weighed`."""
-        return Weighed(self.weight, self.power)
+        """Every push is an update of its own: n-softsync with n = λ, so c = 1."""
+        return WeighedMean(1, self.weight, self.power)

@@ -33,6 +33,7 @@ __all__ = [
     "QUICK",
     "Sized",
     "Tokens",
+    "busy",
     "check_exactly_once",
     "check_nothing_lost",
     "kill_at",
@@ -90,6 +91,25 @@ def least_squares(
         dtype=dtype,  # type: ignore[arg-type]  # one of its literals, or it says so
     )
     return model, from_arrays(x.astype(dtype), y.astype(dtype))
+
+
+def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
+    """`least_squares` of 2000 features whose gradient takes some milliseconds, in proportion to its samples.
+
+    Args:
+        num_samples: of the data.
+        passes: over the minibatch, for one gradient: computing is to be what takes the time.
+    """
+    model, data = least_squares(num_samples, 2000)
+    inner: Any = model.gradient
+
+    def gradient(parameters: Any, batch: Any, into: Any, **options: Any) -> Any:
+        for _ in range(passes):
+            batch.inputs @ parameters.numpy()
+        return inner(parameters, batch, into, **options)
+
+    model.gradient = gradient  # type: ignore[method-assign, assignment]
+    return model, data
 
 
 def numbered(num_samples: int) -> ArrayDataset:
