@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
+from gradstream.casting import cast_of
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.run import Run
 from gradstream.summary import EventDict

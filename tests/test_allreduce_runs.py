@@ -14,8 +14,8 @@ import torch
 
 import gradstream as gs
 import gradstream.resume  # the name in the face is the function's
+from gradstream.casting import cast_of
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import cast_of
 from gradstream.errors import PeerLostError
 from gradstream.jobfile import load_job
 from gradstream.run import FINAL_MODEL

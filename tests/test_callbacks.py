@@ -11,8 +11,8 @@ import pytest
 import gradstream as gs
 from gradstream import callbacks as module
 from gradstream.callbacks import QUEUE_EVENTS, Callbacks
-from gradstream.config import overrides
 from gradstream.errors import ConfigError, UserCodeError
+from gradstream.overrides import overrides
 from gradstream.run import Run
 from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares

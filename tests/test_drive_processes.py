@@ -11,8 +11,8 @@ import pytest
 
 import gradstream as gs
 import gradstream.resume  # the name in the face is the function's
+from gradstream.casting import cast_of
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.summary import EventDict
 from gradstream.testing.killing import Killer

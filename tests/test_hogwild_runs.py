@@ -15,9 +15,9 @@ import torch
 
 import gradstream as gs
 from gradstream import sparse
+from gradstream.casting import cast_of
 from gradstream.checkpoint.policy import Policy
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import cast_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.config import overrides, with_overrides
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
@@ -18,6 +17,7 @@ from gradstream.events import FinishedEvent, StartedEvent
 from gradstream.membership.goal import FEWEST, Goal, Until
 from gradstream.membership.instructions import Emit
 from gradstream.membership.state import Membership
+from gradstream.overrides import overrides, with_overrides
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.simulate import simulate
 from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered, token_counts

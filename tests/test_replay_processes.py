@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gradstream as gs
+from gradstream.casting import cast_of
 from gradstream.cli import main
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.testing.killing import Killer
 from gradstream.train import launch

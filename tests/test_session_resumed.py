@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
 import gradstream.resume  # the name in the face is the function's
+from gradstream.casting import cast_of
 from gradstream.checkpoint import kept
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.run import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream.casting import cast_of
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import cast_of
 from gradstream.jobfile import load_job
 from gradstream.summary import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.config import overrides, with_overrides
 from gradstream.errors import ConfigError, UserCodeError
+from gradstream.overrides import overrides, with_overrides
 from gradstream.runtime.world import Cost, World
 from gradstream.simulate import simulate
 from gradstream.testing.runs import QUICK, kill_at, least_squares

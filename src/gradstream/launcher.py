@@ -21,10 +21,7 @@ from typing import TYPE_CHECKING, Any
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
 from gradstream.cluster.machine import git_commit
 from gradstream.cluster.signals import StopSignals
-from gradstream.config import (
-    Job,
-    is_script,
-)
+from gradstream.config import Job, is_script
 from gradstream.errors import (
     DeadlineError,
     GradstreamError,

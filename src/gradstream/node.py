@@ -23,13 +23,15 @@ from typing import Any, TextIO
 
 import torch
 
+from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
-from gradstream.config import Job, build_model, cast_of, is_script, overrides, with_overrides
+from gradstream.config import Job, build_model, is_script
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.jobfile import load_job
 from gradstream.membership import RunAbortedError, RunStoppedError
+from gradstream.overrides import overrides, with_overrides
 from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.runtime.real import RealRuntime

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
+from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume, newest
-from gradstream.config import Deadlines, Job, cast_of, check_script, is_script
+from gradstream.checks import check_script
+from gradstream.config import Deadlines, Job, is_script
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.launcher import OnEvent

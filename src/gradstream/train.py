@@ -11,17 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from gradstream.callbacks import Callbacks
+from gradstream.casting import cast_of, metrics_of
+from gradstream.checks import check_script
 from gradstream.cluster import LocalCluster
-from gradstream.config import (
-    Job,
-    JobOptions,
-    build_model,
-    cast_of,
-    check_script,
-    is_script,
-    make_job,
-    metrics_of,
-)
+from gradstream.config import Job, JobOptions, build_model, is_script, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import (
     ConfigError,

@@ -8,7 +8,8 @@ from functools import cached_property
 
 from safetensors.numpy import load_file
 
-from gradstream.config import Job, build_model, metrics_of
+from gradstream.casting import metrics_of
+from gradstream.config import Job, build_model
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import PreflightError
 from gradstream.model.base import Model

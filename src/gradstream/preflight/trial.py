@@ -11,8 +11,9 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
+from gradstream.casting import cast_of
 from gradstream.cluster import LocalCluster, node_environment
-from gradstream.config import Job, cast_of
+from gradstream.config import Job
 from gradstream.errors import Interrupted, PreflightError
 from gradstream.preflight.estimates import by_role, count, quiet, samples_per_s
 from gradstream.preflight.findings import Check

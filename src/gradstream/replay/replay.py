@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume
-from gradstream.config import Job, build_model, cast_of
+from gradstream.config import Job, build_model
 from gradstream.data.joined import ids_of
 from gradstream.errors import ConfigError, DivergedError, GradstreamError
 from gradstream.jobfile import digest_of

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradstream.config import Job, num_servers, overrides, plain
+from gradstream.casting import num_servers
+from gradstream.config import Job
+from gradstream.overrides import overrides, plain
 from gradstream.registry import describe
 
 __all__ = ["Entry", "effective", "to_toml"]

@@ -9,8 +9,9 @@ from typing import Any, Unpack
 import safetensors.numpy
 
 from gradstream.callbacks import Callbacks
+from gradstream.casting import cast_of, metrics_of
 from gradstream.checkpoint import Resume, newest
-from gradstream.config import JobOptions, build_model, cast_of, is_script, make_job, metrics_of
+from gradstream.config import JobOptions, build_model, is_script, make_job
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error

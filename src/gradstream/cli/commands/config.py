@@ -32,7 +32,7 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     import dataclasses
     import json
 
-    from gradstream.config import cast_of
+    from gradstream.casting import cast_of
     from gradstream.settings import effective, to_toml
 
     chosen = load_job_with(job, **given)
