@@ -19,7 +19,7 @@ from gradstream.cli.progress import Progress
 from gradstream.data import BatchRef, Ledger, PartitionPlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
-from gradstream.membership.state import Membership
+from gradstream.membership.answers import Answers
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
@@ -136,15 +136,15 @@ def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
 
 def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: answers say that they are of the turn in which they are used."""
-    inner = Membership.orphans
+    inner = Answers.orphans
 
-    def of_any_turn(self: Membership, who: str, epoch: int, last: bool) -> Any:
+    def of_any_turn(self: Answers, who: str, epoch: int, last: bool) -> Any:
         answer = inner(self, who, epoch, last)
         if isinstance(answer, v1.OrphanBatches):
             answer.turn = 1 << 40
         return answer
 
-    monkeypatch.setattr(Membership, "orphans", of_any_turn)
+    monkeypatch.setattr(Answers, "orphans", of_any_turn)
     monkeypatch.setattr(Pace, "turn", property(lambda pace: v1.Turn(number=1 << 40, first=pace._turn.first)))
     with pytest.raises(AssertionError, match="was applied"):
         check_restless(*range(12))

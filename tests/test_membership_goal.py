@@ -185,9 +185,9 @@ def test_the_transitions_of_rounds() -> None:
     receipts = [v1.Receipt(epoch=0, partition=rank, batch=batch) for rank in (0, 1) for batch in range(4)]
     assert says(1, v1.CutReport.REACHED, receipts=receipts).phase == v1.Cut.ENDED
     membership.beat("worker-0", v1.Beat(finished=True), 3.0)
-    assert membership.phase == v1.Notice.TRAINING
+    assert membership.phases.phase == v1.Notice.TRAINING
     out = membership.beat("worker-1", v1.Beat(finished=True), 3.0)
-    assert membership.phase == v1.Notice.FINISHED
+    assert membership.phases.phase == v1.Notice.FINISHED
     (done,) = [one.event for one in out if isinstance(one, Emit) and isinstance(one.event, FinishedEvent)]
     assert (done.samples, done.reason) == (16, "enough")
 

@@ -8,7 +8,9 @@ from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.events import Event, FailedEvent, FinishedEvent, LeftEvent, StartedEvent
-from gradstream.membership.state import Emit, Instruction, Membership, Notify, Refuse, receipt_of
+from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
+from gradstream.membership.receipts import receipt_of
+from gradstream.membership.state import Membership
 from gradstream.wire import v1
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
@@ -37,7 +39,7 @@ def ask(name: str, *, model: v1.ModelSpec = SPEC, software: str = "1", incarnati
 
 def gathered(**given: object) -> Membership:
     membership = make(**given)  # type: ignore[arg-type]
-    for name in membership.missing:
+    for name in membership.nodes.missing:
         assert not refusals(membership.join(ask(name), 0.0))
     return membership
 
@@ -63,14 +65,14 @@ def test_training_begins_when_the_last_has_joined() -> None:
     membership = make()
     membership.join(ask("worker-1"), 0.0)
     membership.join(ask("shard-0"), 0.0)
-    assert (membership.phase, membership.epoch) == (v1.Notice.GATHERING, 0)
-    assert membership.missing == ["worker-0"]
+    assert (membership.phases.phase, membership.nodes.epoch) == (v1.Notice.GATHERING, 0)
+    assert membership.nodes.missing == ["worker-0"]
     out = membership.join(ask("worker-0"), 0.0)
     started = only(out, StartedEvent)
     assert isinstance(started, StartedEvent)
     assert started.num_parameters == 100
     assert Notify() in out
-    assert (membership.phase, membership.epoch) == (v1.Notice.TRAINING, 1)
+    assert (membership.phases.phase, membership.nodes.epoch) == (v1.Notice.TRAINING, 1)
     assert [node.name for node in membership.notice.nodes] == ["shard-0", "worker-0", "worker-1"]
     assert membership.notice.model == SPEC
 
@@ -80,12 +82,12 @@ def test_the_run_finishes_with_the_last_receipt_and_the_last_worker() -> None:
     assert not membership.beat("worker-0", v1.Beat(receipts=receipts(0), finished=True), 1.0)
     out = membership.beat("worker-1", v1.Beat(receipts=receipts(1)), 2.0)
     assert [event.name for event in events(out)] == ["ledger"]
-    assert membership.phase == v1.Notice.TRAINING
+    assert membership.phases.phase == v1.Notice.TRAINING
     out = membership.beat("worker-1", v1.Beat(finished=True), 5.0)
     finished = only(out, FinishedEvent)
     assert isinstance(finished, FinishedEvent)
     assert (finished.samples, finished.train_s) == (8, 2.0)
-    assert membership.phase == v1.Notice.FINISHED
+    assert membership.phases.phase == v1.Notice.FINISHED
     assert not membership.lost("worker-0", "", 0.0)[0].event.lost  # type: ignore[union-attr]
 
 
@@ -97,7 +99,7 @@ def test_another_model_is_refused_naming_both() -> None:
     assert refusal.code == v1.BAD_FINGERPRINT
     for part in ("worker-1", "worker-0", "00ab", "00cd", "101", "100"):
         assert part in refusal.message
-    assert membership.missing == ["shard-0", "worker-1"]
+    assert membership.nodes.missing == ["shard-0", "worker-1"]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_who_is_lost_while_gathering_may_come_again_but_not_later() -> None:
     membership = make()
     membership.join(ask("worker-0"), 0.0)
     membership.lost("worker-0", "gone", 0.0)
-    assert membership.phase == v1.Notice.GATHERING
+    assert membership.phases.phase == v1.Notice.GATHERING
     assert not refusals(membership.join(ask("worker-0", incarnation=2), 0.0))
     membership = gathered()
     membership.lost("worker-0", "gone", 0.0)
@@ -148,20 +150,20 @@ def test_batches_of_a_lost_worker_are_taken_over() -> None:
     membership = gathered()
     membership.beat("worker-1", v1.Beat(receipts=receipts(1, [0])), 1.0)
     membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
-    assert membership.orphans("worker-0", 0, last=True) is None
+    assert membership.answers.orphans("worker-0", 0, last=True) is None
     out = membership.lost("worker-1", "no sign of life", 0.0)
     left = only(out, LeftEvent)
     assert isinstance(left, LeftEvent)
     assert (left.lost, left.reason, left.epoch) == (True, "no sign of life", 2)
-    assert membership.epoch == 2
-    answer = membership.orphans("worker-0", 0, last=True)
+    assert membership.nodes.epoch == 2
+    answer = membership.answers.orphans("worker-0", 0, last=True)
     assert isinstance(answer, v1.OrphanBatches)
     assert list(answer.batches) == receipts(1, [1])
     assert not answer.complete
     out = membership.beat("worker-0", v1.Beat(receipts=receipts(1, [1]), finished=True), 2.0)
     assert [event.name for event in events(out)] == ["ledger", "finished"]
     assert events(out)[0].reassigned == 1  # type: ignore[attr-defined]
-    assert isinstance(membership.orphans("worker-1", 0, last=True), Refuse)
+    assert isinstance(membership.answers.orphans("worker-1", 0, last=True), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ class Coordinator:
         if self._keeper is not None:
             await self._keeper.sweep()
         try:
-            while not self._membership.over:
+            while not self._membership.phases.over:
                 await self._ended.rung(self._runtime, self._leases.join_s)
         finally:
             deadline.cancel()
@@ -177,7 +177,7 @@ class Coordinator:
         while True:
             received = await stream.recv(self._leases.lease_s)
             if received is None:
-                if not self._membership.over:
+                if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
             beat = v1.Beat.FromString(received.frame.body.data)
@@ -187,7 +187,7 @@ class Coordinator:
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
             self._tell_driver()
             if (beat.receipts or beat.verdicts) and self._goal is not None:
-                self._reached(self._goal.counted(self._membership.num_samples))
+                self._reached(self._goal.counted(self._membership.tally.num_samples))
             if beat.receipts or beat.verdicts:
                 self._wake_askers()
 
@@ -212,18 +212,18 @@ class Coordinator:
 
     async def _serve_orphans(self, stream: Stream) -> None:
         request, who = v1.Orphans.FromString(stream.opened.body), stream.opened.sender
-        await self._answer(stream, lambda: self._membership.orphans(who, request.epoch, request.last))
+        await self._answer(stream, lambda: self._membership.answers.orphans(who, request.epoch, request.last))
 
     async def _serve_ending(self, stream: Stream) -> None:
         request, who = v1.Ending.FromString(stream.opened.body), stream.opened.sender
         self._wake_askers()  # what this one says may be what they wait for
-        await self._answer(stream, lambda: self._membership.ending(who, request))
+        await self._answer(stream, lambda: self._membership.answers.ending(who, request))
 
     async def _serve_shares(self, stream: Stream) -> None:
         request, who = v1.Took.FromString(stream.opened.body), stream.opened.sender
-        self._carry_out(self._membership.took(who, request))
+        self._carry_out(self._membership.answers.took(who, request))
         self._wake_askers()  # this one may be whom they wait for
-        await self._answer(stream, lambda: self._membership.shares(who, request))
+        await self._answer(stream, lambda: self._membership.answers.shares(who, request))
 
     async def _answer(
         self, stream: Stream, decide: Callable[[], v1.OrphanBatches | v1.Ended | v1.Shares | Refuse | None]
@@ -233,7 +233,7 @@ class Coordinator:
         self._askers[bell] = None
         try:
             while (answer := decide()) is None:
-                others = [node.name for node in self._membership.workers if node.name != who]
+                others = [name for name in self._membership.nodes.worker_names if name != who]
                 await stream.waiting(others)
                 await bell.rung(self._runtime, self._leases.beat_s)
         finally:
@@ -250,7 +250,7 @@ class Coordinator:
     # ---- instructions -------------------------------------------------------------------
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        if self._training_ns is None and self._membership.phase == v1.Notice.TRAINING:
+        if self._training_ns is None and self._membership.phases.training:
             self._training_ns = self._runtime.now()
             self._watch_clock()
             if self._driver is not None and self._drive is not None:
@@ -270,7 +270,7 @@ class Coordinator:
                 job = self._runtime.spawn(self._keep(instruction), name=name)
                 self._jobs[job] = None
                 job.add_done_callback(lambda done: self._jobs.pop(done, None))
-        if self._membership.over:
+        if self._membership.phases.over:
             self._ended.ring()
 
     async def _keep(self, instruction: Prepare | Commit | Discard) -> None:

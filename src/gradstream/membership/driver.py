@@ -73,7 +73,7 @@ class Driver:
     @property
     def workers(self) -> list[str]:
         """See `Drive`."""
-        return [node.name for node in self._membership.workers]
+        return self._membership.nodes.worker_names
 
     @property
     def num_samples(self) -> int:
@@ -83,14 +83,14 @@ class Driver:
     @property
     def total_samples(self) -> int:
         """See `Drive`."""
-        ledger = self._membership.ledger
+        ledger = self._membership.tally.ledger
         assert isinstance(ledger, Ledger)
-        return self._counted(ledger.total_samples) + self._membership.num_samples_before
+        return self._counted(ledger.total_samples) + self._membership.tally.num_samples_before
 
     @property
     def samples(self) -> int:
         """See `Drive`."""
-        return self._counted(self._membership.num_samples)
+        return self._counted(self._membership.tally.num_samples)
 
     async def engage(self, count: int, phase: str = "") -> None:
         """See `Drive`."""

@@ -88,9 +88,9 @@ class Keeper:
             OSError: no folder can be made.
             GradstreamError: a worker did not say what it has.
         """
-        membership, model = self._membership, self._membership.model
-        assert model is not None
-        buffers, fixed = _specs(membership.buffers), _specs(membership.fixed)
+        membership, admission = self._membership, self._membership.admission
+        assert admission.model is not None
+        buffers, fixed = _specs(admission.buffers), _specs(admission.fixed)
         own: dict[str, OwnState] = {}
         if buffers or self._keeping.open_ended:
             answers = await self._runtime.gather(
@@ -102,12 +102,12 @@ class Keeper:
             self._runtime.storage,
             step=cut.step,
             token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
-            tensors=_specs(membership.tensors),
+            tensors=_specs(admission.tensors),
             others=[*buffers, *fixed],
-            states=self._keeping.states(model),
+            states=self._keeping.states(admission.model),
         )
         before = self._keeping.resume.rounds if self._keeping.resume else 0
-        rounds = before + membership.ledger.num_rounds
+        rounds = before + membership.tally.ledger.num_rounds
         self._open[cut.number] = _Open(draft, own, frozen, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
@@ -120,7 +120,7 @@ class Keeper:
             DataError: what is on the disk is not what the shards held.
         """
         opened, keeping, storage = self._open.pop(cut.number), self._keeping, self._runtime.storage
-        spec = self._membership.model
+        spec = self._membership.admission.model
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
         versions = _dealt(num_chunks, [cut.versions[shard] for shard in cut.shards])
@@ -150,7 +150,7 @@ class Keeper:
                 "optimizer": spec.optimizer,
             },
             evaluated=self._membership.cuts.evaluated,
-            dropped=self._membership.dropped,
+            dropped=self._membership.tally.dropped,
             shares=self._membership.balance.sizes if self._membership.balance is not None else (),
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}

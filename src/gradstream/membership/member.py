@@ -17,7 +17,7 @@ from gradstream.errors import ClosedError, DeadlineError, GradstreamError, Inter
 from gradstream.events import CarriersEvent, Event, encode
 from gradstream.membership.bell import Bell
 from gradstream.membership.coordinator import Leases
-from gradstream.membership.state import receipt_of, ref_of
+from gradstream.membership.receipts import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1

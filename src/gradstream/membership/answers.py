@@ -1,0 +1,111 @@
+"""What workers are answered that ask what to do next: batches of lost workers, the end, shares of a round.
+
+None is the answer that has to wait: the coordinator asks again when something has happened.
+"""
+
+from __future__ import annotations
+
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.shares import Speed
+from gradstream.membership.balance import Balance
+from gradstream.membership.cut import Cuts
+from gradstream.membership.instructions import Emit, Instruction, Refuse
+from gradstream.membership.nodes import Nodes
+from gradstream.membership.phases import Phases
+from gradstream.membership.receipts import receipt_of
+from gradstream.membership.turns import Turns
+from gradstream.wire import v1
+
+__all__ = ["Answers"]
+
+ORPHANS_AT_ONCE = 4
+"""Batches handed out per request: few, so that all who are idle get a share of a lost partition."""
+
+
+class Answers:
+    """Answers from what is known now.
+
+    Args:
+        ledger: has the batches.
+        nodes: only members are answered.
+        phases: nobody waits in a run that is over.
+        cuts: in one that ends early, nothing more is handed out.
+        balance: decides the shares of a round; None where nobody asks.
+        turns: who is held back gets nothing; None where nobody is.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger | OpenLedger,
+        nodes: Nodes,
+        phases: Phases,
+        cuts: Cuts,
+        balance: Balance | None,
+        turns: Turns | None,
+    ) -> None:
+        self._ledger = ledger
+        self._nodes = nodes
+        self._phases = phases
+        self._cuts = cuts
+        self._balance = balance
+        self._turns = turns
+
+    def orphans(self, who: str, epoch: int, last: bool) -> v1.OrphanBatches | Refuse | None:
+        """Batches of lost workers for `who` to go through; None when the answer has to wait.
+
+        Args:
+            who: name of the worker that asks.
+            epoch: data epoch.
+            last: answer only with batches, or once every batch of the run has a receipt.
+        """
+        node = self._nodes.get(who)
+        if node is None:
+            return self._no_member(who)
+        if self._cuts.ending:
+            return v1.OrphanBatches(complete=True)
+        turn = self._turns.turn_of(who) if self._turns is not None else v1.Turn()
+        refs = () if turn.held else self._ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
+        complete = self._ledger.finished if last else self._ledger.complete(epoch)
+        if last and not refs and not complete and not self._phases.over:
+            return None
+        batches = [receipt_of(ref) for ref in refs]
+        return v1.OrphanBatches(batches=batches, complete=complete, turn=turn.number)
+
+    def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
+        """A worker of an open-ended run has no minibatches left; None when the answer has to wait."""
+        node = self._nodes.get(who)
+        if node is None:
+            return self._no_member(who)
+        if not isinstance(self._ledger, OpenLedger):
+            return Refuse(v1.BAD_REQUEST, f"{who} has run out of data in a run whose minibatches are planned")
+        over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
+        return None if over is None and not self._phases.over else v1.Ended(over=bool(over))
+
+    def took(self, who: str, request: v1.Took) -> list[Instruction]:
+        """A worker says how long its part of the rounds before took, and asks for the shares of the next."""
+        node = self._nodes.get(who)
+        if node is None or self._balance is None:
+            return []
+        stretch = Speed(request.rounds, request.samples, request.seconds, request.squares)
+        self._balance.took(node.rank, (request.epoch, request.batch), stretch)
+        return self.rebalance()
+
+    def shares(self, who: str, request: v1.Took) -> v1.Shares | Refuse | None:
+        """The answer to it; None when it has to wait."""
+        if self._nodes.get(who) is None:
+            return self._no_member(who)
+        if self._balance is None:
+            return Refuse(v1.BAD_REQUEST, f"{who} asks for shares in a run that does not measure them")
+        sizes = self._balance.decided((request.epoch, request.batch))
+        return None if sizes is None else v1.Shares(samples=sizes)
+
+    def rebalance(self) -> list[Instruction]:
+        """Decides the shares that workers wait for, once all who are in have asked."""
+        if self._balance is None:
+            return []
+        decided = self._balance.decide([node.rank for node in self._nodes.workers])
+        return [] if decided is None else [Emit(decided)]
+
+    def _no_member(self, who: str) -> Refuse:
+        return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self._nodes.epoch}")

@@ -1,0 +1,18 @@
+"""Receipts, as they go over the wire, and the batches that they name."""
+
+from __future__ import annotations
+
+from gradstream.data.base import BatchRef
+from gradstream.wire import v1
+
+__all__ = ["receipt_of", "ref_of"]
+
+
+def ref_of(receipt: v1.Receipt) -> BatchRef:
+    """The batch that a receipt names."""
+    return BatchRef(receipt.epoch, receipt.partition, receipt.batch)
+
+
+def receipt_of(ref: BatchRef) -> v1.Receipt:
+    """The receipt that names a batch."""
+    return v1.Receipt(epoch=ref.epoch, partition=ref.partition, batch=ref.batch)
