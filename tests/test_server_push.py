@@ -1,0 +1,83 @@
+"""A shard's side of a push whose chunks are all there at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from gradstream.optim import SGD
+from gradstream.runtime.real import RealRuntime
+from gradstream.server import Contribution, Immediate, ShardConfig, ShardService
+from gradstream.server.order import AsItComes, Go, Updating
+from gradstream.transport.base import Handler, Identity, Received
+from gradstream.wire import v1
+
+CHUNK_ELEMS, NUM_CHUNKS = 64, 3
+
+
+class Noting(AsItComes):
+    """Notes what happens to chunks, in its order."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+        self.seen.append(f"came {chunk}")
+        go()
+
+    def updated(self, updating: Updating) -> None:
+        self.seen.append(f"updated {updating.due.chunk}")
+
+
+class Callee:
+    """An endpoint of which only the serving is there."""
+
+    def __init__(self) -> None:
+        self.identity = Identity("job", "shard-0", 1)
+        self.handlers: dict[str, Handler] = {}
+
+    def serve(self, method: str, handler: Handler) -> None:
+        self.handlers[method] = handler
+
+
+class Pushed:
+    """A push of every chunk, which never waits for the network."""
+
+    def __init__(self) -> None:
+        request = v1.Push(command=v1.Push.ASSIGN, sequence=1)
+        self.peer = "worker-0"
+        self.opened = v1.Open(sender="worker-0", incarnation=1, body=request.SerializeToString())
+        self.answers: list[v1.Frame] = []
+        headers = [v1.Chunk(index=index, elems=CHUNK_ELEMS) for index in range(NUM_CHUNKS)]
+        self._frames = [Received(v1.Frame(chunk=header), torch.ones(CHUNK_ELEMS)) for header in headers]
+
+    async def recv(self) -> Received | None:
+        return self._frames.pop(0) if self._frames else None
+
+    async def send(self, frame: v1.Frame) -> None:
+        self.answers.append(frame)
+
+
+def test_a_chunk_is_updated_before_the_next_one_is_looked_at() -> None:
+    """Its elements, just read, are in the cache then."""
+    order, pushed = Noting(), Pushed()
+
+    async def main() -> None:
+        runtime, endpoint = RealRuntime("shard-0"), Callee()
+        callee: Any = endpoint
+        service = ShardService(runtime, callee, ShardConfig(0, 1, Immediate(), SGD(lr=1.0), order=order))
+        service.register(
+            v1.ModelSpec(elems=NUM_CHUNKS * CHUNK_ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS)
+        )
+        stream: Any = pushed
+        try:
+            await endpoint.handlers["push"](stream)
+        finally:
+            runtime.close()
+
+    asyncio.run(main())
+    assert order.seen == ["came 0", "updated 0", "came 1", "updated 1", "came 2", "updated 2"]
+    results = [one for frame in pushed.answers for one in v1.PushResults.FromString(frame.body.data).results]
+    assert sorted(result.chunk for result in results) == [0, 1, 2]
