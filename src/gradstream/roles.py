@@ -47,10 +47,11 @@ from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import OwnData
-from gradstream.worker.node import WorkerConfig, WorkerNode
+from gradstream.worker.node import WorkerNode
 from gradstream.worker.updater import UpdateRule
 
 __all__ = ["COORDINATOR", "Cast", "shard_name", "worker_name"]

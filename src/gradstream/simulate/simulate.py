@@ -22,7 +22,7 @@ from gradstream.runtime.base import Storage
 from gradstream.runtime.world import World
 from gradstream.simulate.cluster import Script, SimulatedCluster
 from gradstream.wire import v1
-from gradstream.worker.node import FINAL_MODEL
+from gradstream.worker.final_model import FINAL_MODEL
 
 __all__ = ["simulate"]
 

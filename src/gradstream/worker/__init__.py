@@ -1,5 +1,6 @@
 """The node that runs a strategy: batches, compute, overlap of exchange with backprop."""
 
-from gradstream.worker.node import WorkerConfig, WorkerNode
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.node import WorkerNode
 
 __all__ = ["WorkerConfig", "WorkerNode"]

@@ -1,0 +1,65 @@
+"""What a worker begins with: the model's first parameters, or what it had of its own at a checkpoint."""
+
+from __future__ import annotations
+
+import traceback
+from functools import partial
+
+from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
+from gradstream.checkpoint.manifest import Resume
+from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.memory import Vector, trim
+from gradstream.model.buffers import buffers_of, load_buffers
+from gradstream.model.fixed import fixed_of, load_fixed
+from gradstream.runtime.base import Runtime, Work
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.worker import Replica
+
+__all__ = ["fill_parameters", "restore_own"]
+
+
+async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Vector) -> None:
+    """Writes the model's first parameters, which depend on the seed alone.
+
+    Args:
+        config: has the model and the seed.
+        runtime: of this worker.
+        parameters: (E,), overwritten; undefined after an error.
+
+    Raises:
+        UserCodeError: the model's `init` raised.
+    """
+
+    def init(_: object) -> None:
+        try:
+            config.model.init(config.seed, parameters.tensor)
+        except GradstreamError:
+            raise
+        except Exception as error:
+            message = f"{runtime.node}: the model's init raised {type(error).__name__}: {error}"
+            raise UserCodeError(message, traceback.format_exc()) from error
+        trim()
+
+    await runtime.compute(init, work=Work("init", elems=len(parameters)), writes=[parameters.all])
+
+
+async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, resume: Resume) -> None:
+    """Takes what this worker had of its own: buffers, samples gone through, frozen parameters of a loop.
+
+    Raises:
+        DataError, OSError: the checkpoint cannot be read.
+    """
+    model, storage = config.model, runtime.storage
+    if buffers_of(model):
+        kept = await runtime.beside(
+            lambda: read_own(storage, resume.folder, runtime.node), work=Work("restore")
+        )
+        if kept is not None:
+            load_buffers(model, kept.buffers)
+            replica.samples = kept.samples
+    if config.loop is not None:
+        replica.samples = resume.samples.get(runtime.node, 0)
+        frozen = list(fixed_of(model).frozen)  # the script may have made others than those of before
+        if frozen:
+            read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
+            load_fixed(model, await runtime.beside(read, work=Work("restore")))

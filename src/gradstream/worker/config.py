@@ -1,0 +1,97 @@
+"""What a worker is told: its part of the job, as the cast hands it over."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gradstream.checkpoint.manifest import Resume
+from gradstream.collectives.group import Group
+from gradstream.data.base import Dataset, Plan
+from gradstream.events import Event
+from gradstream.model.base import Model
+from gradstream.optim.schedules import Rate
+from gradstream.recording import Log
+from gradstream.runtime.base import Runtime
+from gradstream.strategies.base import Strategy
+from gradstream.transport.base import Endpoint
+from gradstream.worker.evaluation import EvaluationPlan
+from gradstream.worker.gradient import Clip
+from gradstream.worker.loop import Loop
+from gradstream.worker.updater import UpdateRule
+from gradstream.worker.worker import Watch
+
+__all__ = ["FormGroup", "WorkerConfig"]
+
+
+class FormGroup(Protocol):
+    """Makes a group; see `gradstream.collectives.forming.form_group`."""
+
+    def __call__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        names: Sequence[str],
+        rank: int,
+        epoch: int,
+        *,
+        on_event: Callable[[Event], None],
+    ) -> Awaitable[Group]:
+        """`on_event` hears how it sums."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What a worker is told.
+
+    Args:
+        rank: of this worker.
+        num_workers: W.
+        strategy: what to run.
+        model: this replica's own instance.
+        data: the data set.
+        plan: who goes through which sample.
+        lr: learning rate of the update rule, or its schedule.
+        clip: bounds of each gradient.
+        evaluation: when held-out samples are looked at.
+        seed: of the run.
+        chunk_elems: of the chunk map.
+        epochs, steps: when the run ends; one may be None. `steps` are those from here on.
+        num_steps: the same of the whole run, where it is resumed.
+        silence_s, retry_s: see `ServerClient`.
+        loop: computes the gradients, where the user's own loop does; there is no plan then.
+        optimizer: the update rule that this worker brings; "" where the shards know it.
+        resume: where the run goes on, if it does not begin.
+        balanced: shares of a round follow the measured speed of the workers.
+        form_group: where the strategy goes through a group: makes it.
+        log: what this worker is told, and cannot know again, is noted there; None notes nothing.
+        watch: see `ReplicaParts`.
+        update_rule: what this worker updates its parameters by; None where the shards have the rule.
+    """
+
+    rank: int
+    num_workers: int
+    strategy: Strategy
+    model: Model
+    data: Dataset
+    plan: Plan | None
+    lr: Rate
+    clip: Clip
+    evaluation: EvaluationPlan
+    seed: int
+    chunk_elems: int
+    epochs: int | None
+    steps: int | None
+    silence_s: float
+    retry_s: float
+    loop: Loop | None = None
+    optimizer: str = ""
+    num_steps: int | None = None
+    resume: Resume | None = None
+    balanced: bool = False
+    form_group: FormGroup | None = None
+    update_rule: UpdateRule | None = None
+    log: Log | None = None
+    watch: Watch = field(default_factory=Watch)

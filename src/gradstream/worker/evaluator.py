@@ -1,0 +1,107 @@
+"""Evaluates while training goes on: the worker of the lowest rank does, whoever that is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradstream.data.base import BatchRef
+from gradstream.events import EvaluatedEvent
+from gradstream.membership.member import Member
+from gradstream.model.buffers import with_buffers
+from gradstream.runtime.base import Runtime, Work
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.evaluation import Evaluation, evaluate
+from gradstream.worker.schedule import Schedule
+from gradstream.worker.siblings import Siblings
+from gradstream.worker.worker import Replica
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Looks at held-out samples where that is due, and reports what it has found.
+
+    Its parameters are, synchronous, those of the round just done; asynchronous, what this worker has
+    adopted last and its own steps since. Where each worker has parameters of its own, those of the
+    shards are fetched. Buffers are those of all workers, averaged.
+
+    Args:
+        runtime, member: of this worker.
+        config: says when, and by which metrics.
+        schedule: where each minibatch lies in the run.
+        siblings: the buffers of all workers.
+        is_lowest: whether this is the worker of the lowest rank that is still there.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        member: Member,
+        config: WorkerConfig,
+        schedule: Schedule,
+        siblings: Siblings,
+        is_lowest: Callable[[], bool],
+    ) -> None:
+        self._runtime = runtime
+        self._member = member
+        self._config = config
+        self._schedule = schedule
+        self._siblings = siblings
+        self._is_lowest = is_lowest
+        self._last_ref: BatchRef | None = None
+
+    async def at_boundary(self, replica: Replica, refs: Sequence[BatchRef]) -> None:
+        """Evaluates if one of the minibatches just gone through was the last before an evaluation."""
+        self._last_ref = ref = refs[-1]
+        position = self._schedule.position(ref)
+        over = position.step + 1 == position.num_steps  # the final parameters are evaluated then
+        if over or not any(self._config.evaluation.due(self._schedule, passed) for passed in refs):
+            return
+        if self._is_lowest():
+            await self._evaluate(replica, ref)
+        else:
+            await self._siblings.keep(position.after().step)
+
+    async def at_end(self, replica: Replica, *, early: bool) -> None:
+        """Evaluates the final parameters, if any are to be evaluated.
+
+        Args:
+            replica: has them.
+            early: the run ends before its last minibatch.
+        """
+        if self._config.evaluation.every is not None:
+            last = self._last_ref if early and self._last_ref else self._schedule.last
+            await self._evaluate(replica, last, final=True)
+
+    async def _evaluate(self, replica: Replica, ref: BatchRef, *, final: bool = False) -> None:
+        config, data, begun_ns = self._config, self._config.data, self._runtime.now()
+        done = self._schedule.position(ref).after()
+        buffers = await self._siblings.average(None if final else done.step)
+        own = config.strategy.pushes != "gradients" and not final
+        parameters = await replica.newest() if own else replica.parameters.tensor
+
+        def look(_: object) -> Evaluation:
+            with with_buffers(config.model, buffers):
+                return evaluate(config.model, parameters, data, config.evaluation.metrics)
+
+        found = await self._runtime.compute(
+            look,
+            work=Work("evaluate", samples=data.num_test_samples),
+            reads=[replica.parameters.all],
+            phantom=Evaluation(None, None, data.num_test_samples),
+        )
+        num_samples = data.num_samples
+        self._member.emit(
+            EvaluatedEvent(
+                step=done.step,
+                epoch=ref.epoch,
+                samples=round(done.epoch * num_samples) if num_samples else 0,
+                accuracy=found.accuracy,
+                loss=found.loss,
+                metrics=found.metrics,
+                held_out=found.num_samples,
+                seconds=(self._runtime.now() - begun_ns) / 1e9,
+                final=final,
+            )
+        )
+        self._member.hurry()  # it may be what the run was to reach

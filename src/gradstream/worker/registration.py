@@ -1,0 +1,69 @@
+"""What a worker registers of its model when it joins: all of them must say the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradstream.checkpoint.format import spec_of, to_spec
+from gradstream.memory import trim
+from gradstream.model.base import Model
+from gradstream.model.buffers import buffers_of
+from gradstream.model.fixed import fixed_of
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.rows import row_spec_of
+from gradstream.strategies.base import RowExchange
+from gradstream.wire import v1
+from gradstream.wire.dtypes import to_wire
+from gradstream.worker.config import WorkerConfig
+
+__all__ = ["model_spec_of", "row_exchange_of", "row_spec_for", "tensor_specs_of"]
+
+
+async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
+    """The model's size and fingerprint, and what is exchanged of it. Builds the model.
+
+    Raises:
+        UserCodeError: the user's code did not build it.
+    """
+    model = config.model
+    # Looking at the layout may build the model; a phantom run looks at it below.
+    await runtime.compute(lambda _: _build(model), work=Work("build"))
+    layout = model.layout
+    return v1.ModelSpec(
+        fingerprint=layout.fingerprint,
+        elems=layout.elems,
+        dtype=to_wire(layout.dtype),
+        chunk_elems=config.chunk_elems,
+        optimizer=config.optimizer,
+        rows=row_spec_for(config),
+    )
+
+
+def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
+    """What is significant, where only what has changed is exchanged; a loop of the user's gives all."""
+    if config.loop is not None or config.strategy.through != "servers":
+        return None
+    return config.strategy.rows(bool(config.model.layout.tables))
+
+
+def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:
+    """The same, as shards are told it."""
+    exchange = row_exchange_of(config)
+    return None if exchange is None else row_spec_of(config.model.layout, exchange.block_elems)
+
+
+def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:
+    """What a checkpoint's files need to know: the flat vector's tensors, buffers, and what is fixed."""
+    layout, own, fixed = model.layout, buffers_of(model), fixed_of(model)
+    tensors = [spec_of(slot.name, slot.shape, layout.dtype) for slot in layout.slots]
+    buffers = [spec_of(name, array.shape, array.dtype) for name, array in own.items()]
+    frozen = [spec_of(name, array.shape, array.dtype) for name, array in fixed.frozen.items()]
+    by_name = {tensor.name: tensor for tensor in tensors}
+    second = [replace(by_name[first], name=name, same_as=first) for name, first in fixed.second.items()]
+    return tuple(list(map(to_spec, specs)) for specs in (tensors, buffers, frozen + second))
+
+
+def _build(model: Model) -> None:
+    """Makes the model look at its layout, and lets go of what that took."""
+    if model.layout.elems:
+        trim()
