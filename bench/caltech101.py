@@ -48,12 +48,8 @@ def main() -> None:
         print(json.dumps(plain_loop(given, given.plain)))
         return
     # Local steps at full rate, and the server takes the mean of what the workers bring, not the sum.
-    period_1 = {
-        "overlap": False,
-        "local_lr": given.downpour_lr,
-        "local_momentum": given.downpour_momentum,
-    }
-    period_10 = {**period_1, "push_every": 10, "fetch_every": 10}
+    period_1 = {"overlap": False, "local_momentum": given.downpour_momentum}
+    period_10 = {**period_1, "push_every": 10, "fetch_every": 10, "local_lr": given.downpour_lr}
     mean_lr = given.downpour_lr / WORKERS
     rows = {
         "plain": lambda: peers(given, [os.cpu_count() or 1]),

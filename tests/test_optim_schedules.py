@@ -183,7 +183,7 @@ def a_rate(position: Position) -> float:
 
 def test_a_function_has_no_rate_for_local_steps() -> None:
     model, data = least_squares(16, 4)
-    strategy: Strategy = gs.Downpour(local_lr=0.1)
+    strategy: Strategy = gs.Downpour(fetch_every=2, local_lr=0.1)
     with pytest.raises(ConfigError, match="a function has no rate"):
         simulate(
             model, data, strategy=strategy, optimizer=gs.SGD(lr=a_rate), workers=1, batch_size=2, steps=2

@@ -28,12 +28,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Gathered, Rule
 from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.checks import check_count
 
 __all__ = ["AsySG"]
 
@@ -53,10 +53,7 @@ class AsySG(Strategy):
     plain: ClassVar[Mapping[str, object] | None] = {"gradients": 1}
 
     def __post_init__(self) -> None:
-        if self.gradients < 1:
-            raise ConfigError(
-                f"AsySG(gradients={self.gradients}): expected a number of gradients of at least 1"
-            )
+        check_count("AsySG", "gradients", self.gradients, "gradients")
 
     def optimizer(self) -> Optimizer:
         """SGD without momentum, as the paper has it."""

@@ -39,12 +39,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from gradstream.errors import ConfigError, UnknownNameError, UserCodeError
+from gradstream.errors import UnknownNameError, UserCodeError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Contribution, Rule
 from gradstream.strategies.base import Pushes, Strategy, Worker
+from gradstream.strategies.checks import check_choice, check_count
 from gradstream.strategies.together import Together
 
 __all__ = ["Averaged", "Combine", "ParameterAveraging"]
@@ -122,12 +123,9 @@ class ParameterAveraging(Strategy):
     plain: ClassVar[Mapping[str, object] | None] = {}
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ConfigError(
-                f"ParameterAveraging(every={self.every}): expected a number of steps of at least 1, or None"
-            )
-        if not callable(self.combine) and self.combine not in get_args(Name):
-            raise UnknownNameError("combine of ParameterAveraging", str(self.combine), get_args(Name))
+        if self.every is not None:
+            check_count("ParameterAveraging", "every", self.every, "steps", other=", or None for once")
+        check_choice("ParameterAveraging", "combine", self.combine, get_args(Name))
         if self.state not in ("own", "averaged"):
             raise UnknownNameError("state of ParameterAveraging", self.state, ("own", "averaged"))
 

@@ -36,8 +36,12 @@ from gradstream.optim.base import Optimizer
 from gradstream.server.correction import Correction
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.checks import check_not_negative
 
 __all__ = ["DCASGD", "AdaptiveCompensation", "Compensation"]
+
+DECAY, EPS = 0.95, 1e-7
+"""d and ε, where they are not given."""
 
 BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
@@ -113,15 +117,15 @@ class DCASGD(Strategy):
         adaptive: λ follows the size of the gradients, element by element (DC-ASGD-a); else it is constant
             (DC-ASGD-c).
         strength: λ₀ or λ, at least 0; 0 compensates nothing. None is 2 where adaptive, else 0.04.
-        decay: d of the mean square, in [0, 1).
-        eps: ε beside it, > 0.
+        decay: d of the mean square, in [0, 1); where adaptive.
+        eps: ε beside it, > 0; where adaptive.
         overlap: fetch while computing, at the price of one more step of delay.
     """
 
     adaptive: bool = True
     strength: float | None = None
-    decay: float = 0.95
-    eps: float = 1e-7
+    decay: float = DECAY
+    eps: float = EPS
     overlap: bool = False
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
@@ -129,12 +133,17 @@ class DCASGD(Strategy):
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 
     def __post_init__(self) -> None:
-        if self.strength is not None and not 0 <= self.strength < float("inf"):
-            raise ConfigError(f"DCASGD(strength={self.strength}): expected a finite number of 0 or more")
+        if self.strength is not None:
+            check_not_negative("DCASGD", "strength", self.strength)
         if not 0 <= self.decay < 1:
             raise ConfigError(f"DCASGD(decay={self.decay}): expected 0 or more, below 1")
         if not 0 < self.eps < float("inf"):
             raise ConfigError(f"DCASGD(eps={self.eps}): expected a finite number above 0")
+        if not self.adaptive and (self.decay, self.eps) != (DECAY, EPS):
+            raise ConfigError(
+                f"DCASGD(adaptive=False, decay={self.decay}, eps={self.eps}): a constant λ has no mean "
+                "square; leave decay and eps out"
+            )
 
     def optimizer(self) -> Optimizer:
         """SGD, as the paper has it."""

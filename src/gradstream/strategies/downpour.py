@@ -45,6 +45,7 @@ from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.amount import amount
 from gradstream.strategies.base import Drive, RowExchange, Strategy, Worker
+from gradstream.strategies.checks import check_count, check_not_negative
 
 __all__ = ["ALONE", "TOGETHER", "Downpour"]
 
@@ -60,7 +61,8 @@ class Downpour(Strategy):
         push_every: n_push, in steps.
         fetch_every: n_fetch, in steps.
         overlap: exchange while computing, at the price of one more period of delay.
-        local_lr: α of the local steps between two fetches; the optimizer's rate if None.
+        local_lr: α of the local steps between two fetches, where fetch_every is above 1; the optimizer's
+            rate if None.
         local_momentum: μ of the local steps, in [0, 1). Each worker keeps its v over all fetches.
         warm_start: one replica goes first: a number of samples, or of data epochs ("0.5epochs").
         waves: in how many waves the others join after it.
@@ -91,39 +93,64 @@ class Downpour(Strategy):
         "push_every": 1,
         "fetch_every": 1,
         "overlap": False,
+        "local_lr": None,
         "local_momentum": 0.0,
         "significance": 0.0,
+        "significance_of": "relative",
     }
 
     def __post_init__(self) -> None:
-        for name in ("push_every", "fetch_every"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"Downpour({name}={value}): expected a number of steps of at least 1")
+        for name, what in (("push_every", "steps"), ("fetch_every", "steps"), ("waves", "waves")):
+            check_count("Downpour", name, getattr(self, name), what)
+        self._check_local_steps()
+        self._check_drive()
+        self._check_significance()
+
+    def _check_local_steps(self) -> None:
+        if not 0.0 <= self.local_momentum < 1.0:
+            raise ConfigError(f"Downpour(local_momentum={self.local_momentum}): expected 0 or more, below 1")
+        if self.local_lr is None:
+            return
+        check_not_negative("Downpour", "local_lr", self.local_lr, "rate")
+        if self.fetch_every == 1:
+            raise ConfigError(
+                f"Downpour(local_lr={self.local_lr}, fetch_every=1): each step begins with a fetch, which "
+                "takes the local step before it back; take a longer fetch_every, or leave local_lr out"
+            )
+
+    def _check_drive(self) -> None:
         for name in ("warm_start", "wave_every", "finish_alone"):
             amount(f"Downpour.{name}", getattr(self, name))
-        if self.waves < 1:
-            raise ConfigError(f"Downpour(waves={self.waves}): expected a number of waves of at least 1")
         if self.waves > 1 and not (self.warm_start or self.wave_every):
             raise ConfigError(
                 f"Downpour(waves={self.waves}): expected wave_every, how long a wave trains before the next "
                 "one joins, since there is no warm start for it to be as long as"
             )
-        if not 0.0 <= self.local_momentum < 1.0:
-            raise ConfigError(f"Downpour(local_momentum={self.local_momentum}): expected 0 or more, below 1")
+        if self.waves == 1 and self.wave_every:
+            raise ConfigError(
+                f"Downpour(wave_every={self.wave_every!r}): no wave comes after the only one; say how many "
+                "there are, waves=2 or more, or leave wave_every out"
+            )
+
+    def _check_significance(self) -> None:
         if not 0.0 <= self.significance < math.inf:
             raise ConfigError(f"Downpour(significance={self.significance}): expected 0 or more")
         if self.significance_of not in ("relative", "absolute"):
             raise ConfigError(
                 f"Downpour(significance_of={self.significance_of!r}): expected 'relative' or 'absolute'"
             )
-        if not 1 <= self.block_elems <= MAX_CHUNK_ELEMS:
-            raise ConfigError(f"Downpour(block_elems={self.block_elems}): expected 1 to {MAX_CHUNK_ELEMS}")
+        if self.significance_of == "absolute" and not self.significance:
+            raise ConfigError(
+                "Downpour(significance_of='absolute', significance=0.0): everything is significant; "
+                "say from which size on, as significance"
+            )
         if self.significance and self.local_momentum:
             raise ConfigError(
                 f"Downpour(significance={self.significance}, local_momentum={self.local_momentum}): momentum "
                 "moves every parameter at every step; use one of the two"
             )
+        if not 1 <= self.block_elems <= MAX_CHUNK_ELEMS:
+            raise ConfigError(f"Downpour(block_elems={self.block_elems}): expected 1 to {MAX_CHUNK_ELEMS}")
 
     def optimizer(self) -> Optimizer:
         """Adagrad, which the paper found to make asynchrony robust.

@@ -37,6 +37,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Pushes, Strategy, Worker
+from gradstream.strategies.checks import check_count
 from gradstream.strategies.together import Together
 
 __all__ = ["EAMSGD", "ElasticAveraging"]
@@ -52,7 +53,7 @@ class ElasticAveraging(Strategy):
     Args:
         every: τ, local steps between two exchanges, at least 1.
         moving_rate: α, how much of the way to the centre a worker is pulled, 0 to 1; 0.9/W if None.
-        synchronous: all workers exchange together; else each when it gets there.
+        synchronous: all workers exchange together; else each when it gets there. Takes an α of at most 1/W.
     """
 
     every: int = 10
@@ -66,9 +67,7 @@ class ElasticAveraging(Strategy):
     plain: ClassVar[Mapping[str, object] | None] = {"every": 1 << 30, "moving_rate": 1.0}
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            name = type(self).__name__
-            raise ConfigError(f"{name}(every={self.every}): expected a number of steps of at least 1")
+        check_count(type(self).__name__, "every", self.every, "steps")
         if self.moving_rate is not None and not 0.0 <= self.moving_rate <= 1.0:
             raise ConfigError(
                 f"{type(self).__name__}(moving_rate={self.moving_rate}): expected 0 (workers on their own) "
@@ -103,6 +102,19 @@ class ElasticAveraging(Strategy):
             if centre is not None:
                 await server.push_soon(await worker.pull_towards(centre, share))
             await worker.optimize(gradient)
+
+    def quorum(self, num_workers: int) -> None:
+        """Left to the rule. Says before anything is started if all together would pass their own mean, β > 1.
+
+        Raises:
+            ConfigError: α is above 1/W, where all exchange together.
+        """
+        if self.synchronous and self.moving_rate is not None and self.moving_rate > 1 / num_workers:
+            raise ConfigError(
+                f"{type(self).__name__}(moving_rate={self.moving_rate}, synchronous=True) with {num_workers} "
+                f"workers: expected at most {1 / num_workers:.4g}, with which the centre goes all of the way "
+                "to their mean; with more it overshoots"
+            )
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """Differences are added, each as it comes or those of all workers together."""

@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from gradstream.errors import ConfigError, UnknownNameError, UserCodeError
+from gradstream.errors import ConfigError, UserCodeError
+from gradstream.strategies.checks import check_choice, check_not_negative
 
 __all__ = ["Penalty", "check_penalty", "factor"]
 
@@ -25,13 +26,19 @@ Penalty = Name | Callable[[int], float]
 
 
 def check_penalty(strategy: str, weight: Penalty, power: float) -> None:
-    """Raises ConfigError for an exponent below 0, UnknownNameError for a name that there is not."""
-    if not (math.isfinite(power) and power >= 0.0):
+    """Says what makes no sense.
+
+    Raises:
+        ConfigError: an exponent below 0, or one beside a function, which would not look at it.
+        UnknownNameError: a name that there is not; see `check_choice`.
+    """
+    check_not_negative(strategy, "power", power)
+    if callable(weight) and power != 1.0:
         raise ConfigError(
-            f"{strategy}(power={power}): expected a finite number of at least 0; 0 weighs all alike"
+            f"{strategy}(power={power}, weight={getattr(weight, '__name__', weight)}): a function of τ is "
+            "taken as it is; leave power out, and let the function raise to it"
         )
-    if not callable(weight) and weight not in get_args(Name):
-        raise UnknownNameError(f"weight of {strategy}", str(weight), get_args(Name))
+    check_choice(strategy, "weight", weight, get_args(Name))
 
 
 def factor(weight: Penalty, power: float, staleness: int) -> float:

@@ -25,12 +25,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Contribution, Gathered, Rule
 from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.checks import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
 
 __all__ = ["Softsync", "WeighedMean"]
@@ -54,7 +54,7 @@ class Softsync(Strategy):
 
     Args:
         splits: n, at least 1; of as many as there are workers, or more, every gradient is an update.
-        power: p, at least 0; 0 weighs all gradients alike.
+        power: p, at least 0; 0 weighs all gradients alike. A function has none.
         weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
     """
 
@@ -67,11 +67,7 @@ class Softsync(Strategy):
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
     def __post_init__(self) -> None:
-        if self.splits < 1:
-            raise ConfigError(
-                f"Softsync(splits={self.splits}): expected at least 1, which makes an update of as many "
-                "gradients as there are workers"
-            )
+        check_count("Softsync", "splits", self.splits, "splits")
         check_penalty("Softsync", self.weight, self.power)
 
     def optimizer(self) -> Optimizer:

@@ -38,6 +38,7 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.checks import check_count, check_not_negative
 
 __all__ = ["SSP", "InStep"]
 
@@ -56,7 +57,7 @@ class SSP(Strategy):
     Args:
         bound: s, in clocks, which are steps; 0 is bulk synchronous.
         local_lr: α, by which a worker sees its own updates between two fetches; the optimizer's rate if
-            None. That is exact where the update rule is SGD.
+            None. That is exact where the update rule is SGD. With s = 0 there is nothing between them.
     """
 
     bound: int = 3
@@ -64,11 +65,18 @@ class SSP(Strategy):
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
-    plain: ClassVar[Mapping[str, object] | None] = {"bound": 0}
+    plain: ClassVar[Mapping[str, object] | None] = {"bound": 0, "local_lr": None}
 
     def __post_init__(self) -> None:
-        if self.bound < 0:
-            raise ConfigError(f"SSP(bound={self.bound}): expected a number of clocks, 0 or more")
+        check_count("SSP", "bound", self.bound, "clocks", least=0)
+        if self.local_lr is None:
+            return
+        check_not_negative("SSP", "local_lr", self.local_lr, "rate")
+        if self.bound == 0:
+            raise ConfigError(
+                f"SSP(bound=0, local_lr={self.local_lr}): workers fetch at every step, which overwrites "
+                "their own; leave local_lr out"
+            )
 
     def optimizer(self) -> Optimizer:
         """SGD: a worker's own steps are then those of the server."""

@@ -40,7 +40,7 @@ class StalenessAware(Strategy):
     """Asynchronous SGD with a rate of α/τ; see the module.
 
     Args:
-        power: p, at least 0; 0 weighs all gradients alike.
+        power: p, at least 0; 0 weighs all gradients alike. A function has none.
         weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
     """
 
