@@ -85,6 +85,20 @@ def test_the_report_and_the_trace_show_it(run: gs.Run, tmp_path: Path) -> None:
     assert max(seen) == run.summary["staleness_max"]
 
 
+def test_of_shared_memory_minibatches_are_counted(tmp_path: Path) -> None:
+    model, data = least_squares(48, 130)
+    run = simulate(model, data, strategy="hogwild", workers=3, batch_size=2, epochs=1)
+    (whole,) = run.staleness("run")
+    assert whole.histogram == run.summary["staleness"] and whole.chunks == 24 and whole.mean > 1
+    assert [(row.worker, row.shard) for row in run.staleness()] == [
+        (f"worker-{i}", "memory") for i in range(3)
+    ]
+    page = run.report(tmp_path / "report.html").read_text()
+    for row in [*run.staleness(), whole]:
+        assert str(row) in page
+    assert "bars count minibatches" in page
+
+
 def test_a_strategy_without_servers_has_none(tmp_path: Path) -> None:
     model, data = least_squares(48, 130)
     run = simulate(model, data, strategy="allreduce", workers=3, epochs=1)

@@ -82,8 +82,8 @@ class Run:
             by: "link" has a row for each worker and shard, "worker", "shard" and "run" sum over the others.
 
         Returns:
-            Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none of a strategy without
-            servers.
+            Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none where workers exchange in
+            a group. Where they share a vector in memory, τ and rows count minibatches.
         """
         return staleness_by(self.events, by)
 

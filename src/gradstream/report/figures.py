@@ -14,6 +14,7 @@ from typing import Any
 
 from gradstream.report.grouped import attributed
 from gradstream.report.held import held_of
+from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.summary import EventDict, begin_s, carriers_of, summary_of
 
@@ -85,13 +86,12 @@ class ShardFigures:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What passed between a worker and a shard. `staleness` counts chunks."""
+    """What passed between a worker and a shard."""
 
     worker: str
     shard: str
     pushed_bytes: int
     fetched_bytes: int
-    staleness: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,7 @@ class Figures:
     hosts: tuple[str, ...] = ()
     imbalance_s: float = 0.0
     late_s: Mapping[str, float] = field(default_factory=dict)
+    staleness: tuple[StalenessRow, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -173,6 +174,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
         hosts=tuple(sorted({node.host for node in nodes if node.host})),
         imbalance_s=_imbalance_s(steps),
         late_s=_late_s(by_kind["applied"]),
+        staleness=tuple(staleness_by(events)),
     )
 
 
@@ -277,16 +279,12 @@ def _total(counter: Iterable[float]) -> float:
 def _links(events: Iterable[EventDict]) -> tuple[LinkFigures, ...]:
     pushed: Counter[tuple[str, str]] = Counter()
     fetched: Counter[tuple[str, str]] = Counter()
-    staleness: defaultdict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     for event in events:
         key = (event["node"], event["shard"])
         pushed[key] += event["pushed_bytes"]
         fetched[key] += event["fetched_bytes"]
-        staleness[key].update({int(tau): count for tau, count in event["staleness"].items()})
     keys = sorted(pushed, key=lambda key: (_order(key[0]), _order(key[1])))
-    return tuple(
-        LinkFigures(*key, pushed[key], fetched[key], dict(sorted(staleness[key].items()))) for key in keys
-    )
+    return tuple(LinkFigures(*key, pushed[key], fetched[key]) for key in keys)
 
 
 def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...]:

@@ -13,7 +13,7 @@ from gradstream.report import curves
 from gradstream.report.charts import Curve, histogram, line_chart, shares, sparkline
 from gradstream.report.figures import Figures, LinkFigures, WorkerFigures
 from gradstream.report.lanes import Styles
-from gradstream.report.staleness import StalenessRow
+from gradstream.report.staleness import MEMORY, StalenessRow
 from gradstream.report.uneven import quorums, shares_table
 from gradstream.report.units import count_text, size_text, time_text
 from gradstream.summary import EventDict
@@ -208,48 +208,55 @@ def _waits(worker: WorkerFigures, shards: set[str]) -> str:
 
 
 def staleness(figures: Figures) -> str:
-    """Histograms by worker and shard: how many updates a chunk had seen since the gradient's version."""
+    """Histograms by worker and shard: how many updates came between a gradient's version and its own."""
     if figures.summary["group"] is not None:
         about = "None: workers sum their gradients among themselves, and all go on from the same parameters."
         return section("Staleness", f"<p>{about}</p>")
-    if not any(link.staleness for link in figures.links):
+    links = figures.staleness
+    if not links:
         return ""
-    if all(tau == 0 for link in figures.links for tau in link.staleness):
+    if all(tau == 0 for link in links for tau in link.histogram):
         return section("Staleness", "<p>None: each update was of the version that it was computed on.</p>")
-    cells = {(link.worker, link.shard): link.staleness for link in figures.links}
-    names, shards = _sides(figures.links)
+    cells = {(link.worker, link.shard): link.histogram for link in links}
+    names, shards = _sides(links)
     if len(cells) > MAX_CELLS:
-        rows = [[escape(name), _stale(_sum(figures.links, worker=name), name)] for name in names]
-        rows += [[escape(name), _stale(_sum(figures.links, shard=name), name)] for name in shards]
-        rows.append(["all", _stale(_sum(figures.links), "all")])
+        rows = [[escape(name), _stale(_sum(links, worker=name), name)] for name in names]
+        rows += [[escape(name), _stale(_sum(links, shard=name), name)] for name in shards]
+        rows.append(["all", _stale(_sum(links), "all")])
         return section("Staleness", _table(["by worker, then by shard", "chunks by staleness"], rows))
     rows = [
         [
             escape(name),
             *(_stale(cells.get((name, shard), {}), f"{name} at {shard}") for shard in shards),
-            _stale(_sum(figures.links, worker=name), f"{name} at all shards"),
+            _stale(_sum(links, worker=name), f"{name} at all shards"),
         ]
         for name in names
     ]
-    all_of = [_stale(_sum(figures.links, shard=shard), f"all at {shard}") for shard in shards]
-    rows.append(["all", *all_of, _stale(_sum(figures.links), "all")])
-    about = (
-        "Updates that a chunk had seen since the version a gradient was computed on; "
-        "bars count chunks, from 0 on. Of 100 chunks 99 had p99 or less."
-    )
+    all_of = [_stale(_sum(links, shard=shard), f"all at {shard}") for shard in shards]
+    rows.append(["all", *all_of, _stale(_sum(links), "all")])
+    if shards == [MEMORY]:
+        about = (
+            "Minibatches that others had put into the shared vector during one of a worker's; "
+            "bars count minibatches, from 0 on. Of 100 minibatches 99 had p99 or less."
+        )
+    else:
+        about = (
+            "Updates that a chunk had seen since the version a gradient was computed on; "
+            "bars count chunks, from 0 on. Of 100 chunks 99 had p99 or less."
+        )
     head = ["pushed by", *(f"at {shard}" for shard in shards), "at all"]
     return section("Staleness", _table(head, rows, about))
 
 
-def _sides(links: Sequence[LinkFigures]) -> tuple[list[str], list[str]]:
+def _sides(links: Sequence[LinkFigures | StalenessRow]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(e.worker for e in links)), list(dict.fromkeys(e.shard for e in links))
 
 
-def _sum(links: Iterable[LinkFigures], *, worker: str = "", shard: str = "") -> Mapping[int, int]:
+def _sum(links: Iterable[StalenessRow], *, worker: str = "", shard: str = "") -> Mapping[int, int]:
     total: Counter[int] = Counter()
     for link in links:
         if worker in ("", link.worker) and shard in ("", link.shard):
-            total.update(link.staleness)
+            total.update(link.histogram)
     return total
 
 

@@ -2,7 +2,8 @@
 
     τ = version of the chunk when the gradient is applied − version that it was computed on
 
-Counted chunk by chunk, as chunks are applied each for itself.
+Counted chunk by chunk, as chunks are applied each for itself. Where workers update one vector in shared
+memory there are no versions: τ counts the minibatches that others have put in during one of a worker's.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Literal, overload
 from gradstream.report.charts import histogram
 from gradstream.summary import EventDict
 
-__all__ = ["By", "Staleness", "StalenessRow", "quantile", "staleness_by"]
+__all__ = ["MEMORY", "By", "Staleness", "StalenessRow", "quantile", "staleness_by"]
 
 By = Literal["link", "worker", "shard", "run"]
 
 ALL = "all"
+
+MEMORY = "memory"
+"""In the place of a shard, where workers share the vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,8 @@ class StalenessRow:
     """Of one worker at one shard, or of all of them.
 
     Args:
-        worker, shard: names; "all" where it is not told apart.
-        histogram: τ -> how many chunks had it, by growing τ.
+        worker, shard: names; "all" where it is not told apart, "memory" where workers share the vector.
+        histogram: τ -> how many chunks had it, by growing τ; minibatches in shared memory.
     """
 
     worker: str
@@ -94,7 +98,7 @@ class Staleness(Sequence[StalenessRow]):
 
     def __repr__(self) -> str:
         if not self._rows:
-            return "Staleness: none, nothing went through a parameter server"
+            return "Staleness: none, workers exchanged without a parameter server or shared memory"
         head = f"{'worker':<12}{'shard':<12}{'chunks':>9}{'mean':>8}{'p50':>6}{'p99':>6}{'largest':>9}"
         lines = [
             f"{row.worker:<12}{row.shard:<12}{row.chunks:>9,}{row.mean:>8.2f}{row.p50:>6}{row.p99:>6}"
@@ -140,15 +144,17 @@ def staleness_by(events: Iterable[EventDict], by: By = "link") -> Staleness:
     """The staleness of a run's pushes.
 
     Args:
-        events: of the run; those of kind "link" tell.
+        events: of the run; those of kind "link" tell, or "exchange" where there are no shards.
         by: a row for each worker and shard, for each worker, for each shard, or one for all.
     """
+    told = [event for event in events if event["event"] in ("link", "exchange") and event["staleness"]]
+    through = "link" if any(event["event"] == "link" for event in told) else "exchange"
     counts: dict[tuple[str, str], Counter[int]] = {}
-    for event in events:
-        if event["event"] == "link" and event["staleness"]:
+    for event in told:
+        if event["event"] == through:
             key = (
                 event["node"] if by in ("link", "worker") else ALL,
-                event["shard"] if by in ("link", "shard") else ALL,
+                event.get("shard", MEMORY) if by in ("link", "shard") else ALL,
             )
             counts.setdefault(key, Counter()).update(
                 {int(tau): int(count) for tau, count in event["staleness"].items()}
