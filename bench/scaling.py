@@ -192,21 +192,21 @@ def divided() -> list[dict[str, Any]]:
     return rows
 
 
-def plot(found: Mapping[str, Any], most: int, path: Path) -> None:
+def plot(found: Mapping[str, Any], path: Path) -> None:
     """One picture a model: seconds an epoch over workers."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    counts = [count for count in WORKERS if count <= most]
     figure, axes = pyplot.subplots(1, len(found), figsize=(13, 5.5))
     for axis, (name, rows) in zip(axes, found.items(), strict=True):
         for number, (title, row) in enumerate(rows.items()):
             style = {"d": ":", "s": "--"}.get(title[0], "-")
-            axis.plot(counts, row["epoch_s"], style, marker=".", label=title, color=f"C{number % 10}")
+            seconds = row["epoch_s"]
+            axis.plot(WORKERS[: len(seconds)], seconds, style, marker=".", label=title, color=f"C{number % 10}")
         axis.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds an epoch", title=name)
-        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.set_xticks(WORKERS, [str(count) for count in WORKERS])
         axis.grid(alpha=0.3)
     axes[-1].legend(fontsize=7, loc="lower left")
     figure.tight_layout()
@@ -214,11 +214,11 @@ def plot(found: Mapping[str, Any], most: int, path: Path) -> None:
 
 
 def keep(result: dict[str, Any]) -> dict[str, Any]:
-    """Writes it down, beside what was found before of other schemes; returns all of it."""
+    """Writes it down, beside what was found before of other schemes and of more workers; returns all of it."""
     path = RESULTS / "scaling.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     for name, rows in before.get("scaling", {}).items():
-        result["scaling"][name] = {**rows, **result["scaling"][name]}
+        result["scaling"][name] = {**rows, **_longer(result["scaling"][name], rows)}
     record = {
         **before,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -229,6 +229,14 @@ def keep(result: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
+def _longer(found: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Each row of `found`, and behind it what `before` has of more workers."""
+    return {
+        title: {key: seconds + before.get(title, row)[key][len(seconds) :] for key, seconds in row.items()}
+        for title, row in found.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -237,7 +245,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="schemes whose names have this in them")
     given = parser.parse_args()
     found = {"scaling": scaling(given.most, given.only), "divided": [] if given.only else divided()}
-    plot(keep(found)["scaling"], given.most, RESULTS / "scaling.png")
+    plot(keep(found)["scaling"], RESULTS / "scaling.png")
 
 
 if __name__ == "__main__":
