@@ -31,6 +31,9 @@ def test_equals_the_exchange_of_our_own_bit_for_bit(options: Mapping[str, Any], 
     strategy = AllReduce(exchange="torch", bucket_mib=SMALL, **options)
     run = gs.train(model, data, strategy=strategy, run_dir=tmp_path / "run", processes=False, **common)
     assert run.parameters["w"].tobytes() == expected.tobytes()
+    assert run.summary["group"] == "torch: gloo"
+    (formed,) = (event for event in run.events if event["event"] == "group")
+    assert (formed["hosts"], formed["ranks"]) == (1, ["worker-0", "worker-1", "worker-2"])
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:

@@ -134,9 +134,10 @@ class InsecureEvent(Event):
 class GroupEvent(Event):
     """Workers have formed a group, and how it sums (rank 0).
 
-    `kind` is "messages", "shared" (in place, all on one host) or "hierarchical" (in place inside hosts, by
-    messages between). Where it was chosen by measurement, `choices` has the algorithm by the number of
-    bytes from which on it holds, and the figures are those of `collectives.choice.Figures`.
+    `kind` is "messages", "shared" (in place, all on one host), "hierarchical" (in place inside hosts, by
+    messages between) or "torch" (torch.distributed; `algorithm` is its backend). Where it was chosen by
+    measurement, `choices` has the algorithm by the number of bytes from which on it holds, and the figures
+    are those of `collectives.choice.Figures`.
     """
 
     name: ClassVar[str] = "group"

@@ -74,23 +74,34 @@ async def form_group(
     """
     if how not in KINDS:
         raise UnknownNameError("kind of group", how, KINDS)
+    group: Group
     if how in TORCH:
-        return await TorchGroup.form(
+        group = by_torch = await TorchGroup.form(
             runtime, endpoint, names, rank, epoch, silence_s=silence_s, backend=TORCH[how]
         )
-    mesh = Mesh(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
-    await mesh.meet()
-    try:
+        event = GroupEvent(
+            kind="torch", ranks=list(names), epoch=epoch, hosts=by_torch.hosts, algorithm=by_torch.backend
+        )
+    else:
+        mesh = Mesh(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
         place = _Place.here(runtime, endpoint.identity.name, host)
-        places = [_Place(**json.loads(word)) for word in await mesh.swap(json.dumps(asdict(place)).encode())]
-        former = _Former(mesh, endpoint.identity.job, epoch, places, piece_bytes)
-        group, event = await former.form(how)
-    except BaseException:
-        await mesh.close()
-        raise
+        group, event = await _on(mesh, place, endpoint.identity.job, epoch, how, piece_bytes)
     if on_event is not None and rank == 0:
         on_event(event)
     return group
+
+
+async def _on(
+    mesh: Mesh, place: _Place, job: str, epoch: int, how: str, piece_bytes: int
+) -> tuple[Group, GroupEvent]:
+    """Of ranks that meet first, and say where they are; after an error the mesh is closed."""
+    await mesh.meet()
+    try:
+        places = [_Place(**json.loads(word)) for word in await mesh.swap(json.dumps(asdict(place)).encode())]
+        return await _Former(mesh, job, epoch, places, piece_bytes).form(how)
+    except BaseException:
+        await mesh.close()
+        raise
 
 
 @dataclass(frozen=True, slots=True)

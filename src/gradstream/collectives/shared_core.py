@@ -65,7 +65,9 @@ class SharedCore:
 
     def __init__(self, party: Party, *, deadline_s: float) -> None:
         if not available():
-            raise ConfigError("collectives in shared memory need Linux on x86-64; use the carrier 'tcp'")
+            raise ConfigError(
+                "collectives in shared memory need Linux on x86-64: use the algorithm 'auto', or one by name"
+            )
         self.rank = party.rank
         self.size = len(party.names)
         self.names = tuple(party.names)

@@ -24,7 +24,7 @@ import torch
 from gradstream.collectives.group import slice_of
 from gradstream.errors import ConfigError
 
-__all__ = ["WAIT_S", "Done", "Engine", "Hold", "Store", "Verb", "choose_backend", "make_engine"]
+__all__ = ["WAIT_S", "Backend", "Done", "Engine", "Hold", "Store", "Verb", "choose_backend", "make_engine"]
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Verb = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]

@@ -18,7 +18,16 @@ import torch
 
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.mesh import Mesh
-from gradstream.collectives.torch_engine import Done, Engine, Hold, Store, Verb, choose_backend, make_engine
+from gradstream.collectives.torch_engine import (
+    Backend,
+    Done,
+    Engine,
+    Hold,
+    Store,
+    Verb,
+    choose_backend,
+    make_engine,
+)
 from gradstream.errors import ClosedError, ConfigError, GradstreamError, InternalError, PeerLostError
 from gradstream.memory import Loan, Span, Vector
 from gradstream.runtime.base import Runtime, Work, awaited_later
@@ -44,13 +53,19 @@ class TorchGroup:
 
     What an operation that failed or was cancelled was working on stays lent until torch has let go of it,
     which is at once where a peer has died, and may be much later where it is only silent.
+
+    Attributes:
+        backend: of torch's, which was asked for or chosen.
+        hosts: on how many addresses its ranks listen.
     """
 
     shares_memory = False
 
-    def __init__(self, mesh: Mesh, engine: Engine) -> None:
+    def __init__(self, mesh: Mesh, engine: Engine, backend: Backend, hosts: int) -> None:
         self.rank, self.size = mesh.rank, mesh.size
         self.names: Sequence[str] = mesh.names
+        self.backend = backend
+        self.hosts = hosts
         self._mesh = mesh
         self._runtime = mesh.runtime
         self._engine: Engine | None = engine
@@ -100,10 +115,11 @@ class TorchGroup:
         await mesh.meet()
         try:
             store = Store(None, host, silence_s) if rank == 0 else None
-            told = await mesh.swap(store.address.encode() if store is not None else b"")
+            word = f"{host} {store.address if store is not None else ''}"
+            told = [other.decode().split(" ") for other in await mesh.swap(word.encode())]
 
             def make() -> Engine:
-                at = store or Store(told[0].decode(), host, silence_s)
+                at = store or Store(told[0][1], host, silence_s)
                 return make_engine(
                     chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
                 )
@@ -112,7 +128,7 @@ class TorchGroup:
         except BaseException:
             await mesh.close()
             raise
-        return cls(mesh, engine)
+        return cls(mesh, engine, chosen, len({at for at, _ in told}))
 
     # ---- the protocol -------------------------------------------------------------------
 
