@@ -203,8 +203,8 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     for axis, (name, rows) in zip(axes, found.items(), strict=True):
         for number, (title, row) in enumerate(rows.items()):
             style = {"d": ":", "s": "--"}.get(title[0], "-")
-            seconds = row["epoch_s"]
-            axis.plot(WORKERS[: len(seconds)], seconds, style, marker=".", label=title, color=f"C{number % 10}")
+            seconds, color = row["epoch_s"], f"C{number % 10}"
+            axis.plot(WORKERS[: len(seconds)], seconds, style, marker=".", label=title, color=color)
         axis.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds an epoch", title=name)
         axis.set_xticks(WORKERS, [str(count) for count in WORKERS])
         axis.grid(alpha=0.3)
@@ -214,7 +214,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 
 
 def keep(result: dict[str, Any]) -> dict[str, Any]:
-    """Writes it down, beside what was found before of other schemes and of more workers; returns all of it."""
+    """Writes it down, beside what was found before of other schemes or more workers; returns all of it."""
     path = RESULTS / "scaling.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     for name, rows in before.get("scaling", {}).items():

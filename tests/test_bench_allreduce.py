@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ def test_four_processes() -> None:
         "ring",
         "messages",
     )
+    assert (found["carrier"], found["carriers"]) == ("tcp", ["tcp"])
     assert found["min_s"] <= found["median_s"] <= found["max_s"]
     assert found["bytes_s"] == pytest.approx(4 * 5000 / found["median_s"])
     alphas = 6 * found["alpha_s"]
@@ -54,11 +56,30 @@ def test_one_host_sums_in_place_and_says_so() -> None:
     assert "median" in done.stdout and "GB/s" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--carrier", "grpc"], "2 ranks, messages: [a-z-]+ over grpc"),
+        (["--algorithm", "hierarchical", "--ranks", "3"], "3 ranks, messages: hierarchical over (shm|tcp)"),
+        (["--ranks", "1"], "1 ranks, messages: [a-z-]+$"),
+    ],
+)
+def test_what_is_asked_for_is_what_is_measured(options: list[str], line: str) -> None:
+    """A carrier that is named carries messages, also where memory could be shared."""
+    done = CliRunner().invoke(main, ["bench", "allreduce", "--elements", "1000", "--times", "1", *options])
+    assert done.exit_code == 0, done.output
+    assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+
+
 def test_what_cannot_be_measured() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'ring'"):
         AllreducePlan(algorithm="rings")
     with pytest.raises(ConfigError, match="ranks = 0"):
         AllreducePlan(ranks=0)
+    with pytest.raises(UnknownNameError, match="did you mean 'tcp'"):
+        AllreducePlan(carrier="tpc")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="goes by no carrier; leave one of the two out"):
+        AllreducePlan(algorithm="shared", carrier="tcp")
 
 
 def on_machines(machines: Machines, folder: Path, plan: AllreducePlan) -> AllreduceResult:

@@ -19,10 +19,11 @@ from gradstream.cluster.local import LocalCluster
 from gradstream.cluster.machine import node_environment
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
+from gradstream.transport.offers import CHOICES, Choice
 
 __all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
 
-ALGORITHM_NAMES = ("auto", "shared", "messages", *ALGORITHMS)
+ALGORITHM_NAMES = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS)
 """What can be measured: what `form_group` chooses, one of its kinds, or one algorithm."""
 
 RANK = "gradstream.bench.rank:main"
@@ -37,7 +38,7 @@ class AllreducePlan:
     Args:
         ranks: processes.
         elements: float32 of the vector.
-        algorithm: of `ALGORITHM_NAMES`.
+        algorithm: of `ALGORITHM_NAMES`. "auto" sends messages where their carrier is named.
         carrier: of messages: "auto", "grpc", "tcp" or "shm".
         times: how often, after two that do not count.
         listen: host of each rank; loopback by default. Elsewhere it is plain text.
@@ -50,7 +51,7 @@ class AllreducePlan:
     ranks: int = 2
     elements: int = 1_000_000
     algorithm: str = "auto"
-    carrier: str = "auto"
+    carrier: Choice = "auto"
     times: int = 9
     listen: Sequence[str] = ()
     hosts: Sequence[str] = ()
@@ -61,6 +62,19 @@ class AllreducePlan:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected at least 1")
         if self.algorithm not in ALGORITHM_NAMES:
             raise UnknownNameError("algorithm", self.algorithm, ALGORITHM_NAMES)
+        if self.carrier not in CHOICES:
+            raise UnknownNameError("carrier", self.carrier, CHOICES)
+        if self.algorithm == "shared" and self.carrier != "auto":
+            raise ConfigError(
+                f"algorithm='shared', carrier={self.carrier!r}: what is summed up in place goes by no "
+                "carrier; leave one of the two out"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Of the group, for `form_group`: one algorithm by name is measured as messages are."""
+        named = self.algorithm == "auto" and self.carrier != "auto"
+        return "messages" if named or self.algorithm in ALGORITHMS else self.algorithm
 
     def save(self, folder: Path) -> None:
         """For the ranks to read."""
@@ -80,15 +94,17 @@ class AllreduceResult:
         plan: what was asked for.
         kind: of group: "messages", "shared" or "hierarchical".
         algorithm: that carried it out.
+        carriers: by which rank 0 reached the others, each once; none in place.
         times_s: of each repetition.
         figures: alpha_s, beta_s_byte, gamma_s_byte and message_s, measured before; none in place.
-        predicted_s: by the algorithm's formula with these; None in place.
+        predicted_s: by the algorithm's formula with these; None in place and in two storeys.
     """
 
     plan: AllreducePlan
     kind: str
     algorithm: str
     times_s: Sequence[float]
+    carriers: Sequence[str] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
     predicted_s: float | None = None
 
@@ -113,6 +129,7 @@ class AllreduceResult:
             "ranks": self.plan.ranks,
             "elements": self.plan.elements,
             "carrier": self.plan.carrier,
+            "carriers": list(self.carriers),
             "kind": self.kind,
             "algorithm": self.algorithm,
             "median_s": self.median_s,

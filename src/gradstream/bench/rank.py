@@ -61,7 +61,7 @@ class _Rank:
         endpoint = make_endpoint(
             Identity(self._folder.name, name, 1),
             runtime,
-            plan.carrier,  # type: ignore[arg-type]  # one of its literals, or it says so
+            plan.carrier,
             listen=f"{host}:0",
             insecure=bool(plan.listen),
         )
@@ -76,12 +76,14 @@ class _Rank:
                 self._names,
                 self._rank,
                 1,
-                "messages" if plan.algorithm in ALGORITHMS else plan.algorithm,
+                plan.kind,
                 host=plan.hosts[self._rank] if plan.hosts else "",
                 on_event=self._heard,
             )
             try:
-                self._leave("result", await self._measured(group))
+                times_s = await self._times_s(group)
+                others = {carrier for peer, carrier in endpoint.routes.items() if peer != name}
+                self._leave("result", {"times_s": times_s, **self._carried_out(group, sorted(others))})
             finally:
                 await group.close()
         finally:
@@ -92,7 +94,7 @@ class _Rank:
         if isinstance(event, GroupEvent):
             self._chosen = event
 
-    async def _measured(self, group: Group) -> dict[str, Any]:
+    async def _times_s(self, group: Group) -> list[float]:
         vector = group.allocate(self._plan.elements, torch.float32, "bench")
         vector.tensor.fill_(group.rank + 1.0)
         total = await self._allreduce(group, vector.all)
@@ -105,24 +107,27 @@ class _Rank:
             begun = time.perf_counter()
             await self._allreduce(group, vector.all)
             times_s.append(time.perf_counter() - begun)
-        return {"times_s": times_s[WARM_UP:], **self._carried_out(group)}
+        return times_s[WARM_UP:]
 
     async def _allreduce(self, group: Group, span: Span) -> Span:
         if isinstance(group, MessageGroup) and self._plan.algorithm in ALGORITHMS:
             return await group.allreduce(span, algorithm=self._plan.algorithm)
         return await group.allreduce(span)
 
-    def _carried_out(self, group: Group) -> dict[str, Any]:
-        """Kind, algorithm, figures and prediction."""
-        kind = "messages" if self._chosen is None else self._chosen.kind
-        choice = getattr(group, "choice", None)
-        if choice is None or not isinstance(group, MessageGroup):
-            return {"kind": kind, "algorithm": "in place"}
+    def _carried_out(self, group: Group, carriers: Sequence[str]) -> dict[str, Any]:
+        """Kind, algorithm, carriers, figures and prediction; rank 0 alone is told of them."""
+        formed = self._chosen
+        if formed is None:
+            return {}
+        found: dict[str, Any] = {"kind": formed.kind, "algorithm": formed.algorithm}
+        if formed.kind != "shared":
+            found["carriers"] = carriers
+        if not isinstance(group, MessageGroup) or group.choice is None:
+            return found
         num_bytes = ITEMSIZE_BYTES * self._plan.elements
-        name = self._plan.algorithm
+        name, choice = self._plan.algorithm, group.choice
         algorithm = name if name in ALGORITHMS else choice.allreduce(num_bytes)
-        return {
-            "kind": kind,
+        return found | {
             "algorithm": algorithm,
             "figures": asdict(choice.figures),
             "predicted_s": choice.seconds(algorithm, num_bytes),

@@ -11,6 +11,7 @@ from gradstream.cli.options import json_option
 
 if TYPE_CHECKING:
     from gradstream.bench import AllreduceResult
+    from gradstream.transport.offers import Choice
 
 __all__ = ["bench"]
 
@@ -30,10 +31,16 @@ def bench() -> None:
     show_default=True,
     help="auto (in place on one host), messages (the cheapest that sends), or one by name: ring.",
 )
-@click.option("--carrier", metavar="NAME", default="auto", show_default=True, help="auto, grpc, tcp or shm.")
+@click.option(
+    "--carrier",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    help="Of messages: auto, grpc, tcp or shm. Where one is named, messages are sent.",
+)
 @click.option("--times", type=int, default=9, show_default=True, help="Repetitions.")
 @json_option
-def allreduce(ranks: int, elements: int, algorithm: str, carrier: str, times: int, as_json: bool) -> None:
+def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times: int, as_json: bool) -> None:
     """Starts RANKS processes that sum up a vector, and shows how long that takes.
 
     Beside the median: bandwidth, and what the algorithm's formula predicts with the alpha (seconds of a
@@ -58,7 +65,7 @@ def allreduce(ranks: int, elements: int, algorithm: str, carrier: str, times: in
 def lines_of(result: AllreduceResult) -> list[str]:
     """For people."""
     plan = result.plan
-    how = result.algorithm if result.kind == "shared" else f"{result.algorithm} over {plan.carrier}"
+    how = " over ".join([result.algorithm, *filter(None, [", ".join(result.carriers)])])
     lines = [
         f"allreduce of {plan.elements:,} float32, {plan.ranks} ranks, {result.kind}: {how}",
         f"  median     {duration(result.median_s)} of {len(result.times_s)}, "
