@@ -41,7 +41,8 @@ import torch
 from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.memory import Vector
 from gradstream.optim import SGD
-from gradstream.runtime.real import RealRuntime, own_bytes
+from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.vitals import own_bytes
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory

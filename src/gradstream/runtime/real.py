@@ -22,35 +22,12 @@ from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
+from gradstream.runtime.vitals import Lateness, OwnMemory
 from gradstream.segments import SharedMemory
 
-__all__ = ["Lateness", "RealRuntime", "own_bytes"]
+__all__ = ["RealRuntime"]
 
 T = TypeVar("T")
-
-
-class Lateness:
-    """How late timers fire, as a sample of every few milliseconds."""
-
-    PERIOD_S = 0.01
-
-    def __init__(self) -> None:
-        self._late_s: list[float] = []
-
-    async def watch(self) -> None:
-        """Measures until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + self.PERIOD_S
-            await asyncio.sleep(self.PERIOD_S)
-            self._late_s.append(loop.time() - due)
-
-    def take(self) -> tuple[float, float]:
-        """(99th percentile, maximum) in seconds since the call before."""
-        late, self._late_s = sorted(self._late_s), []
-        if not late:
-            return 0.0, 0.0
-        return late[int(0.99 * (len(late) - 1))], late[-1]
 
 
 class RealRuntime(Tasks):
@@ -82,8 +59,8 @@ class RealRuntime(Tasks):
         self.memory = Memory() if memory is None else memory
         self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root, durable=durable)
         self.lateness = Lateness()
+        self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
-        self._peak_own_bytes = 0
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
         self._shares = core is not None
         self._core = core or ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
@@ -111,8 +88,7 @@ class RealRuntime(Tasks):
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()
         vectors = dict(self.memory.allocated_bytes)
-        now_bytes = own_bytes(shared=isinstance(self.memory, SharedMemory))
-        self._peak_own_bytes = max(self._peak_own_bytes, now_bytes)
+        own_bytes = self._own_memory.take()
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         user_s, system_s = usage.ru_utime, usage.ru_stime
         if self._shares:
@@ -122,8 +98,8 @@ class RealRuntime(Tasks):
             MemoryEvent(
                 role=role,
                 peak_bytes=usage.ru_maxrss * unit_bytes,
-                peak_own_bytes=self._peak_own_bytes,
-                own_bytes=now_bytes,
+                peak_own_bytes=self._own_memory.peak_bytes,
+                own_bytes=own_bytes,
                 vectors_bytes=vectors,
             ),
             LateEvent(role=role, p99_ms=1e3 * p99_s, max_ms=1e3 * max_s),
@@ -186,18 +162,3 @@ class RealRuntime(Tasks):
                 self.compute_s[work.kind] += time.thread_time() - begun
 
         return await finish_despite_cancel(asyncio.get_running_loop().run_in_executor(self._disk, run))
-
-
-def own_bytes(*, shared: bool = False) -> int:
-    """Resident memory of this process that is not a file's; 0 where the system does not tell.
-
-    Args:
-        shared: it has memory in common with others: a page that n processes have mapped counts as 1/n
-            (proportional set size), so that the sum over all of them is what they take together.
-    """
-    names = ("Pss_Anon:", "Pss_Shmem:") if shared else ("RssAnon:", "RssShmem:")
-    try:
-        lines = Path("/proc/self/smaps_rollup" if shared else "/proc/self/status").read_text().splitlines()
-    except OSError:
-        return own_bytes() if shared else 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
