@@ -60,7 +60,6 @@ class Pair:
         kill_far: ends far as the death of its process would.
         dial: opens a stream from near with an Open made by hand.
         window: chunks that far holds per stream.
-        ping_s: the median round trip that a control call may take behind a bulk transfer.
         tick_s: enough time for a few frames to arrive.
         bulk_bytes: size of the bulk transfer.
     """
@@ -72,7 +71,6 @@ class Pair:
     kill_far: Callable[[], Awaitable[None]]
     dial: Callable[[str, v1.Open], Stream]
     window: int = 16
-    ping_s: float = 5e-3
     tick_s: float = 0.05
     bulk_bytes: int = 300_000_000
 
