@@ -245,9 +245,11 @@ class Peers:
 
     async def all_gather(self) -> None:
         """See `strategies.base.Peers`."""
-        begun_ns = self._runtime.now()
-        for start, stop in self._bounds:
-            await self._group.all_gather(self._replica.parameters[start:stop])
+        begun_ns, parameters = self._runtime.now(), self._replica.parameters
+        # One vector for all has nothing to be moved, bucket by bucket: all wait for each other, once.
+        bounds = [(0, len(parameters))] if self._group.shares_memory else self._bounds
+        for start, stop in bounds:
+            await self._group.all_gather(parameters[start:stop])
         self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
 
     async def broadcast(self, vector: Vector) -> None:
