@@ -279,12 +279,26 @@ async def waits_for(rank: int, member: There) -> int:
     board.locks[7] = rank + 1
     asked, one = 0, waits(member, board)
     while board.owner(7) >= 0:
-        await one.unlock(7)
+        await one.unlock(7, halt=0)
         asked += 1
     return asked
+
+
+async def asks_at_every_halt(times: int) -> None:
+    """Comes to a halt so many times, each time for half of what a lock may be kept for."""
+    board = Board(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
+    board.locks[7] = 2
+    one = waits(There(0, 1), board)
+    for halt in range(times):
+        for _ in range(500):  # of a millisecond
+            await one.unlock(7, halt)
 
 
 def test_a_lock_is_taken_from_the_dead_and_who_keeps_one_is_named() -> None:
     assert asyncio.run(waits_for(1, There(0))) == 1
     with pytest.raises(gs.DeadlineError, match=r"worker-1: has kept lock 7 .* for 1 s"):
         asyncio.run(waits_for(1, There(0, 1)))
+
+
+def test_who_gave_a_lock_back_and_took_it_again_has_not_kept_it() -> None:
+    asyncio.run(asks_at_every_halt(5))

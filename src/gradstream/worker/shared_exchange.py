@@ -220,11 +220,16 @@ class Waits:
         self._member = member
         self._board = board
         self._silence_s = silence_s
-        self._held = (-1, -1)  # a lock, and whose it is
+        self._met = (-1, -1, -1)  # the halt, the lock, and whose it is
         self._since_ns = 0
 
-    async def unlock(self, lock: int) -> None:
+    async def unlock(self, lock: int, halt: int) -> None:
         """Takes it from a worker that is dead; else gives the one that holds it time.
+
+        Args:
+            lock: its number.
+            halt: number of this worker's halt. The time that it waited at an earlier one does not count, though
+                it was for the same lock of the same worker, which has given it back in between.
 
         Raises:
             DeadlineError: naming a worker that has held it for `silence_s`.
@@ -236,8 +241,8 @@ class Waits:
             self._board.free(lock, owner)
             return
         now_ns = self._runtime.now()
-        if self._held != (lock, owner):
-            self._held, self._since_ns = (lock, owner), now_ns
+        if self._met != (halt, lock, owner):
+            self._met, self._since_ns = (halt, lock, owner), now_ns
         elif now_ns - self._since_ns > self._silence_s * 1e9:
             raise DeadlineError(
                 f"worker-{owner}",

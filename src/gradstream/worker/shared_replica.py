@@ -38,8 +38,8 @@ class SharedReplica(Replica):
         model: of this worker.
         parameters: of all workers.
         board: how far all of them are, and the locks.
-        unlock: awaited with the number of a lock that has not been had for some milliseconds: returns when it
-            is worth another look.
+        unlock: awaited with the number of a lock that has not been had for some milliseconds, and that of the
+            halt that it means: returns when it is worth another look.
         alone: nobody else computes at the same time (a simulation): gradients are added without machine code.
     """
 
@@ -49,7 +49,7 @@ class SharedReplica(Replica):
         model: Model,
         parameters: Vector,
         board: Board,
-        unlock: Callable[[int], Awaitable[None]],
+        unlock: Callable[[int, int], Awaitable[None]],
         alone: bool,
     ) -> None:
         super().__init__(parts, parts.runtime.memory.allocate, Claims(), parameters)
@@ -58,6 +58,7 @@ class SharedReplica(Replica):
         self._unlock = unlock
         self._alone = alone
         self._late_by: Counter[str] = Counter()
+        self._halts = 0
 
     def take_staleness(self) -> dict[str, int]:
         """Minibatches that others have put in during one of this worker's → how often since the last call."""
@@ -141,13 +142,16 @@ class SharedReplica(Replica):
     ) -> float:
         """Σ of what `go` returns, called until it has got to `num`; it stops at locks that it cannot have."""
         at, total = Place(self.parameters.tensor, self.board.locks, self.rank + 1), 0.0
+        got_to = -1
         while True:
             total += await self._runtime.compute(
                 lambda _: go(at), work=work, reads=reads, writes=[self.parameters.all], phantom=math.nan
             )
             if self._runtime.memory.phantom or not at.blocked(num):
                 return total
-            await self._unlock(int(at.state[1]))
+            if at.state[0] != got_to:  # it has gone on since it was last stopped
+                self._halts, got_to = self._halts + 1, at.state[0]
+            await self._unlock(int(at.state[1]), self._halts)
 
     def _where(self, ref: BatchRef) -> str:
         return f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch})"
