@@ -17,7 +17,7 @@ from gradstream.segments import Segment, supported
 from gradstream.sparse import from_csr, from_samples, linear
 from gradstream.sparse.data import SparseDataset, SparseRows, Table
 from gradstream.sparse.model import Place, SparseModel
-from gradstream.sparse.updates import FIRST, LOOKS, UPDATES, WHOLE, num_locks
+from gradstream.sparse.updates import FIRST, LOOKS, RANKS, TURN, UPDATES, WHOLE, num_locks
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 pytestmark = pytest.mark.skipif(not supported(), reason="shared memory needs Linux")
@@ -71,12 +71,16 @@ def go_through(model: SparseModel, rows: SparseRows, rate: float, update: str, a
 class Shared:
     """A vector of all processes, and the locks."""
 
-    def __init__(self, elems: int) -> None:
+    def __init__(self, elems: int, workers: int = 4) -> None:
         self.parameters = shared_vector(elems, torch.float32)
-        self.locks = shared_vector(num_locks(elems), torch.int32).numpy()
+        self.locks = shared_vector(num_locks(elems, workers), torch.int32).numpy()
 
     def place(self, rank: int) -> Place:
         return Place(self.parameters, self.locks, rank + 1)
+
+    def held(self) -> list[int]:
+        """Numbers of the locks that somebody holds."""
+        return [int(number) for number in np.flatnonzero(self.locks) if number not in (TURN, RANKS)]
 
 
 def counted(update: str, workers: int, times: int = 1) -> float:
@@ -95,7 +99,7 @@ def counted(update: str, workers: int, times: int = 1) -> float:
             go_through(model, SparseRows(table, ids), 1.0, update, shared.place(rank))
 
     assert in_processes(workers, work) == [0] * workers
-    assert not shared.locks.any()
+    assert not shared.held()
     return float(shared.parameters.double().sum())
 
 
@@ -109,6 +113,47 @@ def test_plain_stores_lose_updates() -> None:
     assert counted("plain", 1) == ADDS
     # Where the machine is busy, one of the two may be done before the other has a core.
     assert any(counted("plain", 2, times=10) < 20 * ADDS for _ in range(10))
+
+
+def touched_one_of_two(table: Any, i: int, where: Any) -> int:
+    where[0] = table.indices[0]
+    return 1
+
+
+def counts_and_looks(w: Any, table: Any, i: int, where: Any, count: int, into: Any) -> float:
+    """Adds 1 to the worker's own component. The loss is 1 if the other's is not what the order says it is."""
+    into[0] = -1.0
+    ahead = w[1 - where[0]] - w[where[0]]
+    return 0.0 if ahead == (-1.0 if where[0] == 0 else 1.0) or ahead == 0.0 else 1.0
+
+
+def out_of_order(update: str, updates: int = 20_000) -> float:
+    """How often one of two workers, about to compute, sees the other where the order forbids it."""
+    from gradstream.sparse.turns import take_part
+
+    empty, shared = np.zeros(0, np.float32), Shared(2)
+    model = from_samples([("w", (2,))], touched_one_of_two, counts_and_looks, most=1)
+    losses = shared_vector(2, torch.float64)
+    for rank in range(2):
+        take_part(shared.locks, np.int32(rank + 1))  # before either begins, so that none is passed over
+
+    def work(rank: int, num: int = updates, shared: Shared = shared) -> None:
+        table = Table(np.zeros(1, np.int64), np.full(1, rank, np.int32), empty, empty, empty)
+        rows, at = SparseRows(table, np.zeros(num, np.int64)), shared.place(rank)
+        losses[rank] = model.sweep(rows, 1.0, update, 1 << 40, at)
+
+    work(0, 1, Shared(2))  # compiles
+    assert in_processes(2, work) == [0, 0]
+    assert shared.parameters.tolist() == [updates, updates]
+    return float(losses.sum())
+
+
+def test_in_round_robin_workers_write_in_turn() -> None:
+    assert out_of_order("round_robin") == 0
+
+
+def test_that_check_sees_another_order() -> None:
+    assert out_of_order("lock") > 0
 
 
 @pytest.mark.parametrize("update", PROMISED)
@@ -247,15 +292,20 @@ def test_the_penalty_is_of_touched_components_alone() -> None:
 # ---- locks of the dead ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("update", "lock"), [("lock", WHOLE), ("component_locks", FIRST + 7)])
+def neighbours() -> SparseDataset:
+    """Ten samples: sample i has the features i and i + 1."""
+    features = np.array([[v, v + 1] for v in range(10)]).ravel()
+    return from_csr(np.arange(11) * 2, features, np.ones(20), np.random.default_rng(5).random(10))
+
+
+@pytest.mark.parametrize(
+    ("update", "lock"), [("lock", WHOLE), ("short_lock", WHOLE), ("component_locks", FIRST + 7)]
+)
 def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: str, lock: int) -> None:
     from gradstream.sparse.atomics import acquire
     from gradstream.sparse.sweep import free
 
-    rng = np.random.default_rng(5)
-    data = from_csr(
-        np.arange(11) * 2, np.array([[v, v + 1] for v in range(10)]).ravel(), np.ones(20), rng.random(10)
-    )
+    data = neighbours()
     model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)
     acquire(Shared(1).locks, WHOLE, 1, 1)
 
@@ -268,11 +318,66 @@ def test_a_lock_of_a_dead_worker_stops_the_sweep_there_and_can_be_taken(update: 
     model.sweep(rows, 0.1, update, 100, at)
     assert at.blocked(10)
     assert at.state.tolist() == [0 if lock == WHOLE else 6, lock]  # sample 6 is the first that touches 7
-    held = [number for number in range(num_locks(data.num_features)) if shared.locks[number]]
-    assert held == [lock], "a worker that cannot go on keeps nothing"
+    assert shared.held() == [lock], "a worker that cannot go on keeps nothing"
     assert not free(shared.locks, lock, 1)
     assert free(shared.locks, lock, 2)
     model.sweep(rows, 0.1, update, 100, at)
     assert not at.blocked(10)
-    assert not shared.locks.any()
+    assert not shared.held()
     assert shared.parameters.numpy().tobytes() == serial(data, range(10), 0.1).tobytes()
+
+
+def test_a_dead_workers_turn_passes() -> None:
+    from gradstream.sparse.atomics import acquire
+    from gradstream.sparse.sweep import free
+    from gradstream.sparse.turns import part_of, take_part
+
+    data = neighbours()
+    model, shared = linear(data.num_features, loss="squared"), Shared(data.num_features)
+    acquire(Shared(1).locks, WHOLE, 1, 1)
+    take_part(Shared(1).locks, 1)
+
+    def die(rank: int) -> None:
+        take_part(shared.locks, rank + 2)
+        acquire(shared.locks, WHOLE, rank + 2, LOOKS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_processes(1, die) == [-signal.SIGKILL]
+    rows, at = data.batch(np.arange(10)).inputs, shared.place(0)
+    for stop in ([0, WHOLE], [1, part_of(shared.locks, 1)]):  # its own turn comes first, and then the dead's
+        model.sweep(rows, 0.1, "round_robin", 100, at)
+        assert at.state.tolist() == stop
+        assert not shared.locks[part_of(shared.locks, 0)], "while it is stopped it is passed over itself"
+        assert free(shared.locks, stop[1], 2)
+    model.sweep(rows, 0.1, "round_robin", 100, at)
+    assert not at.blocked(10)
+    assert not shared.held()
+    assert shared.parameters.numpy().tobytes() == serial(data, range(10), 0.1).tobytes()
+
+
+@pytest.mark.parametrize("update", [update for update in PROMISED if update != "atomic"])
+def test_a_worker_may_be_killed_at_any_instant(update: str) -> None:
+    from gradstream.sparse.sweep import free
+
+    data = rows_of_five()
+    model, ids = linear(data.num_features, loss="squared"), np.arange(data.num_samples)
+    rows = data.batch(ids).inputs
+    go_through(model, rows, 0.0, update, Shared(data.num_features).place(0))
+    free(Shared(1).locks, WHOLE, 1)
+    for attempt in range(20):
+        shared = Shared(data.num_features)
+        victim = os.fork()
+        if victim == 0:
+            while True:
+                go_through(model, rows, 0.0, update, shared.place(1))
+        for _ in range(attempt):
+            go_through(model, rows, 0.0, update, shared.place(0))
+        os.kill(victim, signal.SIGKILL)
+        os.waitpid(victim, 0)
+        at = shared.place(0)
+        model.sweep(rows, 0.05, update, 100, at)
+        while at.blocked(len(rows)):
+            assert free(shared.locks, int(at.state[1]), 2), "only the dead can be in its way"
+            model.sweep(rows, 0.05, update, 100, at)
+        assert {int(shared.locks[lock]) for lock in shared.held()} <= {2}
+        assert shared.parameters.numpy().tobytes() == serial(data, ids, 0.05).tobytes()

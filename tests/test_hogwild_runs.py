@@ -143,8 +143,14 @@ def job(update="atomic", workers=2, epochs=3):
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
     )
 
-def locked():
+def lock():
     return job("lock", epochs=40)
+
+def short_lock():
+    return job("short_lock", epochs=40)
+
+def round_robin():
+    return job("round_robin", epochs=40)
 
 def alone():
     return job("component_locks", workers=1)
@@ -221,11 +227,12 @@ def test_one_worker_is_serial_sgd_bit_for_bit(job_file: Path, warm: LocalCluster
     assert run.parameters["w"].tobytes() == w.tobytes()
 
 
+@pytest.mark.parametrize("update", ["lock", "short_lock", "round_robin"])
 def test_a_killed_worker_stops_nobody_and_leaves_no_memory_behind(
-    job_file: Path, warm: LocalCluster, tmp_path: Path
+    update: str, job_file: Path, warm: LocalCluster, tmp_path: Path
 ) -> None:
     killer = Killer(warm, "step", 30, "worker-1")
-    run = train(f"{job_file}:locked", tmp_path / "run", warm, on_event=killer)
+    run = train(f"{job_file}:{update}", tmp_path / "run", warm, on_event=killer)
     killer.bury()
     assert run.summary["workers_lost"] == ["worker-1"]
     assert run.summary["samples_accounted"] == 40 * 3000

@@ -1,8 +1,8 @@
 """Sparse problems, and updates of a vector that several processes share: what HOGWILD! is made of.
 
 `data.py` samples in compressed rows; `synthetic.py` and `svmlight.py` where they come from; `model.py`
-problems whose samples touch few components; `sweep.py` the innermost loop, `atomics.py` the instructions
-below it.
+problems whose samples touch few components; `sweep.py` the innermost loop, `ways.py` what one update takes,
+`turns.py` who writes next, `atomics.py` the instructions below.
 """
 
 from gradstream.sparse.data import SparseDataset, SparseRows, Sparsity, Table, from_csr, from_ratings

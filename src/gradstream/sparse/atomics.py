@@ -12,14 +12,24 @@ import numba
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["acquire", "atomic_add", "compiled", "release", "swap_if"]
+__all__ = [
+    "YIELD_EVERY",
+    "acquire",
+    "atomic_add",
+    "compiled",
+    "load",
+    "release",
+    "store",
+    "swap_if",
+    "yield_core",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 YIELD_EVERY = 16
 """Looks at a lock between two offers of the core to whoever may hold it."""
 
-_yield_core = types.ExternalFunction("sched_yield", types.int32())
+yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 def compiled(function: F) -> F:
@@ -94,7 +104,7 @@ def acquire(locks: Any, at: int, me: int, looks: int) -> bool:
         if load(locks, at) == 0 and swap_if(locks, at, 0, me):  # who only looks takes no cache line away
             return True
         if look % YIELD_EVERY == YIELD_EVERY - 1:
-            _yield_core()
+            yield_core()
     return False
 
 

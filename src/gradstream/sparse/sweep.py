@@ -5,7 +5,7 @@ A sample's arithmetic is two functions of the problem's (see `sparse.model`):
     touched(table, i, where) -> count            the components that sample i touches, ascending, each once
     gradient(w, table, i, where, count, into)    ∂f_i on them, at w as it is; returns f_i
 
-Nothing here is atomic beyond what `update` says, and the reads never are.
+Nothing here is atomic beyond what `update` says (`sparse.ways`), and the reads never are.
 """
 
 from __future__ import annotations
@@ -17,76 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.sparse.atomics import acquire, atomic_add, compiled, release, swap_if
-from gradstream.sparse.updates import FIRST, WHOLE
+from gradstream.sparse.atomics import compiled, swap_if
+from gradstream.sparse.ways import GOT, WAYS, take_nothing
 
 __all__ = ["Kernels", "adder_of", "free", "kernels_of"]
 
 NEXT, LOCK = 0, 1
-"""Words of a state: the sample, or element, to go on with; and the lock that was not to be had."""
-
-GOT = -1
-"""Of `take`: all locks that are needed. Else it has none of them, and says which was not to be had."""
-
-
-# ---- ways to update -------------------------------------------------------------------------
-
-
-@compiled
-def _add(w: Any, v: int, change: Any) -> None:
-    w[v] += change
-
-
-@compiled
-def _add_atomic(w: Any, v: int, change: Any) -> None:
-    atomic_add(w, v, change)
-
-
-@compiled
-def _take_nothing(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    return GOT
-
-
-@compiled
-def _give_nothing(locks: Any, where: Any, count: int) -> None:
-    pass
-
-
-@compiled
-def _take_whole(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    return GOT if acquire(locks, WHOLE, me, looks) else WHOLE
-
-
-@compiled
-def _give_whole(locks: Any, where: Any, count: int) -> None:
-    release(locks, WHOLE)
-
-
-@compiled
-def _take_each(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    """In ascending order, all alike: so no two workers wait for each other."""
-    for j in range(count):
-        if not acquire(locks, FIRST + where[j], me, looks):
-            for held in range(j):
-                release(locks, FIRST + where[held])
-            return int(FIRST + where[j])
-    return GOT
-
-
-@compiled
-def _give_each(locks: Any, where: Any, count: int) -> None:
-    for j in range(count):
-        release(locks, FIRST + where[j])
-
-
-WAYS: dict[str, tuple[Any, Any, Any]] = {
-    "atomic": (_take_nothing, _add_atomic, _give_nothing),
-    "plain": (_take_nothing, _add, _give_nothing),
-    "lock": (_take_whole, _add, _give_whole),
-    "component_locks": (_take_each, _add, _give_each),
-}
-"""For each of `UPDATES`: what takes locks, adds to a component, and gives the locks back."""
-
+"""Words of a state: the sample, or element, to go on with; and the lock that was not to be had, or `GOT`."""
 
 # ---- one sample after the other ---------------------------------------------------------------
 
@@ -116,25 +53,38 @@ def kernels_of(touched: Callable[..., int], gradient: Callable[..., float], upda
         update: one of `UPDATES`.
     """
     touch, differentiate = _compiled_once(touched), _compiled_once(gradient)
-    take, add, give = WAYS[update]
+    way = WAYS[update]
+    before_sample, before_reading, before_writing = (
+        way.take if way.moment == moment else take_nothing for moment in ("sample", "read", "write")
+    )
+    add, give, begin, end = way.add, way.give, way.begin, way.end
 
     @compiled
     def sweep(
         w: Any, table: Any, ids: Any, rate: Any, locks: Any, me: Any, looks: int, state: Any, room: Any
     ) -> float:
         where, into = room
-        loss = 0.0
-        for k in range(state[NEXT], len(ids)):
-            count = touch(table, ids[k], where)
-            blocked = take(locks, where, count, me, looks)
+        k, loss, blocked = state[NEXT], 0.0, GOT
+        begin(locks, me)
+        while k < len(ids):
+            blocked = before_sample(locks, where, 0, me, looks)
             if blocked != GOT:
-                state[NEXT], state[LOCK] = k, blocked
-                return loss
-            loss += differentiate(w, table, ids[k], where, count, into)
+                break
+            count = touch(table, ids[k], where)
+            blocked = before_reading(locks, where, count, me, looks)
+            if blocked != GOT:
+                break
+            loss_of_one = differentiate(w, table, ids[k], where, count, into)
+            blocked = before_writing(locks, where, count, me, looks)
+            if blocked != GOT:
+                break
+            loss += loss_of_one
             for j in range(count):
                 add(w, where[j], -(rate * into[j]))
-            give(locks, where, count)
-        state[NEXT] = len(ids)
+            give(locks, where, count, me)
+            k += 1
+        end(locks, me)
+        state[NEXT], state[LOCK] = k, blocked
         return loss
 
     @compiled
@@ -172,10 +122,11 @@ def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 def adder_of(update: str) -> Callable[..., None]:
     """Machine code of w ← w - rate·gradient: (w, gradient, rate, locks, me, looks, state) → None.
 
-    What is 0 is not written: a cache line stays where it is if nothing of it changes. Locks are of the whole
-    vector from the first element to the last, or of one element at a time.
+    What is 0 is not written: a cache line stays where it is if nothing of it changes. Locks and the turn
+    are held from the first element to the last, but for locks of components: these one at a time.
     """
-    take, add, give = WAYS[update]
+    way = WAYS[update]
+    take, add, give, begin, end = way.take, way.add, way.give, way.begin, way.end
 
     @compiled
     def add_each(w: Any, gradient: Any, rate: Any, locks: Any, me: Any, looks: int, state: Any) -> None:
@@ -188,21 +139,21 @@ def adder_of(update: str) -> Callable[..., None]:
                     state[NEXT], state[LOCK] = v, blocked
                     return
                 add(w, v, -(rate * gradient[v]))
-                give(locks, where, 1)
+                give(locks, where, 1, me)
         state[NEXT] = len(w)
 
     @compiled
     def add_at_once(w: Any, gradient: Any, rate: Any, locks: Any, me: Any, looks: int, state: Any) -> None:
         where = np.zeros(0, np.int64)
-        blocked = take(locks, where, 0, me, looks)
-        if blocked != GOT:
-            state[LOCK] = blocked
-            return
-        for v in range(len(w)):
-            if gradient[v] != 0:
-                add(w, v, -(rate * gradient[v]))
-        give(locks, where, 0)
-        state[NEXT] = len(w)
+        begin(locks, me)
+        state[LOCK] = take(locks, where, 0, me, looks)
+        if state[LOCK] == GOT:
+            for v in range(len(w)):
+                if gradient[v] != 0:
+                    add(w, v, -(rate * gradient[v]))
+            give(locks, where, 0, me)
+            state[NEXT] = len(w)
+        end(locks, me)
 
     made: Callable[..., None] = add_each if update == "component_locks" else add_at_once
     return made

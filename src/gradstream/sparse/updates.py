@@ -6,24 +6,26 @@ import importlib.util
 
 from gradstream.errors import ConfigError
 
-__all__ = ["FIRST", "LOOKS", "UPDATES", "WHOLE", "check_compiler", "num_locks"]
+__all__ = ["FIRST", "LOOKS", "RANKS", "TURN", "UPDATES", "WHOLE", "check_compiler", "num_locks"]
 
-UPDATES = ("atomic", "plain", "lock", "component_locks")
+UPDATES = ("atomic", "plain", "lock", "short_lock", "component_locks", "round_robin")
 
 WHOLE = 0
 """Number of the lock of the whole vector."""
 
+TURN, RANKS = 1, 2
+"""Words beside it: the rank whose turn it is, and among how many ranks the turn goes round."""
+
 FIRST = 16
 """Number of the lock of component 0: a cache line behind that of the whole, which all workers write."""
-
 
 LOOKS = 1 << 16
 """At a lock, before a worker asks whether the one that holds it still lives: some milliseconds."""
 
 
-def num_locks(elems: int) -> int:
-    """Words of 4 bytes that the locks of so many components take: one each, and none shared."""
-    return FIRST + elems
+def num_locks(elems: int, workers: int) -> int:
+    """Words of 4 bytes that the locks take: one of each component and of each worker, and none shared."""
+    return FIRST + elems + workers
 
 
 def check_compiler(what: str) -> None:

@@ -11,19 +11,27 @@ that hardly slows convergence down. `update` says what one component's update is
 
     "atomic"             an atomic add: no update is lost. The algorithm as it is analysed
     "plain"              load, add, store: of two that meet, one may be lost
-    "component_locks"    AIG, a baseline of the paper: the components of e are locked from read to write
-    "lock"               the other: one lock of the whole vector, from read to write
+
+and for comparison there are workers that do wait for each other, each with plain stores:
+
+    "lock"               one lock of the whole vector, held for the whole step
+    "short_lock"         the same lock, taken when it is known what e touches: held from the first read of w
+                         to the last write, and no longer
+    "component_locks"    AIG of the paper: the components of e are locked from read to write
+    "round_robin"        RR, the paper's main baseline: gradients are computed at the same time, and written
+                         in a fixed order, each when its worker's turn comes; who is away is passed over
 
 With a dense model (a network of torch's) each worker computes the gradient of a minibatch on the live vector
-and adds it; the locks are held while it is added. The theory does not cover that.
+and adds it; locks are held while it is added, and turns go round among those who have one to add. The theory
+does not cover that.
 
 Bytes: none; what it costs is traffic of cache lines between cores. A dead worker stops nobody, and the others
 take over its samples.
 
 Reference: Niu, Recht, Ré, Wright, "HOGWILD!: A lock-free approach to parallelizing stochastic gradient
-descent", NIPS 2011; as in its experiments, all components of e are updated, not one at random. Different
-here: samples come in the order of a permutation of each epoch, not independently; the paper's
-round-robin baseline (RR) is not here.
+descent", NIPS 2011; as in its experiments, all components of e are updated, not one at random. RR is of
+Langford, Smola, Zinkevich, "Slow learners are fast", NIPS 2009. Different here: samples come in the order of
+a permutation of each epoch, not independently.
 """
 
 from __future__ import annotations
@@ -44,10 +52,11 @@ __all__ = ["Hogwild"]
 
 @dataclass(frozen=True, slots=True)
 class Hogwild(Strategy):
-    """HOGWILD! (Niu and others, 2011), with two locking schemes to compare it with; see the module.
+    """HOGWILD! (Niu and others, 2011), with four ways to wait, to compare it with; see the module.
 
     Args:
-        update: what one component's update is: "atomic", "plain", "lock" or "component_locks".
+        update: what one component's update is: "atomic", "plain", "lock", "short_lock", "component_locks" or
+            "round_robin".
     """
 
     update: str = "atomic"

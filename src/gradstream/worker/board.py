@@ -34,7 +34,7 @@ class Board:
     async def of(cls, commons: Commons, rank: int, num_workers: int, elems: int) -> Board:
         """The board of a run; all workers ask for it at the same time. Pages of locks come with their use."""
         words = await commons.common((COUNTS + num_workers) * LINE, torch.int64, "board")
-        locks = await commons.common(num_locks(elems), torch.int32, "locks")
+        locks = await commons.common(num_locks(elems, num_workers), torch.int32, "locks")
         return cls(words.tensor, locks.tensor, rank)
 
     @property

@@ -228,8 +228,8 @@ class Waits:
 
         Args:
             lock: its number.
-            halt: number of this worker's halt. The time that it waited at an earlier one does not count, though
-                it was for the same lock of the same worker, which has given it back in between.
+            halt: number of this worker's halt. The time that it waited at an earlier one does not count,
+                though it was for the same lock of the same worker, which has given it back in between.
 
         Raises:
             DeadlineError: naming a worker that has held it for `silence_s`.
