@@ -150,6 +150,9 @@ def replay(
     had. So strategies, rules and arithmetic are those of the run, and anything can be looked at between
     two updates. Of a resumed run it is the part that was recorded last, from its checkpoint on.
 
+    Where an event loop is running, as in a notebook, it stands still while an update is computed. Ctrl-C ends
+    that with KeyboardInterrupt; the replay can then only be closed.
+
     Args:
         run: a run directory, or a run; made with `record=True`.
         job: the job, where the run was not made from a file.

@@ -22,6 +22,7 @@ from gradstream.errors import InternalError
 from gradstream.events import CpuEvent, Event, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
+from gradstream.runtime.nesting import standing_still
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.runtime.world import World
@@ -152,11 +153,17 @@ class VirtualCluster:
     def looping(self) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         """Gives what runs a coroutine to its end; between two, everything else stands still.
 
-        Tasks that are left over at the end of the context are cancelled.
+        Tasks that are left over at the end of the context are cancelled. It works where another event loop
+        is running, too: that one stands still meanwhile.
         """
         loop = _JumpingLoop(self.clock)
+
+        def run(work: Coroutine[Any, Any, Any]) -> Any:
+            with standing_still():
+                return loop.run_until_complete(work)
+
         try:
-            yield loop.run_until_complete
+            yield run
         finally:
             try:
                 self._cancel_rest(loop)
@@ -169,7 +176,8 @@ class VirtualCluster:
             task.cancel()
         if rest:
             try:
-                loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+                with standing_still():
+                    loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
             except DeadlockError:
                 pass  # the first error is the one to report
 

@@ -116,8 +116,8 @@ class SimulatedCluster:
                 self.outcomes[name] = None
             except BaseException as error:
                 self.outcomes[name] = error
-                if isinstance(error, DeadlockError | asyncio.CancelledError):
-                    raise
+                if isinstance(error, DeadlockError) or not isinstance(error, Exception):
+                    raise  # Ctrl-C is nobody's death
             finally:
                 if not runtime.dead:
                     await endpoint.close()

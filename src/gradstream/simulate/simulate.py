@@ -46,6 +46,9 @@ def simulate(
     phantom world no gradient is computed and no parameters are held, so that large models on many
     workers fit in little memory: durations and bytes are as they would be, parameters are not there.
 
+    Where an event loop is running, as in a notebook, it stands still until this returns. Ctrl-C ends the
+    simulation at once, with KeyboardInterrupt.
+
     Args:
         model, data, options: as for `train`.
         world: what computing costs and what the network is like.
