@@ -44,6 +44,7 @@ from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.vitals import own_bytes
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
+from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
@@ -262,12 +263,14 @@ async def bare_get(channel: grpc.aio.Channel, into: np.ndarray[Any, Any]) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--elems", type=int, default=20_000_000)
-    parser.add_argument("--chunk", type=int, help="elements; 262,144, over shm 1,048,576")
+    parser.add_argument("--chunk", type=int, help="elements; 262,144, over shm as a job would have it")
     parser.add_argument("--carrier", choices=["grpc", "tcp", "shm"], default="grpc")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.chunk = given.chunk or (1_048_576 if given.carrier == "shm" else 262_144)
+    given.chunk = given.chunk or (
+        shared_chunk_elems(given.elems, 4, 1) if given.carrier == "shm" else CHUNK_ELEMS
+    )
     sys.setswitchinterval(2e-4)
     torch.set_num_threads(1)
     if given.serve:

@@ -67,7 +67,7 @@ def test_a_job_that_will_do(place: Path) -> None:
     assert result.exit_code == 0, result.output
     findings = {one["name"]: one["detail"] for one in json.loads(result.stdout)}
     assert findings["configuration"] == "downpour, Adam, 2 workers, 1 server"
-    assert findings["model"] == "3 parameters in 1 tensor, 12 B"
+    assert findings["model"] == "3 parameters in 1 tensor, 12 B, exchanged in chunks of 262,144"
     assert findings["data"] == "arrays: 200 samples, 50 held out"
     assert "exp_avg 12 B + exp_avg_sq 12 B" in findings["memory"]
     assert "120 B = 12 B for the final parameters + 3 checkpoints of 36 B" in findings["disk"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.rule import Contribution, FetchTerms, Immediate
 from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState, Supersede
 from gradstream.server.window import SequenceWindow
@@ -55,19 +54,6 @@ def test_window_gives_up_on_the_very_old_and_stays_small() -> None:
     window.add(5 * SequenceWindow.WIDTH)
     assert 1 in window
     assert 5 * SequenceWindow.WIDTH - 1 not in window
-
-
-@given(st.integers(0, 5000), st.sampled_from([64, 128, 1024]), st.integers(1, 9))
-def test_chunks_cover_the_vector_once(elems: int, chunk_elems: int, num_shards: int) -> None:
-    chunks = ChunkMap(elems, chunk_elems, num_shards)
-    covered = sorted(chunks.bounds(c) for s in range(num_shards) for c in chunks.chunks_of(s))
-    assert [start for start, _ in covered] == list(range(0, elems, chunk_elems))
-    assert sum(stop - start for start, stop in covered) == elems
-    for shard in range(num_shards):
-        local = [chunks.local_bounds(chunk) for chunk in chunks.chunks_of(shard)]
-        edges = [0, *(stop for _, stop in local)]
-        assert [start for start, _ in local] == edges[:-1]
-        assert edges[-1] == chunks.shard_elems(shard)
 
 
 def test_push_is_applied_once_whatever_is_sent_again() -> None:

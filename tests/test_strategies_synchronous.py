@@ -196,7 +196,7 @@ def test_real_numbers_have_the_same_bits_whatever_the_cluster() -> None:
     assert error <= 1e-12
     variants: list[dict[str, Any]] = [
         *({"servers": servers} for servers in (2, 7)),
-        *({"chunk_elems": chunk} for chunk in (128, 4096)),
+        *({"chunk_elems": chunk} for chunk in (128, 4096, 1 << 22, None)),
         {"strategy": gs.Synchronous(overlap=False)},
         {"strategy": gs.Synchronous(overlap=False), "servers": 2, "world": SLOW},
         {"world": SLOW},

@@ -97,6 +97,40 @@ def test_killed_and_resumed_over_shared_memory_a_run_has_the_bytes_of_one_over_g
     assert (path / FINAL_MODEL).read_bytes() == (tmp_path / "grpc" / FINAL_MODEL).read_bytes()
 
 
+WIDE = """
+import numpy as np
+import gradstream as gs
+
+ELEMS = 9 << 20
+
+def job(carrier="auto"):
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.linspace(-1, 1, ELEMS)},
+        outputs=lambda p, x: x,
+        gradients=lambda p, x, y: (0.0, {"w": p["w"] * x[0, 0]}),
+    )
+    data = gs.from_arrays(np.array([[0.3], [0.7]]), np.zeros(2))
+    return gs.Job(model, data, batch_size=1, steps=3, optimizer=gs.Adam(lr=0.01), carrier=carrier)
+
+def over_tcp():
+    return job("tcp")
+"""
+
+
+@pytest.mark.limit_s(240)
+def test_a_large_model_goes_in_large_chunks_where_memory_is_shared_with_the_same_bits(
+    tmp_path: Path, warm: LocalCluster
+) -> None:
+    file = tmp_path / "large.py"
+    file.write_text(WIDE)
+    shm = train(f"{file}:job", tmp_path / "shm", warm)
+    tcp = train(f"{file}:over_tcp", tmp_path / "tcp", warm)
+    assert ([*shm.summary["carriers"]], shm.summary["chunk_elems"]) == (["shm"], 524_288)
+    assert ([*tcp.summary["carriers"]], tcp.summary["chunk_elems"]) == (["tcp"], 262_144)
+    assert "# chunk_elems: automatic" in (tmp_path / "shm" / "config.toml").read_text()
+    assert shm.parameters["w"].tobytes() == tcp.parameters["w"].tobytes()
+
+
 def test_downpour_over_shared_memory_goes_on_without_a_worker(
     job_file: Path, tmp_path: Path, warm: LocalCluster
 ) -> None:

@@ -35,6 +35,7 @@ from gradstream.server import (
     Update,
     readers,
 )
+from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.testing.pieces import Held, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
 from gradstream.transport.loans import SHELF_BYTES
@@ -43,6 +44,7 @@ from gradstream.transport.shm import ShmEndpoint
 from gradstream.transport.stream import StreamCore
 from gradstream.transport.unix import send_descriptors
 from gradstream.wire import v1
+from gradstream.wire.dtypes import to_wire
 
 ELEMS = 1 << 16
 
@@ -113,10 +115,12 @@ class Pair:
         self.stream, self.far_stream = stream, far_stream
         self.vector = near.runtime.memory.allocate(ELEMS, torch.float32, "lent", exchanged=True)
 
-    async def lend(self, index: int = 0) -> tuple[Lent, Received]:
-        """Lends the vector. The first chunks are copied, until far has mapped it."""
+    async def lend(self, index: int = 0, vector: Vector | None = None) -> tuple[Lent, Received]:
+        """Lends the vector, or another. The first chunks are copied, until far has mapped it."""
+        vector = self.vector if vector is None else vector
+        dtype = to_wire(vector.tensor.dtype)
         for _ in range(100):
-            lent = await self.stream.lend(chunk_frame(index, ELEMS), self.vector.all)
+            lent = await self.stream.lend(chunk_frame(index, len(vector), dtype=dtype), vector.all)
             received = await take_chunk(self.far_stream)
             if not lent.returned:
                 return lent, received
@@ -160,6 +164,19 @@ async def test_a_lent_span_is_read_where_it_lies_until_it_is_let_go_of() -> None
         del part
         await lent.back(20)
         assert not both.vector.lent
+
+
+@in_a_loop
+async def test_the_largest_chunk_is_lent_too() -> None:
+    async with pair() as both:
+        memory = both.near.runtime.memory
+        vector = memory.allocate(MAX_CHUNK_ELEMS, torch.float64, "largest", exchanged=True)
+        lent, received = await both.lend(vector=vector)
+        assert received.payload is not None and len(received.payload) == MAX_CHUNK_ELEMS
+        vector.tensor[-1] = 3  # as above
+        assert received.payload[-1].item() == 3
+        del received
+        await lent.back(20)
 
 
 @in_a_loop

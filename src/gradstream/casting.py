@@ -13,7 +13,9 @@ from gradstream.errors import ConfigError
 from gradstream.optim.groups import groups_of
 from gradstream.registry import find_function, find_optimizer, find_strategy, optimizer_of_text
 from gradstream.roles import Cast
+from gradstream.server.chunks import CHUNK_ELEMS
 from gradstream.strategies.base import Strategy
+from gradstream.transport.offers import shares_memory
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.gradient import Clip
 
@@ -55,7 +57,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         epochs=job.epochs,
         steps=job.steps,
         seed=job.seed,
-        chunk_elems=job.chunk_elems,
+        chunk_elems=_chunk_elems(job, strategy, resume),
         data=job.data,
         num_parameters=0,  # told by the model that the first worker registers
         reduction=getattr(model, "reduction", "mean"),
@@ -68,6 +70,15 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     )
     cast.ledger()
     return cast
+
+
+def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | None:
+    """See `Cast.chunk_elems`. A checkpoint's versions are those of its chunks, so these stay as they are."""
+    if job.chunk_elems is not None:
+        return job.chunk_elems
+    if resume is not None:
+        return int(resume.model["chunk_elems"])
+    return None if strategy.through == "servers" and shares_memory(job.carrier) else CHUNK_ELEMS
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:

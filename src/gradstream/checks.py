@@ -37,22 +37,31 @@ def check(job: Job) -> None:
             f"data is {type(job.data).__name__}; expected a Dataset: wrap yours with gradstream.from_arrays, "
             "from_dataset, from_loader or from_stream"
         )
-    for name in ("workers", "accumulate", "connections"):
-        whole(name, getattr(job, name), least=1)
-    if job.servers is not None:
-        whole("servers", job.servers, least=0)
-    whole("seed", job.seed, least=0)
     if hasattr(job.model, "state_dict"):
         raise ConfigError(
             f"model is a torch module, {type(job.model).__name__}; expected a function that builds it, and a "
             "loss: gradstream.from_torch(build, loss)"
         )
+    _check_numbers(job)
     if not is_open_ended(job):
         _check_length(job)
     if isinstance(job.shares, str) and job.shares != MEASURED:
         raise ConfigError(f"shares={job.shares!r}: expected a number for each worker, or {MEASURED!r}")
-    whole("chunk_elems", job.chunk_elems, least=1)
-    ChunkMap(0, job.chunk_elems, 1)
+    if job.carrier not in CHOICES:
+        raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
+    _check_evaluation(job)
+    check_callbacks(job.callbacks)
+
+
+def _check_numbers(job: Job) -> None:
+    for name in ("workers", "accumulate", "connections"):
+        whole(name, getattr(job, name), least=1)
+    if job.servers is not None:
+        whole("servers", job.servers, least=0)
+    whole("seed", job.seed, least=0)
+    if job.chunk_elems is not None:
+        whole("chunk_elems", job.chunk_elems, least=1)
+        ChunkMap(0, job.chunk_elems, 1)
     for entry in dataclasses.fields(job.deadlines):
         seconds = getattr(job.deadlines, entry.name)
         if not _is_positive(seconds):
@@ -61,11 +70,6 @@ def check(job: Job) -> None:
         bound = getattr(job, name)
         if bound is not None and not _is_positive(bound):
             raise ConfigError(f"{name}={bound!r}: expected a finite number > 0, or None for no clipping")
-
-    if job.carrier not in CHOICES:
-        raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
-    _check_evaluation(job)
-    check_callbacks(job.callbacks)
 
 
 def _check_length(job: Job) -> None:

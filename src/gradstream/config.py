@@ -14,11 +14,21 @@ from gradstream.membership.goal import Until
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.registry import find_dataset
+from gradstream.server.chunks import CHUNK_ELEMS
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import Choice
 from gradstream.worker.evaluation import Metric
 
-__all__ = ["Deadlines", "Job", "JobOptions", "build_model", "is_open_ended", "is_script", "make_job"]
+__all__ = [
+    "Deadlines",
+    "Job",
+    "JobOptions",
+    "build_model",
+    "is_open_ended",
+    "is_script",
+    "make_job",
+    "spread_out",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +87,9 @@ class Job:
             command and at which commit of git the run was made, with which versions.
         record: note in which order things happen, so that the run can be replayed bit for bit:
             `gradstream.replay`. Of strategies that go through servers.
-        chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 1048576.
+        chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
+            where all nodes exchange through shared memory, more for large models
+            (`server.chunks.shared_chunk_elems`). It changes no result.
         checkpoint_every: about how often a checkpoint is kept: a number of steps, "epoch", or a time such
             as "10min"; None only when the run is stopped. None is made at the end: the result is.
         keep_last: how many of the newest checkpoints are kept.
@@ -117,7 +129,7 @@ class Job:
     run_dir: Path | None = None
     record_machine: bool = True
     record: bool = False
-    chunk_elems: int = 262_144
+    chunk_elems: int | None = None
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
     keep_best: bool = True
@@ -157,7 +169,7 @@ class JobOptions(TypedDict, total=False):
     run_dir: Path | None
     record_machine: bool
     record: bool
-    chunk_elems: int
+    chunk_elems: int | None
     checkpoint_every: int | str | None
     keep_last: int
     keep_best: bool
@@ -207,6 +219,18 @@ def build_model(job: Job) -> Model:
             "wrap yours with gradstream.from_functions or gradstream.from_torch"
         )
     return cast(Model, model)
+
+
+def spread_out(job: Job, origin: str) -> Job:
+    """The job of a run whose nodes are not all on one machine: what is left open is chosen for a network.
+
+    Args:
+        origin: by what that is known, as `Job.origins` has it.
+    """
+    if job.chunk_elems is not None:
+        return job
+    origins = {**job.origins, "chunk_elems": origin}
+    return dataclasses.replace(job, chunk_elems=CHUNK_ELEMS, origins=origins)
 
 
 def is_open_ended(job: Job) -> bool:

@@ -71,6 +71,7 @@ class StartedEvent(Event):
     num_parameters: int
     num_samples: int | None  # None in a stream
     total_steps: int  # minibatches over all workers; synchronous: rounds
+    chunk_elems: int = 0  # of the registered model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

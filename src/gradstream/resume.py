@@ -14,7 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume, newest
 from gradstream.checks import check_script
-from gradstream.config import Deadlines, Job, is_script
+from gradstream.config import Deadlines, Job, is_script, spread_out
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.launcher import OnEvent
@@ -100,6 +100,8 @@ def resume(
             "workers: each goes on in its own part of the data, so their number stays"
         )
     at = None if found is None else Resume.at(*found, time_s=time_s)
+    if listen is not None and at is None:
+        job = spread_out(job, "listen")
     cast = cast_of(job, secrets.token_hex(8), resume=at)
     _check_left(path, cast.ledger().finished)
     if at is None:

@@ -33,13 +33,13 @@ from gradstream.membership.keeper import Keeping
 from gradstream.membership.member import Member
 from gradstream.membership.state import Membership
 from gradstream.membership.turns import Turns
-from gradstream.model.base import Model, Reduction
+from gradstream.model.base import Layout, Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
 from gradstream.optim.merge import Add, Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.runtime.base import Runtime
-from gradstream.server.chunks import ChunkMap
+from gradstream.server.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
 from gradstream.server.node import ShardNode
 from gradstream.server.recorder import ShardRecorder
 from gradstream.server.shard_config import FindOptimizer, ShardConfig
@@ -86,7 +86,7 @@ class Cast:
         until: what ends the run early.
         epochs, steps: when the run ends.
         seed: of initial parameters, order of samples and dropout.
-        chunk_elems: elements per chunk.
+        chunk_elems: elements per chunk; None leaves it to the size of the model: all nodes share memory.
         data: the data set, which says how it can be divided.
         num_parameters: of the model.
         reduction: whether the model's gradients are means or sums.
@@ -109,7 +109,7 @@ class Cast:
     epochs: int | None
     steps: int | None
     seed: int
-    chunk_elems: int
+    chunk_elems: int | None
     data: Dataset
     num_parameters: int
     reduction: Reduction
@@ -308,6 +308,17 @@ class Cast:
         tensors = [(slot.name, slot.start, slot.stop) for slot in model.layout.slots]
         return GroupedRule(self.optimizer, self.groups, tensors)
 
+    def chunk_elems_of(self, layout: Layout) -> int:
+        """Elements per chunk, by the model's layout: the same on all nodes, since all have the same model.
+
+        Which blocks of elements a strategy exchanges may depend on where chunks begin: those do not change.
+        """
+        if self.chunk_elems is not None:
+            return self.chunk_elems
+        if self.strategy.rows(bool(layout.tables)) is not None:
+            return CHUNK_ELEMS
+        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, self.servers)
+
     def shard(self, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> ShardNode:
         """One shard of the parameter server; its endpoint has started and knows the coordinator.
 
@@ -363,7 +374,7 @@ class Cast:
             clip=self.clip,
             evaluation=self.evaluation,
             seed=self.seed,
-            chunk_elems=self.chunk_elems,
+            chunk_elems_of=self.chunk_elems_of,
             epochs=self.epochs,
             steps=self.steps_left,
             num_steps=self.steps,

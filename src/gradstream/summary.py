@@ -96,7 +96,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
     """Every figure of a run. A figure that its events do not tell is None, or empty.
 
     Keys:
-        job, strategy, optimizer, workers, servers, num_parameters, num_samples: as started.
+        job, strategy, optimizer, workers, servers, num_parameters, num_samples, chunk_elems: as started.
         Of a run that was resumed, these are of the part that came last; all else is of all its parts.
         steps: minibatches over all workers, without those that a resumed run has computed again.
         samples: samples of those, counted with repeats.
@@ -160,7 +160,16 @@ _EXCHANGED = (
     "whole_pushed_bytes",
     "whole_fetched_bytes",
 )
-_STARTED = ("job", "strategy", "optimizer", "workers", "servers", "num_parameters", "num_samples")
+_STARTED = (
+    "job",
+    "strategy",
+    "optimizer",
+    "workers",
+    "servers",
+    "num_parameters",
+    "num_samples",
+    "chunk_elems",
+)
 
 
 def _of(events: Iterable[EventDict], name: str) -> list[EventDict]:

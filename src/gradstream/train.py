@@ -14,7 +14,7 @@ from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
 from gradstream.checks import check_script
 from gradstream.cluster import LocalCluster
-from gradstream.config import Job, JobOptions, build_model, is_script, make_job
+from gradstream.config import Job, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.data.base import Dataset
 from gradstream.errors import (
     ConfigError,
@@ -105,6 +105,7 @@ def train(
         if "workers" not in options:
             job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
         listening.check(job, earlier=spec in _made)
+        job = spread_out(job, "listen")
     cast = cast_of(job, secrets.token_hex(8))
     if cast.groups:
         cast.grouped(build_model(job))  # says what is wrong before anything is started

@@ -96,6 +96,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", _of(s["num_parameters"], "{:,} parameters")),
         ("strategy", _of(s["strategy"], f"{{}}, {s['workers']} workers, {s['servers']} servers")),
         ("group", _of(s.get("group"), "{}")),
+        ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
         ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
         ("ended by", _of(s.get("reason"), "{}")),

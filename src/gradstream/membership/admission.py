@@ -45,6 +45,11 @@ class Admission:
         return self.model.elems if self.model is not None else 0
 
     @property
+    def chunk_elems(self) -> int:
+        """Elements per chunk of it; 0 without one."""
+        return self.model.chunk_elems if self.model is not None else 0
+
+    @property
     def optimizer(self) -> str:
         """The update rule's name, where the workers bring it; "" where they do not."""
         if self.model is None or not self.model.optimizer:

@@ -42,7 +42,7 @@ class Membership:
 
     Args:
         started: the run as planned; `workers` and `servers` say who is expected. Its
-            `num_parameters` is filled in from the registered model.
+            `num_parameters` and `chunk_elems` are filled in from the registered model.
         ledger: which batches are in the model.
         survives_worker_loss: the strategy goes on without a lost worker, which needs its
             batches to be taken over by others.
@@ -252,6 +252,7 @@ class Membership:
         started = replace(
             self._started,
             num_parameters=self.admission.elems,
+            chunk_elems=self.admission.chunk_elems,
             optimizer=self.admission.optimizer or self._started.optimizer,
         )
         resumed = self.tally.resumed()

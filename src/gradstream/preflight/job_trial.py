@@ -52,6 +52,10 @@ class JobTrial(Trial):
     def _model(self) -> Model:
         return build_model(self.job)
 
+    @property
+    def _chunk_elems(self) -> int:
+        return self.cast.chunk_elems_of(self._model.layout)
+
     def tried(self) -> Job:
         """See `Trial`."""
         return dataclasses.replace(super().tried(), model=self._model)
@@ -59,7 +63,8 @@ class JobTrial(Trial):
     def _look_at_model(self) -> str:
         layout = self._model.layout
         tensors = count(len(layout.slots), "tensor")
-        return f"{layout.elems:,} parameters in {tensors}, {size_text(self._vector_bytes)}"
+        chunks = f", exchanged in chunks of {self._chunk_elems:,}" if self.cast.servers else ""
+        return f"{layout.elems:,} parameters in {tensors}, {size_text(self._vector_bytes)}{chunks}"
 
     def _data(self) -> str:
         data = self.job.data
@@ -67,7 +72,8 @@ class JobTrial(Trial):
         return f"{data.name}: {samples} samples, {data.num_test_samples:,} held out"
 
     def _memory(self) -> str:
-        need, num_processes = estimate(self.job, self._model), len(self.cast.node_names)
+        job = dataclasses.replace(self.job, chunk_elems=self._chunk_elems)
+        need, num_processes = estimate(job, self._model), len(self.cast.node_names)
         total = sum(sum(vectors.values()) for vectors in need.values()) + num_processes * PROCESS_BYTES
         parts = [f"{role}: {_formula(vectors)}" for role, vectors in by_role(need).items()]
         text = (

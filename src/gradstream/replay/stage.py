@@ -75,7 +75,7 @@ class Stage(Told):
         self._virtual = VirtualCluster(cast.seed, INSTANT, _Overlay(storage))
         self._network = MemoryNetwork(self._virtual)
         layout = model.layout
-        self._chunk_map = ChunkMap(layout.elems, cast.chunk_elems, cast.servers)
+        self._chunk_map = ChunkMap(layout.elems, cast.chunk_elems_of(layout), cast.servers)
         self._book = Book(self._chunk_map, layout.dtype, model.tree, ids, keep=keep)
         self._scripts = [Script(parts[shard_name(rank)], self) for rank in range(cast.servers)]
         self._shards: list[ShardNode] = []

@@ -10,11 +10,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradstream.errors import ConfigError
+from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
-__all__ = ["ALIGNMENT_ELEMS", "MAX_CHUNK_ELEMS", "ChunkMap"]
+__all__ = ["ALIGNMENT_ELEMS", "CHUNK_ELEMS", "MAX_CHUNK_ELEMS", "ChunkMap", "shared_chunk_elems"]
 
 ALIGNMENT_ELEMS = 64
-MAX_CHUNK_ELEMS = 1 << 20
+
+CHUNK_ELEMS = 1 << 18
+"""The length of a chunk that any carrier moves well: 1 MiB of float32."""
+
+MAX_CHUNK_ELEMS = MAX_PAYLOAD_BYTES // 8
+"""Of float64, these fill a frame."""
+
+SHARED_CHUNK_BYTES = 16 << 20
+SHARED_CHUNKS = 16
+
+
+def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
+    """The length of a chunk where all nodes exchange through shared memory: n = 2^k, from 2^18 elements on.
+
+    There no byte is copied on its way, so what a chunk costs is what both sides do for it, whatever its
+    length. n is the largest power of two with n · 16 · S <= `elems`, so that each shard still has so many
+    chunks to overlap its updates with a backprop, and of 16 MiB at most.
+
+    Args:
+        elems: length of the flat vector.
+        itemsize_bytes: of an element.
+        num_shards: S, at least 1.
+    """
+    most = min(elems // (SHARED_CHUNKS * num_shards), SHARED_CHUNK_BYTES // itemsize_bytes)
+    return max(CHUNK_ELEMS, 1 << most.bit_length() >> 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +48,7 @@ class ChunkMap:
 
     Args:
         elems: length of the flat vector.
-        chunk_elems: n, a multiple of 64, at most 1,048,576 (4 MiB of float32).
+        chunk_elems: n, a multiple of 64, at most 4,194,304 (16 MiB of float32).
         num_shards: S.
     """
 

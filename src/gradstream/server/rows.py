@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 NUMBER = torch.int32
-"""A chunk has at most 2²⁰ elements, so as many rows."""
+"""A chunk has at most 2²² elements, so as many rows."""
 
 
 @dataclass(frozen=True, slots=True)

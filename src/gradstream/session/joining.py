@@ -33,7 +33,7 @@ def join(
     seed: int = 0,
     name: str | None = None,
     run_dir: Path | None = None,
-    chunk_elems: int = 262_144,
+    chunk_elems: int | None = None,
     checkpoint_every: int | str | None = "10min",
     keep_last: int = 2,
     deadlines: Deadlines | None = None,

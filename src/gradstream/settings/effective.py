@@ -73,6 +73,8 @@ def to_toml(job: Job, entries: Iterable[Entry]) -> str:
         f"# job: {job.spec or 'not in a file'}",
         f"# data: {job.data.name}, {job.data.num_samples or 'an unknown number of'} samples",
     ]
+    if job.chunk_elems is None:
+        lines.append("# chunk_elems: automatic, by the size of the model; the event 'started' tells")
     table = ""
     for entry in sorted(entries, key=lambda one: "." in one.key):
         head, _, tail = entry.key.rpartition(".")

@@ -11,7 +11,7 @@ import safetensors.numpy
 from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
 from gradstream.checkpoint import Resume, newest
-from gradstream.config import JobOptions, build_model, is_script, make_job
+from gradstream.config import JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
@@ -68,7 +68,7 @@ def simulate(
     Example:
         >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
-    job = make_job(job_of(model, data), data, **options)
+    job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
     if is_script(job):
         raise ConfigError(
             "a script with a training loop of its own runs in real time: it cannot be simulated"

@@ -33,6 +33,7 @@ from gradstream.testing.flow_checks import (
     credit,
     credit_then_send,
     independence,
+    largest_chunk,
     order,
     priority,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "identity",
     "independence",
     "landing",
+    "largest_chunk",
     "lending",
     "lent_while_waiting",
     "order",
@@ -127,6 +129,7 @@ async def run_check(check: Check, make_pair: MakePair) -> None:
 
 CHECKS: tuple[Check, ...] = (
     order,
+    largest_chunk,
     independence,
     credit,
     callers_window,

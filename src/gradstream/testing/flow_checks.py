@@ -27,6 +27,7 @@ from gradstream.testing.pieces import (
 )
 from gradstream.transport.base import Priority, Stream
 from gradstream.wire import v1
+from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
 __all__ = [
     "callers_window",
@@ -34,6 +35,7 @@ __all__ = [
     "credit",
     "credit_then_send",
     "independence",
+    "largest_chunk",
     "order",
     "priority",
 ]
@@ -73,6 +75,18 @@ async def order(pair: Pair) -> None:
         expect(await stream.recv(SILENCE_S) is None, "there is more than was sent")
 
     await pair.runtime.gather(send(), receive())
+
+
+async def largest_chunk(pair: Pair) -> None:
+    """A chunk may have as many bytes as the protocol allows, both ways."""
+    elems = MAX_PAYLOAD_BYTES // 8
+    pair.far.serve("echo", echo)
+    stream = await pair.near.open("far", "echo", v1.Tensor())
+    sent = torch.arange(elems, dtype=torch.float64)
+    await stream.send(chunk_frame(0, elems, dtype=v1.FLOAT64), sent, SILENCE_S)
+    await stream.end()
+    payload = (await take_chunk(stream)).payload
+    expect(payload is not None and torch.equal(payload, sent), "it did not come back as it was sent")
 
 
 async def independence(pair: Pair) -> None:

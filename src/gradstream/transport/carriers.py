@@ -5,12 +5,12 @@ from __future__ import annotations
 from gradstream.errors import ConfigError
 from gradstream.memory import Memory
 from gradstream.runtime.base import Runtime
-from gradstream.segments import SharedMemory, supported
+from gradstream.segments import SharedMemory
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
-from gradstream.transport.offers import CHOICES, Choice
+from gradstream.transport.offers import CHOICES, Choice, shares_memory
 from gradstream.transport.routed import RoutedEndpoint
 from gradstream.transport.security import Tls
 from gradstream.transport.shm import ShmEndpoint
@@ -26,7 +26,7 @@ def make_memory(carrier: Choice, listen: str) -> Memory:
     A node that others reach over the network has its memory for itself: huge pages are for such alone on
     most systems. What it sends to its own host is copied through shared memory then.
     """
-    shares = carrier == "shm" or (carrier == "auto" and supported() and is_loopback(host_and_port(listen)[0]))
+    shares = carrier == "shm" or (shares_memory(carrier) and is_loopback(host_and_port(listen)[0]))
     return SharedMemory() if shares else Memory()
 
 
@@ -59,7 +59,7 @@ def make_endpoint(
         "grpc": GrpcEndpoint(identity, runtime, listen=listen, security=security, insecure=insecure)
     }
     host, port = host_and_port(listen)
-    shares = carrier in ("auto", "shm") and (supported() or carrier == "shm")
+    shares = shares_memory(carrier)
     host_name = host_id() if shares else ""
     if shares:
         carriers["shm"] = ShmEndpoint(identity, runtime)

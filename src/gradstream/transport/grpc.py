@@ -30,7 +30,7 @@ from gradstream.transport.security import Tls, explain
 from gradstream.transport.silence import Bell
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError, decode, encode, payload_tensor
+from gradstream.wire.frames import MAX_FRAME_BYTES, FrameError, decode, encode, payload_tensor
 
 __all__ = ["METHOD", "GrpcEndpoint"]
 
@@ -39,7 +39,7 @@ METHOD = "/gradstream.v1.Peer/Stream"
 
 KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
-MAX_MESSAGE_BYTES = 5 << 20
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # a frame that is too long is refused with a word
 OPEN_SILENCE_S = 10.0  # who connects and says nothing is sent away after this
 HOLD_S = 2e-3  # how long control calls hold a bulk message back, at most
 FLUSH_S = 1.0  # how long `close` lets peers be told

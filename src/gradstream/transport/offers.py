@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from gradstream.errors import ConfigError
+from gradstream.segments import supported
 
-__all__ = ["CARRIERS", "CHOICES", "CarrierName", "Choice", "Offer", "choose"]
+__all__ = ["CARRIERS", "CHOICES", "CarrierName", "Choice", "Offer", "choose", "shares_memory"]
 
 CarrierName = Literal["shm", "tcp", "grpc"]
 CARRIERS: tuple[CarrierName, ...] = get_args(CarrierName)
@@ -23,6 +24,11 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 """What a job may ask for."""
 
 _HOST = "host"
+
+
+def shares_memory(carrier: Choice) -> bool:
+    """Whether two nodes of one host, both told to use this carrier, exchange through shared memory."""
+    return carrier == "shm" or (carrier == "auto" and supported())
 
 
 @dataclass(frozen=True, slots=True)

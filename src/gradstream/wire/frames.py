@@ -38,8 +38,10 @@ PROTOCOL = 1
 ABSENT = 1
 """Bit of `Chunk.flags`: this sender contributes nothing and no payload follows."""
 
-MAX_PAYLOAD_BYTES = 4 << 20
-"""The most bytes of elements in one chunk."""
+MAX_PAYLOAD_BYTES = 32 << 20
+"""The most bytes of elements in one chunk, by any carrier: 4 Mi elements of float64.
+
+How long the chunks of a run are, its chunk map says."""
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
 """The most bytes of one frame: a full payload and its header."""

@@ -10,7 +10,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.collectives.group import Group
 from gradstream.data.base import Dataset, Plan
 from gradstream.events import Event
-from gradstream.model.base import Model
+from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
 from gradstream.recording import Log
 from gradstream.runtime.base import Runtime
@@ -57,7 +57,7 @@ class WorkerConfig:
         clip: bounds of each gradient.
         evaluation: when held-out samples are looked at.
         seed: of the run.
-        chunk_elems: of the chunk map.
+        chunk_elems_of: elements per chunk, by the layout of the model.
         epochs, steps: when the run ends; one may be None. `steps` are those from here on.
         num_steps: the same of the whole run, where it is resumed.
         silence_s, retry_s: see `ServerClient`.
@@ -81,7 +81,7 @@ class WorkerConfig:
     clip: Clip
     evaluation: EvaluationPlan
     seed: int
-    chunk_elems: int
+    chunk_elems_of: Callable[[Layout], int]
     epochs: int | None
     steps: int | None
     silence_s: float
@@ -95,3 +95,8 @@ class WorkerConfig:
     update_rule: UpdateRule | None = None
     log: Log | None = None
     watch: Watch = field(default_factory=Watch)
+
+    @property
+    def chunk_elems(self) -> int:
+        """Elements per chunk. Looks at the layout, which may build the model."""
+        return self.chunk_elems_of(self.model.layout)
