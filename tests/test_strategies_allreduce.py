@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.collectives.algorithms import ALGORITHMS
+from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.errors import ConfigError, GradientError
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.simulate import simulate
@@ -53,8 +53,8 @@ def test_equals_the_joined_batch_through_a_server_bit_for_bit(workers: int, rule
 
 
 WAYS: dict[str, tuple[Any, int]] = {
-    **{name: (AllReduce(algorithm=name, bucket_mib=SMALL), 0) for name in ALGORITHMS},
-    "ring, sharded": (AllReduce(algorithm="ring", sharded=True, bucket_mib=SMALL), 0),
+    **{name: (AllReduce(algorithm=name, bucket_mib=SMALL), 0) for name in (*ALGORITHMS, "hierarchical")},
+    **{f"{name}, sharded": (AllReduce(algorithm=name, sharded=True, bucket_mib=SMALL), 0) for name in PARTS},
     "1 server": (gs.Synchronous(), 1),
     "4 servers": (gs.Synchronous(), 4),
 }
@@ -65,6 +65,12 @@ def test_32_workers_are_one_node_with_the_joined_batch_by_every_scheme(way: str)
     model, data = least_squares(128, FEATURES, grid=GRID)
     strategy, servers = WAYS[way]
     assert bits(model, data, [2] * 32, strategy, servers=servers) == bits(model, data, [64], gs.Synchronous())
+
+
+def test_an_algorithm_without_halves_cannot_be_sharded() -> None:
+    for name in set(ALGORITHMS) - set(PARTS):
+        with pytest.raises(ConfigError, match="expected halving-doubling, ring, direct, or 'auto'"):
+            AllReduce(algorithm=name, sharded=True)
 
 
 def test_means_are_weighted_by_samples_and_parts_of_a_step_are_joined() -> None:

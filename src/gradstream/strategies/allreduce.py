@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.forming import KINDS, TORCH
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
@@ -41,7 +42,7 @@ from gradstream.strategies.base import Strategy, Worker
 __all__ = ["EXCHANGES", "AllReduce"]
 
 EXCHANGES = ("auto", *TORCH)
-ALGORITHMS = tuple(kind for kind in KINDS if kind not in TORCH)
+KNOWN = tuple(kind for kind in KINDS if kind not in TORCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,9 @@ class AllReduce(Strategy):
         exchange: who moves the bytes: "auto" is gradstream itself; "torch" is torch.distributed, with the
             backend that suits, or "gloo", "nccl" or "mpi" of it. Then torch has the algorithm.
         sharded: each worker updates its slice alone: the optimizer's state takes 1/W of the memory. None
-            does so where the workers share memory, and parameters are one vector for all of them.
+            does so where the workers share memory, and parameters are one vector for all of them. By messages
+            it takes the halves of `algorithm`: of "halving-doubling" those of a ring where the workers are no
+            power of two, of "hierarchical" those of a ring too.
         overlap: exchange buckets while backprop goes on; False does one after the other, with the
             same bits.
         bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier.
@@ -85,8 +88,13 @@ class AllReduce(Strategy):
                 "AllReduce(factors=True, sharded=True): a worker that updates its slices alone needs "
                 "no other part of the gradient; leave one of the two out"
             )
-        if self.algorithm not in ALGORITHMS:
-            raise UnknownNameError("algorithm of AllReduce", self.algorithm, ALGORITHMS)
+        if self.algorithm not in KNOWN:
+            raise UnknownNameError("algorithm of AllReduce", self.algorithm, KNOWN)
+        if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
+            raise ConfigError(
+                f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "
+                f"all-gather of its own; expected {', '.join(PARTS)}, or 'auto'"
+            )
         if not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
 
