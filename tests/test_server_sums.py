@@ -22,9 +22,9 @@ from gradstream.run import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.server.chunks import ChunkMap
+from gradstream.server.conductor import Conductor
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.rule import Contribution, FetchTerms, Gathered, Rule
-from gradstream.server.service import ShardService
 from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.store import Store
 from gradstream.server.window import SequenceWindow
@@ -299,9 +299,9 @@ def test_what_is_left_in_the_sum_at_a_cut_is_in_the_checkpoint() -> None:
 def test_a_cut_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: shards hold their ranges as they are."""
 
-    async def nothing(self: ShardService) -> None: ...
+    async def nothing(self: Conductor) -> None: ...
 
-    monkeypatch.setattr(ShardService, "flush", nothing)
+    monkeypatch.setattr(Conductor, "flush", nothing)
     run, stops = stopped_and_resumed(0, 0.035)
     assert stops
     with pytest.raises(AssertionError, match=r"was applied [01] times"):
@@ -470,7 +470,7 @@ class Looking(Drifting):
 
 def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(learnt(Looking())).all()
-    monkeypatch.setattr("gradstream.server.service.FetchTerms", terms_of_a_reader)
+    monkeypatch.setattr("gradstream.server.fetch_desk.FetchTerms", terms_of_a_reader)
     with pytest.raises(gs.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Looking())
 

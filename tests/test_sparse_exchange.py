@@ -22,9 +22,9 @@ from gradstream.run import Run
 from gradstream.runtime.world import World
 from gradstream.server.arrival import Patch
 from gradstream.server.chunks import ChunkMap
+from gradstream.server.conductor import Conductor
 from gradstream.server.row_store import ChangedRows
 from gradstream.server.rows import RowMap, RowPart, Table, pack
-from gradstream.server.service import ShardService
 from gradstream.server.shard import Apply
 from gradstream.strategies.base import RowExchange
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
@@ -117,11 +117,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     Returns what grows with each adoption: how many of its chunks came whole.
     """
     kept: dict[tuple[int, int], torch.Tensor] = {}
-    applied, adopt = ShardService._applied, RowReplica.adopt
+    applied, adopt = Conductor._applied, RowReplica.adopt
     adopted: list[int] = []
 
-    def noting(self: ShardService, due: Apply) -> Any:
-        kept[due.chunk, due.step] = self.parameters_of(due.chunk).clone()
+    def noting(self: Conductor, due: Apply) -> Any:
+        kept[due.chunk, due.step] = self._store.parameters_of(due.chunk).clone()
         return applied(self, due)
 
     async def checking(self: RowReplica, arrival: Any) -> None:
@@ -131,7 +131,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             assert torch.equal(self.parameters.tensor[start:stop], kept[chunk, version]), (chunk, version)
         adopted.append(sum(isinstance(change, torch.Tensor) for change in arrival._changed.values()))
 
-    monkeypatch.setattr(ShardService, "_applied", noting)
+    monkeypatch.setattr(Conductor, "_applied", noting)
     monkeypatch.setattr(RowReplica, "adopt", checking)
     return adopted
 

@@ -335,9 +335,9 @@ class Served:
     async def push(self) -> None:
         await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, basis=[0, 0]))
         settled = asyncio.ensure_future(self.client.settle())
-        await asyncio.wait({settled, self.service.failure}, return_when=asyncio.FIRST_COMPLETED)
-        if self.service.failure.done():
-            self.service.failure.result()
+        await asyncio.wait({settled, self.service.conductor.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if self.service.conductor.failure.done():
+            self.service.conductor.failure.result()
         await settled
         assert not self.ones.lent, "a push is done when its vector is the worker's again"
 
@@ -349,11 +349,11 @@ class Served:
 
     async def kept(self) -> tuple[Stream, Received]:
         """The first chunk, lent to the other worker, who keeps it."""
-        await self.service._readers.all_gone()
+        await self.service.readers.all_gone()
         for _ in range(100):  # until it is lent what it reads
             stream = await self.idler.open("shard-0", "fetch", v1.Fetch(), window=1)
             kept = await take_chunk(stream)
-            if any(not one.returned for one in self.service._readers._lent.get(0, ())):
+            if any(not one.returned for one in self.service.readers._lent.get(0, ())):
                 break
         return stream, kept
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.server.quorum import Judge, Tally, Verdict
+from gradstream.server.rule import rank_of
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 
@@ -99,7 +100,7 @@ class Agreement:
 
     async def _serve(self, stream: Stream) -> None:
         assert self._judge is not None
-        outbox, shard = _Outbox(), int(stream.opened.sender.rpartition("-")[2])
+        outbox, shard = _Outbox(), rank_of(stream.opened.sender)
         self._outboxes[outbox] = None
         if self._judge.last is not None:
             outbox.put(_told(self._judge.last))

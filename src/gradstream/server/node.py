@@ -106,7 +106,7 @@ class ShardNode:
                     task.cancel()
             self._report()
             if self._recorder is not None:
-                self._recorder.close(self._service.parameters_of)
+                self._recorder.close(self._service.store.parameters_of)
         except Exception as error:
             await self._member.failed(error, "".join(traceback.format_exception(error)))
             raise
@@ -117,11 +117,11 @@ class ShardNode:
 
     def _hear(self, notice: v1.Notice) -> None:
         """Who is lost keeps nobody waiting."""
-        self._service.keep({node.rank for node in notice.nodes if node.role == "worker"})
+        self._service.conductor.keep({node.rank for node in notice.nodes if node.role == "worker"})
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
         """A chunk's parameters, as they lie here."""
-        return self._service.parameters_of(chunk)
+        return self._service.store.parameters_of(chunk)
 
     def _agree(self) -> list[asyncio.Task[None]]:
         """Keeps up with the other shards, where a quorum makes each update."""
@@ -166,9 +166,9 @@ class ShardNode:
         counters = self._service.counters
         new = counters - self._reported
         self._reported = Counter(counters)
-        late, before = self._service.latecomers.late_s(), self._late_s
+        late, before = self._service.conductor.latecomers.late_s(), self._late_s
         self._late_s = late
-        versions = self._service.versions() or [0]
+        versions = self._service.state.versions() or [0]
         self._member.emit(
             AppliedEvent(
                 rank=self._config.rank,

@@ -1,6 +1,8 @@
-"""Who is reading a shard's chunks where they lie: an update waits until they have let go."""
+"""Who is at a shard's chunks where they lie: updates and readers by turns, and who has not let go."""
 
 from __future__ import annotations
+
+import asyncio
 
 from gradstream.transport.base import Lent
 
@@ -11,10 +13,15 @@ PATIENCE_S = 2.0
 
 
 class Readers:
-    """By chunk, what was lent of it and has not come back."""
+    """By chunk, whose turn it is, and what was lent of it and has not come back."""
 
     def __init__(self) -> None:
+        self._turns: dict[int, asyncio.Lock] = {}
         self._lent: dict[int, list[Lent]] = {}
+
+    def turn(self, chunk: int) -> asyncio.Lock:
+        """Updates and readers of a chunk in the order in which they ask: neither starves the other."""
+        return self._turns.setdefault(chunk, asyncio.Lock())
 
     def add(self, chunk: int, lent: Lent) -> None:
         """A chunk was lent once more."""

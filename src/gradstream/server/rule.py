@@ -29,6 +29,7 @@ __all__ = [
     "among",
     "completes_of",
     "in_step",
+    "rank_of",
 ]
 
 
@@ -65,6 +66,11 @@ class Contribution:
     clock: int = 0
     loss: float = math.nan
     vector: str = ""
+
+
+def rank_of(sender: str) -> int:
+    """The rank of a node, from its name."""
+    return int(sender.rpartition("-")[2])
 
 
 @dataclass(frozen=True, slots=True)

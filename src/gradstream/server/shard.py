@@ -39,6 +39,7 @@ __all__ = [
     "Release",
     "ShardState",
     "Supersede",
+    "Token",
 ]
 
 VERDICTS_KEPT = 64
@@ -162,6 +163,10 @@ class ShardState:
         self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
         self.chunks = {chunk: ChunkState() for chunk in chunks}
         self.clocks = Clocks(self.chunks, workers)
+
+    def versions(self) -> list[int]:
+        """The version of each chunk, in their order; -1 before its initial parameters are there."""
+        return [state.version for state in self.chunks.values()]
 
     def version(self, chunk: int) -> int:
         """Updates applied to a chunk; -1 before its initial parameters are there."""

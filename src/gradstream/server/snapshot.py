@@ -38,15 +38,15 @@ class ShardHolder:
 
     def versions(self) -> Sequence[int]:
         """See `Holder`."""
-        return self._service.versions()
+        return self._service.state.versions()
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
         """See `Holder`: with all that was acknowledged, and against pushes of a worker that is lost."""
-        await self._service.flush()
+        await self._service.conductor.flush()
         async with AsyncExitStack() as turns:
             for chunk in self._service.state.chunks:
-                await turns.enter_async_context(self._service.turn(chunk))
+                await turns.enter_async_context(self._service.readers.turn(chunk))
             yield
 
     def restore(self, storage: Storage, folder: str) -> None:

@@ -80,6 +80,10 @@ class Store:
         start, stop = self._chunks.local_bounds(chunk)
         return vector[start:stop]
 
+    def parameters_of(self, chunk: int) -> torch.Tensor:
+        """A chunk's parameters, as they lie here: they change under who keeps them."""
+        return self.span(self.parameters, chunk).tensor
+
     def update_spans(self, chunk: int) -> list[Span]:
         """Everything that `update` writes."""
         spans = [self.span(vector, chunk) for vector in (self.parameters, *self.state.values())]

@@ -50,6 +50,12 @@ class Updates:
         self._senders = senders
         self._changed = changed
 
+    def changes_nothing(self, due: Apply) -> bool:
+        """Whether there is nothing to compute, as for most chunks of a push of some rows."""
+        if self._changed is None or not due.update or due.summed:
+            return False
+        return all(held.contribution.absent for held in due.update)
+
     async def compute(self, due: Apply, parts: Sequence[Part]) -> None:
         """Carries an update out, or adds it to the chunk's sum. Nobody reads a chunk that is updated.
 
