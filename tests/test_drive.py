@@ -27,8 +27,8 @@ from gradstream.report.timeline import lanes_of
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.simulate import simulate
-from gradstream.strategies.base import Drive
 from gradstream.strategies.downpour import ALONE
+from gradstream.strategies.verbs import Drive
 from gradstream.summary import EventDict
 from gradstream.testing import strategy_laws
 from gradstream.testing.runs import (

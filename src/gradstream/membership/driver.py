@@ -21,7 +21,7 @@ __all__ = ["Driver"]
 
 
 class Driver:
-    """Implements `strategies.base.Drive`.
+    """Implements `strategies.verbs.Drive`.
 
     Args:
         runtime: time.

@@ -3,7 +3,7 @@
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.averaging import ParameterAveraging
-from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.base import Strategy
 from gradstream.strategies.dc_asgd import DCASGD
 from gradstream.strategies.downpour import Downpour
 from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
@@ -12,6 +12,7 @@ from gradstream.strategies.softsync import Softsync
 from gradstream.strategies.ssp import SSP
 from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
+from gradstream.strategies.verbs import Worker
 
 __all__ = [
     "DCASGD",

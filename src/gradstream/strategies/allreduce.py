@@ -37,7 +37,8 @@ from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.strategies.base import Strategy, Worker
+from gradstream.strategies.base import Strategy
+from gradstream.strategies.verbs import Worker
 
 __all__ = ["EXCHANGES", "AllReduce"]
 

@@ -44,9 +44,10 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Contribution, Rule
-from gradstream.strategies.base import Pushes, Strategy, Worker
+from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_choice, check_count
 from gradstream.strategies.together import Together
+from gradstream.strategies.verbs import Worker
 
 __all__ = ["Averaged", "Combine", "ParameterAveraging"]
 

@@ -44,8 +44,9 @@ from gradstream.server.arrival import Arrival
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.rule import Immediate, Rule
 from gradstream.strategies.amount import amount
-from gradstream.strategies.base import Drive, RowExchange, Strategy, Worker
+from gradstream.strategies.base import RowExchange, Strategy
 from gradstream.strategies.checks import check_count, check_not_negative
+from gradstream.strategies.verbs import Drive, Worker
 
 __all__ = ["ALONE", "TOGETHER", "Downpour"]
 

@@ -36,7 +36,8 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.arrival import Arrival
 from gradstream.server.rule import Contribution, Rule
-from gradstream.strategies.base import RowExchange, Strategy, Worker
+from gradstream.strategies.base import RowExchange, Strategy
+from gradstream.strategies.verbs import Worker
 
 __all__ = ["Rounds", "Synchronous"]
 

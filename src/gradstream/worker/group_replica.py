@@ -23,7 +23,7 @@ __all__ = ["GroupReplica"]
 
 
 class GroupReplica(Replica):
-    """Implements `strategies.base.Worker` where there are no servers.
+    """Implements `strategies.verbs.Worker` where there are no servers.
 
     Parameters and gradient lie in the group's memory, so that it can work in place.
 
@@ -56,7 +56,7 @@ class GroupReplica(Replica):
 
     @property
     def group(self) -> Peers:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         return self._peers
 
     async def newest(self) -> torch.Tensor:

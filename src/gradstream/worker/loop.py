@@ -22,7 +22,7 @@ from gradstream.model.check import finite
 from gradstream.model.factors import KeptLayers
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
-from gradstream.strategies import base
+from gradstream.strategies import verbs
 from gradstream.worker.gradient import Result
 from gradstream.worker.group_replica import GroupReplica
 from gradstream.worker.schedule import OpenSchedule, Supply
@@ -160,7 +160,7 @@ class LoopReplica(Replica):
     def _rate(self, ref: BatchRef) -> float:
         return self._last_lr
 
-    def _start(self, batch: base.Minibatch, *, mean: bool) -> ComputedGradient:
+    def _start(self, batch: verbs.Minibatch, *, mean: bool) -> ComputedGradient:
         self._current = super()._start(batch, mean=mean)
         return self._current
 

@@ -13,7 +13,7 @@ from gradstream.events import StepEvent
 from gradstream.membership.member import Member
 from gradstream.runtime.base import Runtime
 from gradstream.server.client import names_of
-from gradstream.strategies.base import Worker
+from gradstream.strategies.verbs import Worker
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.worker.assembly import Assembly

@@ -20,7 +20,7 @@ from gradstream.model.factors import OuterLayer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.traffic import Transfer
 from gradstream.server.waits import Claims, Kind
-from gradstream.strategies import base
+from gradstream.strategies import verbs
 from gradstream.worker.outer import OuterProducts, outside
 from gradstream.worker.updater import Updater
 from gradstream.worker.worker import ComputedGradient
@@ -44,7 +44,7 @@ class Rounds(Protocol):
 
 
 class Peers:
-    """Implements `strategies.base.Peers`.
+    """Implements `strategies.verbs.Peers`.
 
     Args:
         runtime: of this node.
@@ -95,12 +95,12 @@ class Peers:
         return self._buckets.owned(self._group.rank)
 
     @property
-    def buckets(self) -> Sequence[base.Bucket]:
-        """See `strategies.base.Peers`."""
+    def buckets(self) -> Sequence[verbs.Bucket]:
+        """See `strategies.verbs.Peers`."""
         return self._bounds
 
-    async def samples(self, gradient: base.Gradient) -> Sequence[int]:
-        """See `strategies.base.Peers`. The plan says it; where there is none, the workers tell one another.
+    async def samples(self, gradient: verbs.Gradient) -> Sequence[int]:
+        """See `strategies.verbs.Peers`. The plan says it; where there is none, the workers tell one another.
 
         All use the learning rate of the first worker that has samples, or their parameters would differ.
         """
@@ -126,8 +126,8 @@ class Peers:
         total = span.tensor.tolist()
         return [(round(total[one]), total[size + one]) for one in range(size)]
 
-    async def allreduce(self, gradient: base.Gradient, bucket: base.Bucket, weight: float) -> None:
-        """See `strategies.base.Peers`."""
+    async def allreduce(self, gradient: verbs.Gradient, bucket: verbs.Bucket, weight: float) -> None:
+        """See `strategies.verbs.Peers`."""
         if not self._total:
             return
         layers = await self._as_factors(gradient, bucket)
@@ -138,14 +138,14 @@ class Peers:
         total = await self._timed(span, self._group.allreduce(span, weight=weight))
         self._sums.append((bucket[0], total))
 
-    async def reduce_scatter(self, gradient: base.Gradient, bucket: base.Bucket, weight: float) -> None:
-        """See `strategies.base.Peers`."""
+    async def reduce_scatter(self, gradient: verbs.Gradient, bucket: verbs.Bucket, weight: float) -> None:
+        """See `strategies.verbs.Peers`."""
         if self._total:
             span = await self._ready(gradient, bucket)
             mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
             self._sums.append((self._buckets.slice_in(bucket, self._group.rank)[0], mine))
 
-    async def _as_factors(self, gradient: base.Gradient, bucket: base.Bucket) -> Sequence[OuterLayer]:
+    async def _as_factors(self, gradient: verbs.Gradient, bucket: verbs.Bucket) -> Sequence[OuterLayer]:
         """The layers in this bucket that are exchanged as factors."""
         if self._outer is None:
             return ()
@@ -155,7 +155,7 @@ class Peers:
         return [one for one in self._outer.layers if one.start < bucket[1] and bucket[0] < one.stop]
 
     async def _allreduce_around(
-        self, gradient: base.Gradient, bucket: base.Bucket, weight: float, layers: Sequence[OuterLayer]
+        self, gradient: verbs.Gradient, bucket: verbs.Bucket, weight: float, layers: Sequence[OuterLayer]
     ) -> None:
         """The bucket without these layers, and the layers that end in it: into the gradient's own vector."""
         assert self._outer is not None
@@ -173,7 +173,7 @@ class Peers:
                 self._exchanged(sent, begun_ns)
         self._sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
-    async def _ready(self, gradient: base.Gradient, bucket: base.Bucket) -> Span:
+    async def _ready(self, gradient: verbs.Gradient, bucket: verbs.Bucket) -> Span:
         """The bucket, once nobody writes it any more.
 
         The last one waits for the end of the gradient, which may yet turn out not to be finite: before
@@ -212,8 +212,8 @@ class Peers:
         self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
         self.exchanged_bytes += span.tensor.nbytes
 
-    async def update(self, gradient: base.Gradient) -> None:
-        """See `strategies.base.Peers`."""
+    async def update(self, gradient: verbs.Gradient) -> None:
+        """See `strategies.verbs.Peers`."""
         assert isinstance(gradient, ComputedGradient)
         await gradient.done()
         if self._sums:
@@ -244,7 +244,7 @@ class Peers:
         self._exchange_s = 0.0
 
     async def all_gather(self) -> None:
-        """See `strategies.base.Peers`."""
+        """See `strategies.verbs.Peers`."""
         begun_ns, parameters = self._runtime.now(), self._replica.parameters
         # One vector for all has nothing to be moved, bucket by bucket: all wait for each other, once.
         bounds = [(0, len(parameters))] if self._group.shares_memory else self._bounds

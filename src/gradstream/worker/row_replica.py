@@ -20,7 +20,7 @@ from gradstream.runtime.base import Work
 from gradstream.server.arrival import Arrival, Patch
 from gradstream.server.client import ServerClient
 from gradstream.server.update import Piece, Update
-from gradstream.strategies import base
+from gradstream.strategies import verbs
 from gradstream.strategies.base import RowExchange
 from gradstream.worker.own_steps import OwnSteps
 from gradstream.worker.row_sum import RowSum
@@ -34,7 +34,7 @@ BRIEF_ELEMS = 1 << 16
 
 
 class RowReplica(ServerReplica):
-    """Implements `strategies.base.Worker` where only what has changed is exchanged.
+    """Implements `strategies.verbs.Worker` where only what has changed is exchanged.
 
     Args:
         parts: what every replica is made of.
@@ -62,7 +62,7 @@ class RowReplica(ServerReplica):
     # ---- down ---------------------------------------------------------------------------
 
     async def adopt(self, arrival: Arrival) -> None:
-        """See `strategies.base.Worker`: what has come lands on the parameters, own steps are taken back."""
+        """See `strategies.verbs.Worker`: what has come lands on the parameters, own steps are taken back."""
         await arrival.done()
         assert isinstance(arrival, Patch)
         patch, parameters = arrival, self.parameters
@@ -76,15 +76,15 @@ class RowReplica(ServerReplica):
         self._computes_on(arrival)
 
     async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
-        """See `strategies.base.Worker`; `flush` as in `ServerClient.fetch_soon`."""
+        """See `strategies.verbs.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()
         await self.adopt(self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock))
 
     # ---- local steps and sums -------------------------------------------------------------
 
-    async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
-        """See `strategies.base.Worker`."""
+    async def apply(self, gradient: verbs.Gradient, lr: float | None = None) -> None:
+        """See `strategies.verbs.Worker`."""
         if not gradient.samples:
             return
         rate, rows = self._local_rate(gradient, lr), _rows_of(gradient)
@@ -96,8 +96,8 @@ class RowReplica(ServerReplica):
             [parameters],
         )
 
-    async def accumulate(self, gradient: base.Gradient) -> None:
-        """See `strategies.base.Worker`."""
+    async def accumulate(self, gradient: verbs.Gradient) -> None:
+        """See `strategies.verbs.Worker`."""
         if not gradient.samples:
             self._count(gradient)
             return
@@ -116,9 +116,9 @@ class RowReplica(ServerReplica):
         self._count(gradient)
 
     async def descend(
-        self, gradient: base.Gradient, lr: float | None = None, *, momentum: float = 0.0
+        self, gradient: verbs.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         if momentum:
             raise ConfigError(
                 f"local momentum of {momentum:g} moves every parameter at every step, so none is left out of "
@@ -130,13 +130,13 @@ class RowReplica(ServerReplica):
     # ---- up -----------------------------------------------------------------------------
 
     def take_accumulated(self) -> Update:
-        """See `strategies.base.Worker`. What is not significant is left, and comes with a later one."""
+        """See `strategies.verbs.Worker`. What is not significant is left, and comes with a later one."""
         update = super().take_accumulated()
         update.pieces, update.prompt = partial(self._pieces, self._held, everything=False), True
         return update
 
-    def update(self, gradient: base.Gradient) -> Update:
-        """See `strategies.base.Worker`: it leaves once the gradient is complete."""
+    def update(self, gradient: verbs.Gradient) -> Update:
+        """See `strategies.verbs.Worker`: it leaves once the gradient is complete."""
         update = super().update(gradient)
         if update.vector is None:
             return update
@@ -191,7 +191,7 @@ class RowReplica(ServerReplica):
         self._held.rest = self._unsent.rest = self._gradient
 
 
-def _rows_of(gradient: base.Gradient) -> RowGradient:
+def _rows_of(gradient: verbs.Gradient) -> RowGradient:
     assert isinstance(gradient, ComputedGradient)
     assert gradient.rows is not None
     return gradient.rows

@@ -25,7 +25,7 @@ from gradstream.runtime.base import Work
 from gradstream.server.arrival import Arrival
 from gradstream.server.client import ServerClient
 from gradstream.server.update import Update
-from gradstream.strategies import base
+from gradstream.strategies import verbs
 from gradstream.worker.moves import ElasticPull, LocalStep
 from gradstream.worker.updater import Updater
 from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts
@@ -34,7 +34,7 @@ __all__ = ["ServerReplica"]
 
 
 class ServerReplica(Replica):
-    """Implements `strategies.base.Worker` where there is a parameter server.
+    """Implements `strategies.verbs.Worker` where there is a parameter server.
 
     Args:
         parts: what every replica is made of.
@@ -56,12 +56,12 @@ class ServerReplica(Replica):
 
     @property
     def server(self) -> ServerClient:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         return self._server
 
     @property
     def unpushed(self) -> int:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         return len(self._refs)
 
     def retire(self) -> None:
@@ -89,14 +89,14 @@ class ServerReplica(Replica):
         return None if mean else self.server.settle()
 
     async def adopt(self, arrival: Arrival) -> None:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         await arrival.done()
         self.server.spare, self.parameters = self.parameters, arrival.vector
         self.server.spare.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival)
 
     async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
-        """See `strategies.base.Worker`; `flush` as in `ServerClient.fetch_soon`."""
+        """See `strategies.verbs.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()  # who waits for others, who may stand for a cut, stands for it too
         spare, self.server.spare = self.server.spare, self._gradient
@@ -120,16 +120,16 @@ class ServerReplica(Replica):
             self._takes_part = True
             await self.server.enter()
 
-    async def apply(self, gradient: base.Gradient, lr: float | None = None) -> None:
-        """See `strategies.base.Worker`."""
+    async def apply(self, gradient: verbs.Gradient, lr: float | None = None) -> None:
+        """See `strategies.verbs.Worker`."""
         if not gradient.samples:
             return
         rate = self._local_rate(gradient, lr)
         target, source = self.parameters, gradient.vector
         await self._work(lambda: target.tensor.add_(source.tensor, alpha=-rate), [source], [target])
 
-    async def accumulate(self, gradient: base.Gradient) -> None:
-        """See `strategies.base.Worker`."""
+    async def accumulate(self, gradient: verbs.Gradient) -> None:
+        """See `strategies.verbs.Worker`."""
         if not gradient.samples:
             self._count(gradient)
             return
@@ -143,9 +143,9 @@ class ServerReplica(Replica):
         self._count(gradient)
 
     async def descend(
-        self, gradient: base.Gradient, lr: float | None = None, *, momentum: float = 0.0
+        self, gradient: verbs.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         num_before = self._taken.num_gradients
         if not gradient.samples:
             self._count(gradient)
@@ -174,7 +174,7 @@ class ServerReplica(Replica):
         )
         self._count(gradient)
 
-    def _local_rate(self, gradient: base.Gradient, lr: float | None) -> float:
+    def _local_rate(self, gradient: verbs.Gradient, lr: float | None) -> float:
         """The minibatch's own rate; or `lr`, scaled as the schedule scales its own."""
         assert isinstance(gradient, ComputedGradient)
         return gradient.lr if lr is None else lr * (gradient.lr / nominal_rate(self._lr))
@@ -210,7 +210,7 @@ class ServerReplica(Replica):
             self._velocity.tensor.zero_()
         return self._velocity
 
-    def _count(self, gradient: base.Gradient) -> None:
+    def _count(self, gradient: verbs.Gradient) -> None:
         assert isinstance(gradient, ComputedGradient)
         if gradient.samples:
             self._mean_in(gradient)
@@ -219,8 +219,8 @@ class ServerReplica(Replica):
         self._taken.learning_rate = gradient.lr
         self._refs.extend(gradient.refs)
 
-    async def optimize(self, gradient: base.Gradient) -> None:
-        """See `strategies.base.Worker`."""
+    async def optimize(self, gradient: verbs.Gradient) -> None:
+        """See `strategies.verbs.Worker`."""
         if gradient.samples:
             assert isinstance(gradient, ComputedGradient)
             updater, target, source = self._own_updater(), self.parameters, gradient.vector
@@ -243,7 +243,7 @@ class ServerReplica(Replica):
         return self._updater
 
     async def pull_towards(self, arrival: Arrival, share: float) -> Update:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         await arrival.done()
         pull, parameters, difference = ElasticPull(share), self.parameters, arrival.vector
         await self._work(lambda: pull(parameters.tensor, difference.tensor), [], [parameters, difference])
@@ -252,18 +252,18 @@ class ServerReplica(Replica):
         return self._take_own(difference)
 
     def take_parameters(self) -> Update:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         return self._take_own(self.parameters)
 
     def take_state(self, beside: Update) -> Sequence[Update]:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         return [
             replace(beside, vector=vector, target=name, on_done=None, refs=())
             for name, vector in self._own_updater().state.items()
         ]
 
     async def refresh_state(self) -> None:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         state, spare = self._own_updater().state, self.server.spare
         for name in state:
             self.server.spare = self._gradient
@@ -287,15 +287,15 @@ class ServerReplica(Replica):
         taken.loss = loss if share == 1.0 else taken.loss + share * (loss - taken.loss)
 
     def take_accumulated(self) -> Update:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
         refs, self._refs = tuple(self._refs), []
         update.on_done, update.refs = self._handed_out(refs), refs
         self._watch.handed_over(self.rank, update)
         return update
 
-    def update(self, gradient: base.Gradient) -> Update:
-        """See `strategies.base.Worker`."""
+    def update(self, gradient: verbs.Gradient) -> Update:
+        """See `strategies.verbs.Worker`."""
         assert isinstance(gradient, ComputedGradient)
         update = Update(
             gradient.vector if gradient.samples else None,

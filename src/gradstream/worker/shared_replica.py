@@ -22,7 +22,7 @@ from gradstream.server.waits import Claims
 from gradstream.sparse.data import SparseRows
 from gradstream.sparse.model import Place, SparseModel
 from gradstream.sparse.updates import LOOKS
-from gradstream.strategies import base
+from gradstream.strategies import verbs
 from gradstream.worker.board import Board
 from gradstream.worker.gradient import Result
 from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
@@ -31,7 +31,7 @@ __all__ = ["SharedReplica"]
 
 
 class SharedReplica(Replica):
-    """Implements `strategies.base.Worker`, and `strategies.base.Shared`, where workers have one vector.
+    """Implements `strategies.verbs.Worker`, and `strategies.verbs.Shared`, where workers have one vector.
 
     Args:
         parts: what every replica is made of.
@@ -66,13 +66,13 @@ class SharedReplica(Replica):
         return dict(taken)
 
     @property
-    def shared(self) -> base.Shared:
-        """See `strategies.base.Worker`."""
+    def shared(self) -> verbs.Shared:
+        """See `strategies.verbs.Worker`."""
         return self
 
     @property
     def sparse(self) -> bool:
-        """See `strategies.base.Shared`."""
+        """See `strategies.verbs.Shared`."""
         return isinstance(self._model, SparseModel)
 
     async def newest(self) -> torch.Tensor:
@@ -82,8 +82,8 @@ class SharedReplica(Replica):
     async def _flush(self) -> None:
         """An update is in the model when the strategy goes on from it."""
 
-    async def sweep(self, batch: base.Minibatch, update: str) -> None:
-        """See `strategies.base.Shared`."""
+    async def sweep(self, batch: verbs.Minibatch, update: str) -> None:
+        """See `strategies.verbs.Shared`."""
         assert isinstance(batch, SampleBatch)
         model, rate = self._model, self._rate(batch.ref)
         assert isinstance(model, SparseModel)
@@ -112,8 +112,8 @@ class SharedReplica(Replica):
             self._stopwatch.computed(begun_ns, self._runtime.now())
         self._in_model((batch.ref,))
 
-    async def add(self, gradient: base.Gradient, update: str) -> None:
-        """See `strategies.base.Shared`."""
+    async def add(self, gradient: verbs.Gradient, update: str) -> None:
+        """See `strategies.verbs.Shared`."""
         assert isinstance(gradient, ComputedGradient)
         elements, rate = gradient.vector.tensor, gradient.lr
 

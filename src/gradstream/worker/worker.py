@@ -30,7 +30,7 @@ from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
 from gradstream.server.update import Update
 from gradstream.server.waits import Claims
-from gradstream.strategies import base
+from gradstream.strategies import verbs
 from gradstream.worker.gradient import GradientSource, Result
 from gradstream.worker.pace import Gate, Pace
 from gradstream.worker.schedule import OpenSchedule, Passage, Schedule
@@ -95,7 +95,7 @@ class ComputedGradient:
         return self.batch.num_samples
 
     async def done(self) -> None:
-        """See `strategies.base.Gradient`."""
+        """See `strategies.verbs.Gradient`."""
         if self.task is not None:
             await asyncio.shield(self.task)
 
@@ -153,7 +153,7 @@ class ReplicaParts:
 
 
 class Replica(ABC):
-    """Implements what `strategies.base.Worker` has besides the verbs of exchange.
+    """Implements what `strategies.verbs.Worker` has besides the verbs of exchange.
 
     Args:
         parts: see there.
@@ -252,20 +252,20 @@ class Replica(ABC):
         return None
 
     @property
-    def server(self) -> base.Server:
-        """See `strategies.base.Worker`."""
+    def server(self) -> verbs.Server:
+        """See `strategies.verbs.Worker`."""
         raise InternalError('this run has no servers: the strategy says through = "group" or "shared"')
 
     @property
-    def group(self) -> base.Peers:
-        """See `strategies.base.Worker`."""
+    def group(self) -> verbs.Peers:
+        """See `strategies.verbs.Worker`."""
         raise InternalError(
             'the workers of this run form no group: the strategy does not say through = "group"'
         )
 
     @property
-    def shared(self) -> base.Shared:
-        """See `strategies.base.Worker`."""
+    def shared(self) -> verbs.Shared:
+        """See `strategies.verbs.Worker`."""
         raise InternalError('each worker of this run has a vector of its own: through is not "shared"')
 
     # ---- batches ------------------------------------------------------------------------
@@ -274,8 +274,8 @@ class Replica(ABC):
         self,
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
-    ) -> AsyncIterator[base.Minibatch]:
-        """See `strategies.base.Worker`."""
+    ) -> AsyncIterator[verbs.Minibatch]:
+        """See `strategies.verbs.Worker`."""
         self._put_in = flush or self._flush
         self._bounded = before is not None
         if self._bounded and self._pace.driven:
@@ -324,7 +324,7 @@ class Replica(ABC):
 
     @property
     def phase(self) -> str:
-        """See `strategies.base.Worker`."""
+        """See `strategies.verbs.Worker`."""
         return self._pace.phase
 
     def _missed(self) -> list[BatchRef]:
@@ -400,17 +400,17 @@ class Replica(ABC):
 
     # ---- gradients ----------------------------------------------------------------------
 
-    async def gradient(self, batch: base.Minibatch) -> ComputedGradient:
-        """See `strategies.base.Worker`."""
+    async def gradient(self, batch: verbs.Minibatch) -> ComputedGradient:
+        """See `strategies.verbs.Worker`."""
         gradient = self._start(batch, mean=True)
         await gradient.done()
         return gradient
 
-    def gradient_soon(self, batch: base.Minibatch) -> ComputedGradient:
-        """See `strategies.base.Worker`."""
+    def gradient_soon(self, batch: verbs.Minibatch) -> ComputedGradient:
+        """See `strategies.verbs.Worker`."""
         return self._start(batch, mean=False)
 
-    def _start(self, batch: base.Minibatch, *, mean: bool) -> ComputedGradient:
+    def _start(self, batch: verbs.Minibatch, *, mean: bool) -> ComputedGradient:
         assert isinstance(batch, SampleBatch)
         rate = self._rate(batch.ref)
         gradient = ComputedGradient(self._gradient, batch, (batch.ref,), rate)
