@@ -14,7 +14,7 @@ from gradstream.replay.update import Tree, Update
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.order import Updating
 from gradstream.server.update import Update as Push
-from gradstream.worker.worker import Watch
+from gradstream.worker.watch import Watch
 
 __all__ = ["Book"]
 

@@ -20,7 +20,7 @@ from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import Loop
 from gradstream.worker.updater import UpdateRule
-from gradstream.worker.worker import Watch
+from gradstream.worker.watch import Watch
 
 __all__ = ["FormGroup", "WorkerConfig"]
 

@@ -13,11 +13,12 @@ from gradstream.memory import Vector
 from gradstream.model.factors import KeptLayers
 from gradstream.server.traffic import Transfer
 from gradstream.server.waits import Claims
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.outer import OuterProducts
 from gradstream.worker.peers import Peers
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.updater import Updater
-from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
+from gradstream.worker.worker import Replica, ReplicaParts
 
 __all__ = ["GroupReplica"]
 

@@ -23,11 +23,12 @@ from gradstream.model.factors import KeptLayers
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 from gradstream.strategies import verbs
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Result
 from gradstream.worker.group_replica import GroupReplica
 from gradstream.worker.schedule import OpenSchedule, Supply
 from gradstream.worker.server_replica import ServerReplica
-from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
+from gradstream.worker.worker import Replica, ReplicaParts
 
 __all__ = ["Loop", "LoopGroupReplica", "LoopReplica", "LoopServerReplica", "OwnData", "Turn", "nothing"]
 

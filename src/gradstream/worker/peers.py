@@ -21,9 +21,9 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.server.traffic import Transfer
 from gradstream.server.waits import Claims, Kind
 from gradstream.strategies import verbs
+from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.outer import OuterProducts, outside
 from gradstream.worker.updater import Updater
-from gradstream.worker.worker import ComputedGradient
 
 __all__ = ["Peers", "Rounds"]
 

@@ -22,10 +22,11 @@ from gradstream.server.client import ServerClient
 from gradstream.server.update import Piece, Update
 from gradstream.strategies import verbs
 from gradstream.strategies.base import RowExchange
+from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.own_steps import OwnSteps
 from gradstream.worker.row_sum import RowSum
 from gradstream.worker.server_replica import ServerReplica
-from gradstream.worker.worker import ComputedGradient, ReplicaParts
+from gradstream.worker.worker import ReplicaParts
 
 __all__ = ["RowReplica"]
 

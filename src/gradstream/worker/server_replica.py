@@ -26,9 +26,10 @@ from gradstream.server.arrival import Arrival
 from gradstream.server.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.strategies import verbs
+from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.moves import ElasticPull, LocalStep
 from gradstream.worker.updater import Updater
-from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts
+from gradstream.worker.worker import Replica, ReplicaParts
 
 __all__ = ["ServerReplica"]
 

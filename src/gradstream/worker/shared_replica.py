@@ -24,8 +24,9 @@ from gradstream.sparse.model import Place, SparseModel
 from gradstream.sparse.updates import LOOKS
 from gradstream.strategies import verbs
 from gradstream.worker.board import Board
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Result
-from gradstream.worker.worker import ComputedGradient, Replica, ReplicaParts, SampleBatch
+from gradstream.worker.worker import Replica, ReplicaParts
 
 __all__ = ["SharedReplica"]
 

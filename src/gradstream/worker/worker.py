@@ -6,7 +6,6 @@ What is the same however gradients are brought together is here; the verbs of th
 
 from __future__ import annotations
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -27,83 +26,18 @@ from gradstream.model.batch import Batch
 from gradstream.model.factors import KeptLayers
 from gradstream.model.rows import RowGradient
 from gradstream.optim.schedules import Rate, rate_at
-from gradstream.runtime.base import Progress, Runtime, Work, awaited_later
-from gradstream.server.update import Update
+from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.waits import Claims
 from gradstream.strategies import verbs
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import GradientSource, Result
 from gradstream.worker.pace import Gate, Pace
 from gradstream.worker.schedule import OpenSchedule, Passage, Schedule
 from gradstream.worker.stopwatch import Stopwatch
 from gradstream.worker.updater import UpdateRule
+from gradstream.worker.watch import Watch
 
-__all__ = ["ComputedGradient", "Replica", "ReplicaParts", "SampleBatch", "Watch"]
-
-
-class Watch:
-    """Told of what a worker does, step by step. This one looks away."""
-
-    def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
-        """The gradient of a minibatch is there."""
-
-    def handed_over(self, rank: int, update: Update) -> None:
-        """It is in this update, which will be pushed."""
-
-
-@dataclass(slots=True)
-class SampleBatch:
-    """A minibatch by name and size; its samples are read where the gradient is computed.
-
-    Those of a stream have been read already: only so is their number known. It is `UNKNOWN` until the
-    gradient is there where a loop of the user's computes it.
-    """
-
-    ref: BatchRef
-    num_samples: int
-    samples: tuple[Batch, ...] | None = None
-
-
-@dataclass(slots=True)
-class ComputedGradient:
-    """A gradient that is being computed into `vector`, or has been.
-
-    Args:
-        vector: of the replica.
-        batch: what it is of.
-        refs: the minibatches that are in the model once it is.
-        lr: its minibatch's learning rate.
-        ready: how many elements from the front are final.
-        task: computes it; None where there are no samples.
-        on_known: called by `know`.
-        kept: layers whose part of it is kept as factors.
-        rows: takes what is of row-sparse tensors; `vector` is then of the others alone.
-    """
-
-    vector: Vector
-    batch: SampleBatch
-    refs: tuple[BatchRef, ...]
-    lr: float
-    ready: Progress = field(default_factory=Progress)
-    task: asyncio.Task[Result] | None = None
-    on_known: Callable[[], None] | None = None
-    kept: KeptLayers | None = None
-    rows: RowGradient | None = None
-
-    @property
-    def samples(self) -> int:
-        """Training samples behind it; may be `UNKNOWN` until it is done."""
-        return self.batch.num_samples
-
-    async def done(self) -> None:
-        """See `strategies.verbs.Gradient`."""
-        if self.task is not None:
-            await asyncio.shield(self.task)
-
-    def know(self, samples: int, lr: float) -> None:
-        """Fills in what could not be known when it was asked for, before anything of it is ready."""
-        self.batch.num_samples, self.lr = samples, lr
-        if self.on_known is not None:
-            self.on_known()
+__all__ = ["Replica", "ReplicaParts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
