@@ -41,15 +41,17 @@ def rank(argv):
     victim = number == 2
     party = Party(job, ["rank-0", "rank-1", "rank-2"], number)
     with SharedCore(party, deadline_s=deadline_s) as core:
-        gradient = core.allocate(ELEMS, torch.float32, "gradient")
+        gradient = core.allocate(1000 if phase == "small" else ELEMS, torch.float32, "gradient")
         sums = [allreduce(core, gradient)]
         if victim and phase == "with a child":
             told, tell = os.pipe()
             if os.fork() == 0:
                 child(core, gradient, tell)
             os.read(told, 1)
-        if victim and phase in ("before", "with a child"):
+        if victim and phase in ("before", "small", "with a child"):
             here()
+        if victim and phase == "between halves":
+            core.all_gather_ = here
         if victim and phase == "between":
             shared_core.weighted_sum = here
         if not victim and phase == "careless":
@@ -57,7 +59,7 @@ def rank(argv):
         if victim and phase == "careless":
             shared_core.weighted_sum = here
         try:
-            sums.append(allreduce(core, gradient))
+            sums.append(allreduce(core, gradient, halves=phase == "between halves"))
             if victim:
                 here()
             sums.append(allreduce(core, gradient))
@@ -68,9 +70,12 @@ def rank(argv):
     left = "memfd:gradstream" in open("/proc/self/maps").read()
     say(sums=sums, left=left, **found)
 
-def allreduce(core, gradient):
+def allreduce(core, gradient, halves=False):
     gradient.tensor.fill_(core.rank + 1)
-    result = core.allreduce_(gradient.all).tensor
+    if halves:
+        core.reduce_scatter_(gradient.all)
+        core.all_gather_(gradient.all)
+    result = gradient.tensor if halves else core.allreduce_(gradient.all).tensor
     return [float(result.min()), float(result.max())]
 
 def child(core, gradient, tell):
@@ -137,7 +142,7 @@ def run(
     return [said["rank-0"], said["rank-1"]], children
 
 
-@pytest.mark.parametrize("phase", ["before", "between", "after"])
+@pytest.mark.parametrize("phase", ["before", "small", "between", "between halves", "after"])
 def test_a_rank_that_is_killed_is_named_and_no_partial_sum_is_returned(
     cluster: LocalCluster, phase: str
 ) -> None:

@@ -1,0 +1,168 @@
+"""A rank of three dies or stops in mid-allreduce by messages, over each carrier, as real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradstream.cluster import LocalCluster
+from gradstream.cluster.machine import node_environment
+from gradstream.segments import supported
+
+WAIT_S = 60.0
+VICTIM = "rank-2"
+WHOLE = [1 + 2 + 3.0] * 2
+
+RANKS = """
+import asyncio, gc, json, os, signal
+from pathlib import Path
+import torch
+from gradstream.collectives.forming import form_group
+from gradstream.collectives.player import Player
+from gradstream.errors import GradstreamError
+from gradstream.runtime import RealRuntime
+from gradstream.transport.base import Identity
+from gradstream.transport.carriers import make_endpoint, make_memory
+
+NAMES = ["rank-0", "rank-1", "rank-2"]
+ELEMS = 3 << 20  # in pieces of 1 MiB: 16 of each rank round a ring, 12 of the last one to whom it pairs with
+
+def rank(argv):
+    asyncio.run(live(Path(argv[0]), int(argv[1]), *argv[2:4], int(argv[4]), float(argv[5])))
+
+async def live(folder, number, carrier, how, fatal, silence_s):
+    name = NAMES[number]
+    runtime = RealRuntime(name, memory=make_memory(carrier, "127.0.0.1:0"))
+    endpoint = make_endpoint(Identity(folder.name, name, 1), runtime, carrier)
+    await endpoint.start()
+    (folder / f"{name}.part").write_text(endpoint.address)
+    (folder / f"{name}.part").rename(folder / name)
+    for other in NAMES:
+        while not (folder / other).exists():
+            await asyncio.sleep(0.01)
+        endpoint.know(other, (folder / other).read_text())
+    group = await form_group(runtime, endpoint, NAMES, number, 1, how, silence_s=silence_s)
+    vector = group.allocate(ELEMS, torch.float32, "gradient")
+    sums = [await allreduce(group, vector)]
+    if number == 2:
+        doomed(fatal)
+    found = {}
+    try:
+        while True:
+            sums.append(await allreduce(group, vector))
+    except GradstreamError as error:
+        found = dict(error=type(error).__name__, peer=getattr(error, "peer", ""), text=str(error))
+    carriers = sorted({route for peer, route in endpoint.routes.items() if peer != name})
+    await group.close()
+    await endpoint.close()
+    runtime.close()
+    lent = vector.lent
+    del group, endpoint, runtime, vector
+    gc.collect()
+    left = [line for line in open("/proc/self/maps") if "gradstream" in line and "memfd" in line]
+    say(sums=sums, carriers=carriers, lent=lent, left=left, **found)
+
+async def allreduce(group, vector):
+    vector.tensor.fill_(group.rank + 1)
+    result = (await group.allreduce(vector.all)).tensor
+    return [float(result.min()), float(result.max())]
+
+def doomed(fatal):
+    "This rank comes to a standstill before it sends its `fatal`-th piece from here on."
+    frame, pieces = Player._frame, 0
+    def counted(player, index, elems):
+        nonlocal pieces
+        pieces += 1
+        if pieces == fatal:
+            say(at="here", pid=os.getpid())
+            while True:
+                signal.pause()
+        return frame(player, index, elems)
+    Player._frame = counted
+
+def say(**message):
+    os.write(3, json.dumps(message).encode() + b"\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Forks ranks from one warm process."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "ranks_of_messages.py").write_text(RANKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
+        with LocalCluster(folder / "logs", node_environment(workers=3)) as cluster:
+            yield cluster
+
+
+def run(
+    cluster: LocalCluster,
+    folder: Path,
+    carrier: str,
+    how: str,
+    fatal: int,
+    *,
+    number: int = signal.SIGKILL,
+    silence_s: float = 30.0,
+) -> list[dict[str, Any]]:
+    """What the two survivors say, after the third got this signal at its `fatal`-th piece."""
+    for rank in range(3):
+        argv = [str(folder), str(rank), carrier, how, str(fatal), str(silence_s)]
+        cluster.start(f"rank-{rank}", argv, main="ranks_of_messages:rank")
+    said: dict[str, dict[str, Any]] = {}
+    running = 3
+    while running:
+        message = cluster.message(WAIT_S)
+        assert message is not None, f"nothing more is heard; so far {said}"
+        if message.get("at") == "here":
+            os.kill(message["pid"], number)
+        elif "sums" in message:
+            said[message["from"]] = message
+            if number == signal.SIGSTOP and len(said) == 2:
+                cluster.signal(VICTIM, signal.SIGKILL)
+        elif "exited" in message:
+            running -= 1
+            if message["exited"] != VICTIM:
+                assert message["status"] == 0, cluster.log_tail(message["exited"])
+    return [said["rank-0"], said["rank-1"]]
+
+
+def carriers() -> list[Any]:
+    reason = "no sealed shared memory"
+    return ["grpc", "tcp", pytest.param("shm", marks=pytest.mark.skipif(not supported(), reason=reason))]
+
+
+@pytest.mark.parametrize("how", ["ring", "butterfly"])
+@pytest.mark.parametrize("carrier", carriers())
+def test_a_rank_that_is_killed_is_named_and_no_partial_sum_is_returned(
+    cluster: LocalCluster, tmp_path: Path, carrier: str, how: str
+) -> None:
+    """At the first piece of an allreduce, late in it (where a ring gathers), and early in the next one."""
+    failed_in = set()
+    for fatal in (1, 10, 20):
+        folder = tmp_path / f"{os.getpid()}-{fatal}"
+        folder.mkdir()
+        for survivor in run(cluster, folder, carrier, how, fatal):
+            assert (survivor["error"], survivor["peer"]) == ("PeerLostError", VICTIM), survivor
+            assert all(found == WHOLE for found in survivor["sums"]), survivor
+            assert survivor["carriers"] == [carrier]
+            assert not survivor["lent"]
+            assert not survivor["left"], "shared memory is still mapped"
+            failed_in.add(len(survivor["sums"]))
+    assert len(failed_in) > 1  # in different operations
+
+
+@pytest.mark.parametrize("carrier", carriers())
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(
+    cluster: LocalCluster, tmp_path: Path, carrier: str
+) -> None:
+    for survivor in run(cluster, tmp_path, carrier, "ring", 3, number=signal.SIGSTOP, silence_s=2.0):
+        assert (survivor["error"], survivor["peer"]) == ("DeadlineError", VICTIM), survivor
+        assert all(found == WHOLE for found in survivor["sums"]), survivor
+        assert not survivor["left"]
