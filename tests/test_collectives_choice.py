@@ -223,10 +223,29 @@ async def kind_and_sum(group: Group) -> tuple[str, float]:
     return type(group).__name__, values.pop()
 
 
-@pytest.mark.parametrize("carrier", ["grpc", "tcp"])
+@pytest.mark.parametrize("carrier", ["grpc", "tcp", "shm"])
 @pytest.mark.parametrize("how", ["messages", "butterfly", "ring"])
 def test_four_ranks_over(carrier: str, how: str) -> None:
     assert really(4, kind_and_sum, how=how, carrier=carrier) == [("MessageGroup", 10.0)] * 4
+
+
+@pytest.mark.parametrize("how", ["auto", *ALGORITHMS])
+def test_up_to_16_ranks_of_vectors_shorter_than_the_ranks(how: str) -> None:
+    async def work(group: Group) -> list[list[float]]:
+        sums = []
+        for elems in (0, 1, group.size - 1, group.size + 1, 1000):
+            vector = group.allocate(elems, torch.float32, f"v{elems}")
+            vector.tensor.copy_(torch.arange(elems) % 7 + group.rank)
+            sums.append((await group.allreduce(vector.all)).tensor.tolist())
+        return sums
+
+    for size in (1, 2, 3, 7, 16) if how in ("auto", "ring") else (5, 16):
+        ranks = range(size)
+        expected = [
+            [sum(index % 7 + rank for rank in ranks) for index in range(elems)]
+            for elems in (0, 1, size - 1, size + 1, 1000)
+        ]
+        assert really(size, work, how=how) == [expected] * size
 
 
 def test_on_one_host_memory_is_shared() -> None:
