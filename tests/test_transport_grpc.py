@@ -20,8 +20,9 @@ from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import grpc_pairs
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.grpc import METHOD, GrpcEndpoint
+from gradstream.transport.grpc import MAX_MESSAGE_BYTES, METHOD, GrpcEndpoint
 from gradstream.wire import v1
+from gradstream.wire.frames import MAX_HEADER_BYTES
 from gradstream.wire.v1_pb2_grpc import PeerStub
 
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -253,13 +254,14 @@ def test_garbage_in_the_middle_and_chunks_without_credit() -> None:
     asyncio.run(main())
 
 
-def test_a_message_beyond_grpcs_limit_ends_its_stream_only() -> None:
+@pytest.mark.parametrize("size_bytes", [MAX_HEADER_BYTES + 1, MAX_MESSAGE_BYTES])
+def test_a_message_that_is_too_long_ends_its_stream_only(size_bytes: int) -> None:
     async def main() -> None:
         async with serving("echo", echo) as server:
             client = endpoint("client")
             client.know("server", server.address)
             stream = await client.open("server", "echo", v1.Tensor())
-            await stream.send(v1.Frame(body=v1.Body(data=bytes(6 << 20))))
+            await stream.send(v1.Frame(body=v1.Body(data=bytes(size_bytes))))
             with pytest.raises((RefusedError, PeerLostError)):
                 await stream.recv(20)
             stream = await client.open("server", "echo", v1.Tensor())

@@ -26,7 +26,7 @@ from gradstream.transport.base import Identity, Stream
 from gradstream.transport.framing import PREFIX, Inbox, Parcel, Place
 from gradstream.transport.tcp import TcpEndpoint
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL
+from gradstream.wire.frames import MAX_PAYLOAD_BYTES, PROTOCOL
 
 GREETING = struct.Struct("<QII32s")
 
@@ -254,7 +254,9 @@ def test_payloads_that_do_not_fit_are_skipped_and_others_go_on() -> None:
     async def main() -> None:
         async with serving("echo", echo) as server, Raw(server.address) as raw:
             await raw.say(greeting(), packed(1, 0, opening("echo")), packed(2, 0, opening("echo")))
-            await raw.say(packed(1, 1, chunk_frame(0, 1), bytes(6 << 20)))  # more than a chunk may have
+            await raw.say(
+                packed(1, 1, chunk_frame(0, 1), bytes(MAX_PAYLOAD_BYTES + 4))
+            )  # more than a chunk may have
             await raw.say(packed(2, 1, chunk_frame(3, 1), bytes(4)))
             awaited = {(1, "refuse"), (2, "chunk")}
             while awaited:

@@ -12,6 +12,7 @@ from gradstream.wire import dtypes, v1
 from gradstream.wire.frames import (
     ABSENT,
     MAX_FRAME_BYTES,
+    MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     FrameError,
     check_chunk,
@@ -109,6 +110,12 @@ def _decodes_like_protobuf(data: bytes) -> None:
 def test_too_long_is_refused_before_parsing() -> None:
     with pytest.raises(FrameError, match=str(MAX_FRAME_BYTES)):
         decode(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_a_header_has_a_limit_of_its_own() -> None:
+    frame = v1.Frame(body=v1.Body(data=bytes(MAX_HEADER_BYTES)))
+    with pytest.raises(FrameError, match=f"expected at most {MAX_HEADER_BYTES}"):
+        decode(encode(frame))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

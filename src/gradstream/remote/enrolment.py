@@ -24,6 +24,7 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.wire import v1
+from gradstream.wire.frames import MAX_HEADER_BYTES
 
 __all__ = ["JOB", "Enrolment", "Invitation"]
 
@@ -138,6 +139,7 @@ class Enrolment:
             listen=str(self.address),
             security=self._authority.enrolment if self._authority else None,
             insecure=self._authority is None,
+            max_message_bytes=MAX_HEADER_BYTES,
         )
         self._runtime = runtime
         endpoint.serve("hello", self._hello, model=False)

@@ -14,7 +14,7 @@ from typing import Protocol
 from gradstream.transport import framing
 from gradstream.transport.framing import Inbox, Parcel, Receiver
 from gradstream.transport.silence import Bell
-from gradstream.wire.frames import FrameError
+from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
 
 __all__ = ["Connection", "Owner"]
 
@@ -67,7 +67,7 @@ class Connection:
     def belong(self, owner: Owner, before: Connection) -> None:
         """Has another owner from here on, who has posted frames to a connection that never started."""
         self._owner = self.inbox.receiver = owner
-        self.inbox.max_header_bytes = framing.MAX_HEADER_BYTES
+        self.inbox.max_header_bytes = MAX_HEADER_BYTES
         while before._outbox:
             self.post(before._outbox.popleft())
 

@@ -18,14 +18,13 @@ import torch
 from google.protobuf.message import DecodeError
 
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError
+from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
 
-__all__ = ["MAX_HEADER_BYTES", "PIECE_BYTES", "PREFIX", "Inbox", "Parcel", "Place", "Receiver"]
+__all__ = ["PIECE_BYTES", "PREFIX", "Inbox", "Parcel", "Place", "Receiver"]
 
 PIECE_BYTES = 256 << 10
 """The most bytes of one system call: between two, everybody else on the event loop has a turn."""
 
-MAX_HEADER_BYTES = 5 << 20
 MAX_SKIP_BYTES = 64 << 20  # a payload longer than a chunk's is not for us; one beyond this is no frame's
 
 PREFIX = struct.Struct("<4I")

@@ -46,7 +46,6 @@ FLUSH_S = 1.0  # how long `close` lets peers be told
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1e3)),
     ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -60,6 +59,7 @@ SERVER_OPTIONS = [
 ]
 CLIENT_OPTIONS = [
     *OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for each channel
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -269,6 +269,8 @@ class GrpcEndpoint(EndpointCore):
         security: TLS, for listening and for dialling; None is plain text.
         insecure: listen on other interfaces than loopback without encryption or authentication.
         window: chunks held per incoming stream.
+        max_message_bytes: the most that a caller may send at once; less than chunks may have, where
+            callers are strangers.
 
     Raises:
         ConfigError: `listen` is not host:port, or not loopback without `security` or `insecure`.
@@ -283,8 +285,10 @@ class GrpcEndpoint(EndpointCore):
         security: Tls | None = None,
         insecure: bool = False,
         window: int = WINDOW,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         super().__init__(identity, runtime, window=window)
+        self._max_message_bytes = max_message_bytes
         self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
         self._security = security
@@ -297,7 +301,8 @@ class GrpcEndpoint(EndpointCore):
 
     async def start(self) -> None:
         """See `Endpoint.start`."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        received = ("grpc.max_receive_message_length", self._max_message_bytes)
+        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, received])
         self._server.add_generic_rpc_handlers((self._routes,))
         try:
             port = self._listen_with(self._server)

@@ -23,6 +23,7 @@ from gradstream.wire.dtypes import from_wire, itemsize_bytes
 __all__ = [
     "ABSENT",
     "MAX_FRAME_BYTES",
+    "MAX_HEADER_BYTES",
     "MAX_PAYLOAD_BYTES",
     "PROTOCOL",
     "FrameError",
@@ -42,6 +43,9 @@ MAX_PAYLOAD_BYTES = 32 << 20
 """The most bytes of elements in one chunk, by any carrier: 4 Mi elements of float64.
 
 How long the chunks of a run are, its chunk map says."""
+
+MAX_HEADER_BYTES = 5 << 20
+"""The most bytes of one frame beside its payload."""
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
 """The most bytes of one frame: a full payload and its header."""
@@ -92,11 +96,16 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
         `data` alive; None where there is none.
 
     Raises:
-        FrameError: not a frame, of no kind, or longer than `MAX_FRAME_BYTES`. Nothing else.
+        FrameError: not a frame, of no kind, longer than `MAX_FRAME_BYTES`, or than `MAX_HEADER_BYTES` without
+            a payload at its end. Nothing else.
     """
     if len(data) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(data)} bytes: expected at most {MAX_FRAME_BYTES}")
     header_bytes, start = _layout(data)
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FrameError(
+            f"a frame of {header_bytes} bytes before its payload: expected at most {MAX_HEADER_BYTES}"
+        )
     try:
         frame = v1.Frame.FromString(data[:header_bytes])
     except DecodeError as error:
