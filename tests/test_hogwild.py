@@ -156,6 +156,29 @@ def test_that_check_sees_another_order() -> None:
     assert out_of_order("lock") > 0
 
 
+def test_a_turn_that_is_passed_on_too_late_lets_nobody_write_beside_another() -> None:
+    from gradstream.sparse.turns import leave, pass_turn, take_part
+    from gradstream.sparse.ways import GOT, WAYS
+
+    way, locks, where = WAYS["round_robin"], Shared(1).locks, np.zeros(1, np.uint32)
+    first, second = np.int32(1), np.int32(2)
+    take_part(locks, second)
+    leave(locks, second)
+    take_part(locks, first)
+    assert way.take(locks, where, 0, first, 10) == GOT
+    way.give(locks, where, 0, first)
+    assert (
+        locks[TURN] == 1
+    )  # the first finds the second away, and is about to pass its turn on; but meanwhile
+    take_part(locks, second)
+    assert way.take(locks, where, 0, second, 10) == GOT
+    pass_turn(locks, 1)
+    assert way.take(locks, where, 0, first, 10) == WHOLE
+    way.give(locks, where, 0, second)
+    assert locks[TURN] == 0, "a turn that it no longer has it does not pass on"
+    assert way.take(locks, where, 0, first, 10) == GOT
+
+
 @pytest.mark.parametrize("update", PROMISED)
 def test_whole_gradients_are_added_without_loss(update: str) -> None:
     from gradstream.sparse.sweep import adder_of
