@@ -132,7 +132,6 @@ def test_a_run_that_fails_otherwise_ends_the_study(
 
 
 def test_a_small_study_runs(repository: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the study draws with matplotlib (extra bench)")
     command = [sys.executable, "bench/async_study.py", "--quick", "--into", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=100)
@@ -153,8 +152,23 @@ def test_percentages_in_the_text_are_in_the_tables(repository: Path, name: str) 
     assert set(PERCENT.findall(TABLE.sub("", page))) <= set(PERCENT.findall(tables))
 
 
+def test_what_other_pages_say_of_the_study_is_in_its_tables(repository: Path) -> None:
+    folder = repository / "docs" / "strategies"
+    tables = "".join(found[0] for found in TABLE.finditer((folder / "study.md").read_text()))
+    pages = [page for page in folder.glob("*.md") if page.stem not in ("index", "study", "distbelief")]
+    about = [
+        paragraph
+        for page in pages
+        for paragraph in page.read_text().split("\n\n")
+        if "async_study.py" in paragraph and "](study.md)" in paragraph
+    ]
+    assert len(about) == 8
+    for paragraph in about:
+        assert PERCENT.findall(paragraph)
+        assert set(PERCENT.findall(paragraph)) <= set(PERCENT.findall(tables)), paragraph
+
+
 def test_a_small_figure_runs(repository: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the figures are drawn with matplotlib (extra bench)")
     command = [sys.executable, "bench/distbelief_figures.py", "--quick", "--into", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=100)
