@@ -109,6 +109,7 @@ def test_the_command_stops_where_it_is_told(made: tuple[Path, Path]) -> None:
         (["--until-update", 3, "--find", "nan"], "one place to stop"),
         (["--worker", 7, "--step", 1], "no such update among the 96"),
         (["--version", 2, "--chunk", 9], "chunks 0 to 5"),
+        (["--chunk", 2], "--chunk goes with --version"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(made: tuple[Path, Path], words: list[object], why: str) -> None:

@@ -33,7 +33,7 @@ class Asked:
     worker: int | None
     step: int | None
     version: int | None
-    chunk: int
+    chunk: int | None
     find: str | None
 
     @property
@@ -41,13 +41,15 @@ class Asked:
         """As a question of each update; None goes to the end. Raises ConfigError for several places."""
         if (self.worker is None) != (self.step is None):
             raise ConfigError("--worker and --step go together: --worker 2 --step 120")
+        if self.chunk is not None and self.version is None:
+            raise ConfigError("--chunk goes with --version: --version 40 --chunk 2")
         places: list[Found] = []
         if self.until_update is not None:
             places.append(at_update(self.until_update))
         if self.worker is not None and self.step is not None:
             places.append(of_step(self.worker, self.step))
         if self.version is not None:
-            places.append(at_chunk_version(self.version, self.chunk))
+            places.append(at_chunk_version(self.version, self.chunk or 0))
         if self.find is not None:
             places.append(not_finite() if self.find == "nan" else loss_jump())
         if len(places) > 1:

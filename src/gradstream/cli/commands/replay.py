@@ -19,7 +19,7 @@ __all__ = ["replay"]
 @click.option(
     "--version", type=click.IntRange(min=1), metavar="V", help="Stop at the update that made this version..."
 )
-@click.option("--chunk", type=click.IntRange(min=0), default=0, metavar="C", help="... of this chunk: 0.")
+@click.option("--chunk", type=click.IntRange(min=0), metavar="C", help="... of this chunk; else of 0.")
 @click.option(
     "--find",
     type=click.Choice(["nan", "jump"]),
@@ -34,7 +34,7 @@ def replay(
     worker: int | None,
     step: int | None,
     version: int | None,
-    chunk: int,
+    chunk: int | None,
     find: str | None,
     watch: bool,
     anyway: bool,
