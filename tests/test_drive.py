@@ -103,6 +103,17 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
     assert told[0]["samples"] == 0
 
 
+def test_who_joins_and_leaves_when_so_many_samples_are_in_the_model() -> None:
+    """Gradients of 3 s, so that what is heard a quarter of a second late is at most a step of everybody."""
+    slow = World(costs={"gradient": Cost(base_s=3.0)}, network=WORLD.network)
+    told = turns(tokens(gs.Downpour(**DRIVES["all"]), world=slow))
+    assert [len(event["engaged"]) for event in told] == [1, 2, 3, 4, 0, 1]
+    assert [event["phase"] for event in told] == ["alone", *4 * ["together"], "alone"]
+    due = [0, 12, 12 + 10, 12 + 2 * 10, NUM_TOKENS * EPOCHS - 30]
+    for samples, event in zip(due, told, strict=False):
+        assert samples <= event["samples"] <= samples + 4 * 2, event
+
+
 @dataclass(frozen=True)
 class Restless(gs.Downpour):
     """Its workers come and go as a seed has it."""

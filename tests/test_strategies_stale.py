@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -290,11 +290,13 @@ def test_alpha_over_tau_converges_where_the_constant_rate_does_not() -> None:
         assert loss_after(strategy, lr) < 0.5
 
 
-def mean_square_gradient(updates: int) -> float:
-    """AsySG with the paper's rate, and τ = 3, on f(x) = E|x - ξ|²/2: |∇f|² = |x|², averaged over all reads.
+def paper_rate(updates: int) -> float:
+    """γ = √((f(x_1) - f*) / (M·K·L·σ²)) with f(x_1) - f* = 20/2, M = L = 1 and σ² = 20."""
+    return math.sqrt(10 / 20 / updates)
 
-    γ = √((f(x_1) - f*) / (M·K·L·σ²)) with f(x_1) - f* = 20/2, M = L = 1 and σ² = 20.
-    """
+
+def mean_square_gradient(updates: int, lr: float) -> float:
+    """AsySG with τ = 3, on f(x) = E|x - ξ|²/2: |∇f|² = |x|², averaged over all reads."""
     rng = np.random.default_rng(7)
     noise = rng.standard_normal((updates, 20))
     noise -= noise.mean(axis=0)
@@ -312,18 +314,27 @@ def mean_square_gradient(updates: int) -> float:
     )
     run = simulate(
         model, gs.from_arrays(noise, np.zeros(updates)), strategy="asysg",
-        optimizer=gs.SGD(lr=math.sqrt(10 / 20 / updates)), workers=4, batch_size=1, epochs=1, world=BY_TURNS,
+        optimizer=gs.SGD(lr=lr), workers=4, batch_size=1, epochs=1, world=BY_TURNS,
     )  # fmt: skip
     assert max(run.summary["staleness"]) == 3
     assert len(seen) == updates
     return float(np.mean(seen))
 
 
-def test_asysg_falls_with_the_root_of_k() -> None:
-    budgets = [50, 200, 800]
-    found = [mean_square_gradient(updates) for updates in budgets]
+def slope_over(budgets: Sequence[int], rate: Callable[[int], float]) -> float:
+    """Of the mean of |∇f|² over K, in log-log."""
+    found = [mean_square_gradient(updates, rate(updates)) for updates in budgets]
     slope, _ = np.polyfit(np.log(budgets), np.log(found), 1)
-    assert slope == pytest.approx(-0.5, abs=0.1)
+    return float(slope)
+
+
+def test_asysg_falls_with_the_root_of_k() -> None:
+    assert slope_over([50, 200, 800], paper_rate) == pytest.approx(-0.5, abs=0.1)
+
+
+def test_at_a_rate_that_does_not_fall_it_would_not() -> None:
+    """The planted fault: the rate of K = 200 for every K."""
+    assert slope_over([50, 200, 800], lambda updates: paper_rate(200)) != pytest.approx(-0.5, abs=0.1)
 
 
 def test_they_obey_the_laws() -> None:
