@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ LAYOUTS = (
     [[0, 1, 2], [3, 4]],
     [[0, 1], [2], [3, 4, 5]],
 )
+
+WAITED_S = 2.0
 
 
 # ---- pure --------------------------------------------------------------------------------
@@ -246,6 +249,21 @@ def test_up_to_16_ranks_of_vectors_shorter_than_the_ranks(how: str) -> None:
             for elems in (0, 1, size - 1, size + 1, 1000)
         ]
         assert really(size, work, how=how) == [expected] * size
+
+
+@pytest.mark.parametrize("carrier", ["grpc", "tcp", "shm", "in place"])
+def test_waiting_for_a_rank_costs_nothing(carrier: str) -> None:
+    async def work(group: Group) -> float:
+        vector = group.allocate(100, torch.float32, "v")
+        await group.allreduce(vector.all)
+        begun_s = time.process_time()
+        if group.rank == 1:
+            await asyncio.sleep(WAITED_S)
+        await group.allreduce(vector.all)
+        return time.process_time() - begun_s
+
+    options = {"how": "auto"} if carrier == "in place" else {"how": "ring", "carrier": carrier}
+    assert max(really(2, work, **options)) < 0.05 * WAITED_S  # of both ranks: they are in one process
 
 
 def test_on_one_host_memory_is_shared() -> None:
