@@ -56,7 +56,11 @@ def test_hierarchical_sums(hosts: list[list[int]]) -> None:
         for vector in vectors:
             np.testing.assert_array_equal(vector, expected)
         if len({len(host) for host in hosts}) == 1:
+            m, g = len(hosts), len(hosts[0])
             assert tally.elems == 2 * (size - 1) * elems
+            if elems >= size:
+                assert tally.messages == 2 * m * g * (g - 1) + 2 * g * m * (m - 1)
+                assert tally.depth == sum(cost.alphas for cost in hierarchical.costs(m, g))
     between = [
         s for r in range(size) for s in hierarchical.allreduce(r, hosts, 960) if away(r, s.peer, hosts)
     ]
@@ -117,6 +121,25 @@ def test_figures_are_those_of_the_network() -> None:
     assert event.kind == "messages"
     assert list(event.choices.values())[-1] == "direct"  # 2α, and nobody pays for the crowd
     assert event.alpha_s == outcomes[0].alpha_s
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaabbb", "aabbccdd", "aaaabbbbccccdddd" * 2])
+def test_two_storeys_take_the_seconds_of_their_formula(hosts: str) -> None:
+    size, m = len(hosts), len(set(hosts))
+    elems, alpha_s, bytes_s = 1000 * size, 1e-3, 1e9
+    network = Network(bandwidth_bytes_s=bytes_s, link=Link(latency_s=alpha_s), header_bytes=0)
+    world = World(costs={"reduce": Cost()}, network=network, phantom=True)
+
+    async def work(group: Group) -> float:
+        span = group.allocate(elems, torch.float32, "gradient").all
+        await ranks.cluster.runtime(group.names[group.rank]).sleep(1 - ranks.now_s)
+        await group.allreduce(span)
+        return ranks.now_s - 1
+
+    ranks = VirtualRanks(size, world=world)
+    took_s = max(ranks.run(work, how="hierarchical", hosts=hosts))
+    costs = hierarchical.costs(m, size // m)
+    assert took_s == pytest.approx(sum(cost.seconds(4 * elems, alpha_s, 1 / bytes_s) for cost in costs), 1e-6)
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaabb", "abbb"])
