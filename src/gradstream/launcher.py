@@ -51,7 +51,8 @@ OnAddress = Callable[[Path, str], None]
 SCRIPT = "gradstream.session.script:main"
 """A worker that is a script with a training loop of its own."""
 
-POLL_S = 0.05
+POLL_S = 0.2
+"""Between two looks at what has been recorded. What nodes say is heard at once."""
 BOOT_S = 60.0
 """For a process to load torch and the job file, before its deadline to join begins."""
 
