@@ -192,6 +192,10 @@ def test_servers_are_refused_with_the_reason() -> None:
         simulate(model, data, strategy="allreduce", servers=2, steps=1)
     with pytest.raises(ConfigError, match="servers=0: Synchronous goes through"):
         simulate(model, data, strategy="synchronous", servers=0, steps=1)
+    assert (
+        AllReduce().bucket_elems(4, 262_144) == AllReduce(bucket_mib=4).bucket_elems(4, 4_194_304) == 1 << 20
+    )
+    assert AllReduce().bucket_elems(4, 4_194_304) == 4_194_304  # as long as a chunk
     with pytest.raises(ConfigError, match="bucket_mib=0"):
         AllReduce(bucket_mib=0)
 

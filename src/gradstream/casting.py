@@ -78,7 +78,8 @@ def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | N
         return job.chunk_elems
     if resume is not None:
         return int(resume.model["chunk_elems"])
-    return None if strategy.through == "servers" and shares_memory(job.carrier) else CHUNK_ELEMS
+    exchanges = strategy.through in ("servers", "group")
+    return None if exchanges and shares_memory(job.carrier) else CHUNK_ELEMS
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:

@@ -270,7 +270,8 @@ class Cast:
     def _pieces(self, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
         """What each of so many nodes holds of every vector of a model."""
         if self.strategy.through == "group":
-            buckets = Buckets(model.elems, self.strategy.bucket_elems(itemsize_bytes(model.dtype)), holders)
+            bucket_elems = self.strategy.bucket_elems(itemsize_bytes(model.dtype), model.chunk_elems)
+            buckets = Buckets(model.elems, bucket_elems, holders)
             return [buckets.owned(rank) for rank in range(holders)]
         chunks = ChunkMap(model.elems, model.chunk_elems, holders)
         return [[chunks.bounds(chunk) for chunk in chunks.chunks_of(rank)] for rank in range(holders)]
@@ -317,7 +318,7 @@ class Cast:
             return self.chunk_elems
         if self.strategy.rows(bool(layout.tables)) is not None:
             return CHUNK_ELEMS
-        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, self.servers)
+        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers))
 
     def shard(self, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> ShardNode:
         """One shard of the parameter server; its endpoint has started and knows the coordinator.

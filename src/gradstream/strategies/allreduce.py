@@ -60,7 +60,8 @@ class AllReduce(Strategy):
             power of two, of "hierarchical" those of a ring too.
         overlap: exchange buckets while backprop goes on; False does one after the other, with the
             same bits.
-        bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier.
+        bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier. None is
+            4; where all workers share memory, a sixteenth of a large model, up to 16.
         factors: whether the gradients of wide linear layers go as factors; None decides layer by layer,
             and never between workers of one machine, where bytes cost less than the arithmetic.
     """
@@ -69,7 +70,7 @@ class AllReduce(Strategy):
     exchange: str = "auto"
     sharded: bool | None = None
     overlap: bool = True
-    bucket_mib: float = 4.0
+    bucket_mib: float | None = None
     factors: bool | None = None
 
     cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
@@ -96,7 +97,7 @@ class AllReduce(Strategy):
                 f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "
                 f"all-gather of its own; expected {', '.join(PARTS)}, or 'auto'"
             )
-        if not 1e-4 <= self.bucket_mib <= 1 << 20:
+        if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
 
     def optimizer(self) -> Optimizer:
@@ -136,6 +137,8 @@ class AllReduce(Strategy):
             return self.factors
         return not near and layer.factor_elems(rows) * workers < 2 * layer.elems
 
-    def bucket_elems(self, itemsize_bytes: int) -> int:
+    def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
         """`bucket_mib`, in whole blocks of 64 elements."""
+        if self.bucket_mib is None:
+            return Strategy.bucket_elems(self, itemsize_bytes, chunk_elems)
         return max(64, int(self.bucket_mib * (1 << 20)) // itemsize_bytes // 64 * 64)

@@ -26,7 +26,7 @@ from gradstream.strategies.verbs import Drive, Worker
 __all__ = ["Pushes", "RowExchange", "Strategy"]
 
 BUCKET_BYTES = 4 << 20
-"""Of a strategy that does not say."""
+"""Of a strategy that does not say, at least."""
 
 Pushes = Literal["gradients", "differences", "parameters"]
 """What a strategy's pushes hold, and so where the run's update rule is carried out.
@@ -155,6 +155,12 @@ class Strategy(ABC):
         del layer, rows, workers, near
         return False
 
-    def bucket_elems(self, itemsize_bytes: int) -> int:
-        """In a group: about how many elements are exchanged at once; a multiple of 64."""
-        return max(64, BUCKET_BYTES // itemsize_bytes // 64 * 64)
+    def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
+        """In a group: about how many elements are exchanged at once; a multiple of 64.
+
+        Args:
+            itemsize_bytes: of an element.
+            chunk_elems: elements per chunk of this run. Where all nodes share memory, chunks grow with the
+                model, and so do buckets: each costs what its ranks do to meet, whatever its length.
+        """
+        return max(BUCKET_BYTES // itemsize_bytes // 64 * 64, chunk_elems)

@@ -119,7 +119,8 @@ class Assembly:
         strategy, sharded = config.strategy, config.strategy.sharded
         if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
             sharded = group.shares_memory and config.loop is None and not strategy.factors
-        buckets = Buckets(layout.elems, strategy.bucket_elems(layout.dtype.itemsize), config.num_workers)
+        bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
+        buckets = Buckets(layout.elems, bucket_elems, config.num_workers)
         owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
         assert config.update_rule is not None
         updater = Updater(self._around.runtime.memory, *config.update_rule, owned, layout.dtype)
