@@ -36,7 +36,8 @@ class Update:
         computed_on: by chunk, the version that the (first) gradient was computed on.
         applied_at: by chunk, the version that it was applied to: minus `computed_on` its staleness.
         gradient_norm: length of what was pushed.
-        update_norm: by how far the parameters went: with all that were applied in the same versions.
+        update_norm: by how far the parameters went: with all that were applied in the same versions; 0 where
+            it has only joined a sum, which a later one completes.
         finite: whether all parameters were numbers after it.
     """
 
