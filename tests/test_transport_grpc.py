@@ -38,8 +38,10 @@ async def echo(stream: Stream) -> None:
 
 
 @asynccontextmanager
-async def serving(method: str, handler: Callable[[Stream], Awaitable[None]]) -> AsyncIterator[GrpcEndpoint]:
-    server = endpoint("server")
+async def serving(
+    method: str, handler: Callable[[Stream], Awaitable[None]], **options: object
+) -> AsyncIterator[GrpcEndpoint]:
+    server = endpoint("server", **options)
     server.serve(method, handler)
     await server.start()
     try:
@@ -267,6 +269,25 @@ def test_a_message_that_is_too_long_ends_its_stream_only(size_bytes: int) -> Non
             stream = await client.open("server", "echo", v1.Tensor())
             await stream.send(v1.Frame(body=v1.Body(data=b"x")))
             assert await stream.recv(20) is not None
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_who_serves_strangers_takes_less_at_once() -> None:
+    async def main() -> None:
+        async with serving("echo", echo, max_message_bytes=1 << 20) as server:
+            client = endpoint("client")
+            client.know("server", server.address)
+            for size_bytes, comes_back in ((1 << 19, True), (2 << 20, False)):
+                stream = await client.open("server", "echo", v1.Tensor())
+                await stream.send(v1.Frame(body=v1.Body(data=bytes(size_bytes))))
+                if comes_back:
+                    assert await stream.recv(20) is not None
+                    await stream.end()
+                else:
+                    with pytest.raises((RefusedError, PeerLostError)):
+                        await stream.recv(20)
             await client.close()
 
     asyncio.run(main())
