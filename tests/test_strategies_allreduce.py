@@ -73,6 +73,24 @@ def test_an_algorithm_without_halves_cannot_be_sharded() -> None:
             AllReduce(algorithm=name, sharded=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sharded": "auto"}, r"sharded='auto'\): expected True, False or None"),
+        ({"factors": 1}, r"factors=1\): expected True, False or None"),
+        ({"overlap": "no"}, r"overlap='no'\): expected True or False"),
+        ({"overlap": None}, r"overlap=None\): expected True or False"),
+        ({"bucket_mib": "4"}, r"bucket_mib='4'\): expected a finite number of MiB"),
+        ({"bucket_mib": 0}, r"bucket_mib=0\): expected MiB, 0.0001 to"),
+        ({"algorithm": None}, "unknown algorithm of AllReduce 'None'"),
+        ({"exchange": "glo"}, "did you mean 'gloo'"),
+    ],
+)
+def test_options_that_are_something_else_than_they_seem(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        AllReduce(**options)
+
+
 def test_means_are_weighted_by_samples_and_parts_of_a_step_are_joined() -> None:
     model, data = least_squares(64, FEATURES, grid=GRID, reduction="mean")
     sizes = [4, 0, 2, 2]  # means of powers of two are exact

@@ -38,6 +38,7 @@ from gradstream.model.factors import OuterLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.base import Strategy
+from gradstream.strategies.checks import check_flag, check_not_negative
 from gradstream.strategies.verbs import Worker
 
 __all__ = ["EXCHANGES", "AllReduce"]
@@ -79,7 +80,13 @@ class AllReduce(Strategy):
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
-            raise UnknownNameError("exchange", self.exchange, EXCHANGES)
+            raise UnknownNameError("exchange of AllReduce", str(self.exchange), EXCHANGES)
+        if self.algorithm not in KNOWN:
+            raise UnknownNameError("algorithm of AllReduce", str(self.algorithm), KNOWN)
+        check_flag("AllReduce", "sharded", self.sharded, may_be_none=True)
+        check_flag("AllReduce", "overlap", self.overlap)
+        check_flag("AllReduce", "factors", self.factors, may_be_none=True)
+        check_not_negative("AllReduce", "bucket_mib", self.bucket_mib, "number of MiB")
         if self.exchange != "auto" and self.algorithm != "auto":
             raise ConfigError(
                 f"AllReduce(exchange={self.exchange!r}, algorithm={self.algorithm!r}): torch.distributed "
@@ -90,8 +97,6 @@ class AllReduce(Strategy):
                 "AllReduce(factors=True, sharded=True): a worker that updates its slices alone needs "
                 "no other part of the gradient; leave one of the two out"
             )
-        if self.algorithm not in KNOWN:
-            raise UnknownNameError("algorithm of AllReduce", self.algorithm, KNOWN)
         if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
             raise ConfigError(
                 f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradstream.errors import ConfigError, UnknownNameError
 
-__all__ = ["check_choice", "check_count", "check_not_negative"]
+__all__ = ["check_choice", "check_count", "check_flag", "check_not_negative"]
 
 
 def check_choice(strategy: str, option: str, got: object, names: Sequence[str]) -> None:
@@ -43,6 +43,20 @@ def check_count(
         raise ConfigError(
             f"{strategy}({option}={got!r}): expected a whole number of {what} of at least {least}{other}"
         )
+
+
+def check_flag(strategy: str, option: str, got: object, *, may_be_none: bool = False) -> None:
+    """Demands True or False; of another value, as "no", Python would say that it is true.
+
+    Args:
+        may_be_none: None is an answer too.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(got, bool) and not (may_be_none and got is None):
+        expected = "True, False or None" if may_be_none else "True or False"
+        raise ConfigError(f"{strategy}({option}={got!r}): expected {expected}")
 
 
 def check_not_negative(strategy: str, option: str, got: object, what: str = "number") -> None:
