@@ -14,6 +14,7 @@ from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
 from gradstream.run import Run
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.server.pushing import Pushing
 from gradstream.server.shard import ShardState
 from gradstream.server.window import SequenceWindow
 from gradstream.simulate import simulate
@@ -53,8 +54,8 @@ class Impatient(Downpour):
             update = worker.update(gradient)
             update.vector = Vector("copy", gradient.vector.tensor.clone())
             client._sequence += 1
-            push = client._push(update, client._sequence, None)
-            pushes.append(runtime.spawn(push, name=f"push-{client._sequence}"))
+            push = Pushing(client._links, update, client._sequence, None)
+            pushes.append(runtime.spawn(push.run(), name=f"push-{client._sequence}"))
         await runtime.gather(*pushes)
 
 

@@ -11,30 +11,26 @@ sequence number, so that it is applied once, whatever happened to the first try.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from gradstream.errors import ClosedError, DeadlineError, InternalError, PeerLostError, RefusedError
-from gradstream.memory import Span, Vector
-from gradstream.runtime.base import Progress, Runtime, awaited_later
+from gradstream.errors import InternalError
+from gradstream.memory import Vector
+from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.server.arrival import Arrival, Patch
 from gradstream.server.chunks import ChunkMap
+from gradstream.server.fetching import Fetching
+from gradstream.server.links import Links
+from gradstream.server.pushing import Pushing
 from gradstream.server.rows import RowMap
-from gradstream.server.traffic import LinkTraffic, Traffic, Transfer
+from gradstream.server.traffic import Transfer
 from gradstream.server.update import Piece, Update
-from gradstream.server.waits import Claims, Kind
-from gradstream.transport.base import Endpoint, Lent, Stream
+from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.wire.dtypes import to_wire
-from gradstream.wire.frames import ABSENT
 
 __all__ = ["ServerClient", "names_of"]
-
-RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 
 
 class ServerClient:
@@ -73,16 +69,18 @@ class ServerClient:
         self.rows = rows
         self.known: Sequence[int] = [-1] * chunks.num_chunks
         self.spare: Vector | None = spare
-        self.claims = Claims()
         self.clock = 0
         self._runtime = runtime
-        self._endpoint = endpoint
-        self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
-        self.traffic = Traffic({name: LinkTraffic() for _, name in self._shards})
-        self._on_transfer = on_transfer
-        self._silence_s = silence_s
-        self._retry_s = retry_s
-        self._jitter = runtime.random("retry")
+        self._links = Links(
+            runtime,
+            endpoint,
+            shards,
+            chunks,
+            silence_s=silence_s,
+            retry_s=retry_s,
+            on_transfer=on_transfer,
+        )
+        self.traffic, self.claims = self._links.traffic, self._links.claims
         self._sequence = 0  # of the push or command issued last
         self._last_push = 0  # of the push issued last
         self._pushing: asyncio.Task[None] | None = None
@@ -120,7 +118,8 @@ class ServerClient:
         self._pushed = update.vector
         self._last_push = sequence
         name = f"{self._runtime.node}-push-{sequence}"
-        self._pushing = awaited_later(self._runtime.spawn(self._push(update, sequence, before), name=name))
+        push = Pushing(self._links, update, sequence, before)
+        self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
 
     def settle(self) -> Coroutine[Any, Any, None]:
         """Returns once the push started last, as of this call, is acknowledged by every shard.
@@ -174,7 +173,8 @@ class ServerClient:
         )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
         free = self.settle() if self._pushed is arrival.vector else None
-        arrival.task = awaited_later(self._runtime.spawn(self._fetch(arrival, terms, free), name=name))
+        fetch = Fetching(self._links, arrival, terms)
+        arrival.task = awaited_later(self._runtime.spawn(fetch.run(free), name=name))
         self._last_fetch = arrival
         return arrival
 
@@ -188,7 +188,7 @@ class ServerClient:
 
         Not to compute gradients on: a shard that keeps what this worker has read last does not take note.
         """
-        await self._fetch(Arrival(vector, self.chunks.num_chunks), v1.Fetch())
+        await Fetching(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
 
     async def reclaim_spare(self) -> None:
         """Waits for a fetch that nobody adopted, and forgets what it brought."""
@@ -204,18 +204,16 @@ class ServerClient:
         """
         self._sequence += 1
         command.sequence = self._sequence
-        results: list[v1.CommandResult] = [v1.CommandResult() for _ in self._shards]
+        links = self._links
 
-        async def ask(index: int, name: str) -> None:
-            async def attempt(progressed: Callable[[], None]) -> None:
-                del progressed
-                results[index] = await self._endpoint.call(
-                    name, "command", command, v1.CommandResult, silence_s=self._silence_s
+        async def ask(_: int, name: str) -> v1.CommandResult:
+            return await links.retrying(
+                lambda _: links.endpoint.call(
+                    name, "command", command, v1.CommandResult, silence_s=links.silence_s
                 )
+            )
 
-            await self._retrying(name, attempt)
-
-        await self._runtime.gather(*(ask(i, name) for i, (_, name) in enumerate(self._shards)))
+        results = await links.with_each(ask)
         counters: Counter[str] = Counter()
         for result in results:
             counters.update(dict(result.counters))
@@ -246,265 +244,9 @@ class ServerClient:
         await self.push_soon(update)
         await self.settle()
 
-    # ---- push ---------------------------------------------------------------------------
-
-    async def _push(self, update: Update, sequence: int, before: Arrival | None) -> None:
-        vector, begun_ns = update.vector, self._runtime.now()
-        pieces = None if update.pieces is None else await update.pieces()
-        # What is still being computed is lent chunk by chunk, as it is sent.
-        whole = update.ready is None and vector is not None
-        to = f"{self._runtime.node}: push {sequence}"
-        with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
-            await self._runtime.gather(
-                *(self._push_to(rank, name, update, pieces, sequence, before) for rank, name in self._shards)
-            )
-        self.traffic.pushes += 1
-        self._report("push", begun_ns, _size_bytes(vector, pieces))
-        if update.on_done is not None:
-            update.on_done()
-
-    async def _push_to(
-        self,
-        rank: int,
-        name: str,
-        update: Update,
-        pieces: Mapping[int, Piece] | None,
-        sequence: int,
-        before: Arrival | None,
-    ) -> None:
-        left = dict.fromkeys(self.chunks.chunks_of(rank))
-        lent: list[Lent] = []
-
-        async def attempt(progressed: Callable[[], None]) -> None:
-            if not left:
-                return  # answered in full just before the stream broke
-            await self._ready(update, next(iter(left)))
-            # Not earlier: a loop of the user's says how many samples it took when the gradient is there.
-            request = v1.Push(
-                command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
-                sequence=sequence,
-                samples=update.samples,
-                learning_rate=update.learning_rate,
-                round=update.round,
-                num_gradients=update.num_gradients,
-                clock=update.clock,
-                loss=update.loss,
-                vector=update.target,
-                rows=pieces is not None,
-                basis=0 if pieces is None else max(0, min(update.basis)),
-            )
-            opened_ns = self._runtime.now()
-            stream = await self._endpoint.open(name, "push", request)
-            sent = Progress()
-            try:
-                await self._runtime.gather(
-                    self._send_chunks(stream, update, pieces, sequence, list(left), before, sent, lent),
-                    self._take_results(stream, update, left, sent, progressed, opened_ns),
-                )
-            finally:
-                stream.cancel("done")
-
-        await self._retrying(name, attempt)
-        for one in lent:  # what was answered is read no more; all but the word of it is here
-            await one.back(self._silence_s)
-
-    async def _ready(self, update: Update, chunk: int) -> None:
-        if update.ready is not None:
-            await update.ready.reached(self.chunks.bounds(chunk)[1])
-
-    async def _send_chunks(
-        self,
-        stream: Stream,
-        update: Update,
-        pieces: Mapping[int, Piece] | None,
-        sequence: int,
-        chunks: Sequence[int],
-        before: Arrival | None,
-        sent: Progress,
-        lent: list[Lent],
-    ) -> None:
-        link = self.traffic.links[stream.peer]
-        for count, chunk in enumerate(chunks, start=1):
-            await self._ready(update, chunk)
-            if before is not None:
-                await before.landed(chunk)
-            start, stop = self.chunks.bounds(chunk)
-            header = v1.Chunk(
-                index=chunk, sequence=sequence, elems=stop - start, version=max(0, update.basis[chunk])
-            )
-            span: Span | None = None
-            if update.vector is None:
-                header.flags = ABSENT
-            else:
-                itemsize_bytes = update.vector.tensor.element_size()
-                link.whole_pushed_bytes += (stop - start) * itemsize_bytes
-                if pieces is not None and chunk not in pieces:
-                    continue  # not sent, and so absent
-                span = update.vector[start:stop] if pieces is None else pieces[chunk].payload
-                header.rows = 0 if pieces is None else pieces[chunk].num_rows
-                header.elems = len(span)
-                header.dtype = to_wire(update.vector.tensor.dtype)
-                link.pushed_bytes += len(span) * itemsize_bytes
-            if span is None:
-                await stream.send(v1.Frame(chunk=header), None, self._silence_s)  # its Open may be lost
-            else:
-                lent.append(await stream.lend(v1.Frame(chunk=header), span, self._silence_s))
-            sent.advance(count)
-        await stream.end()
-        sent.advance(len(chunks))
-
-    async def _take_results(
-        self,
-        stream: Stream,
-        update: Update,
-        left: dict[int, None],
-        sent: Progress,
-        progressed: Callable[[], None],
-        opened_ns: int,
-    ) -> None:
-        taken, staleness = 0, self.traffic.links[stream.peer].staleness
-        while left:
-            await sent.reached(taken + 1)  # silence counts only while an answer is due
-            received = await stream.recv(self._silence_s)
-            if received is None:
-                raise PeerLostError(stream.peer, f"ended a push with {len(left)} chunks unanswered")
-            results = v1.PushResults.FromString(received.frame.body.data)
-            for chunk in results.absent:
-                taken += 1
-                left.pop(chunk, None)
-            for result in results.results:
-                taken += 1
-                left.pop(result.chunk, None)
-                if result.outcome == v1.PushResult.APPLIED:
-                    staleness[result.staleness] += 1
-                update.late = update.late or result.outcome == v1.PushResult.DROPPED
-                self._claim(result, opened_ns)
-            self.claims.note(Kind.SHARD, stream.peer, opened_ns, self._runtime.now())
-            progressed()
-
-    # ---- fetch --------------------------------------------------------------------------
-
-    async def _fetch(
-        self, arrival: Arrival, terms: v1.Fetch, free: Coroutine[Any, Any, None] | None = None
-    ) -> None:
-        begun_ns = self._runtime.now()
-        try:
-            if free is not None:
-                await free
-            with arrival.borrowed(f"{self._runtime.node}: fetch"):
-                await self._runtime.gather(
-                    *(self._fetch_from(rank, name, arrival, terms) for rank, name in self._shards)
-                )
-            self.traffic.fetches += 1
-            self._report("fetch", begun_ns, arrival.size_bytes)
-        finally:
-            for chunk in range(self.chunks.num_chunks):
-                arrival.release(chunk)
-
-    async def _fetch_from(self, rank: int, name: str, arrival: Arrival, terms: v1.Fetch) -> None:
-        left, link = dict.fromkeys(self.chunks.chunks_of(rank)), self.traffic.links[name]
-
-        tries = itertools.count()
-
-        async def attempt(progressed: Callable[[], None]) -> None:
-            request = v1.Fetch()
-            request.CopyFrom(terms)
-            request.chunks.extend(left)
-            request.known.extend(1 + known for chunk in left if (known := arrival.known(chunk)) is not None)
-            request.attempt = next(tries)
-            opened_ns = self._runtime.now()
-            stream = await self._endpoint.open(name, "fetch", request)
-            stream.land(
-                lambda header: (
-                    arrival.place(header, *self.chunks.bounds(header.index)) if header.index in left else None
-                )
-            )
-            try:
-                while left:
-                    received = await stream.recv(self._silence_s)
-                    if received is None:
-                        raise PeerLostError(name, f"ended a fetch with {len(left)} chunks missing")
-                    if received.frame.HasField("body") and isinstance(arrival, Patch):
-                        unchanged = v1.Unchanged.FromString(received.frame.body.data)
-                        for chunk, version in zip(unchanged.chunks, unchanged.versions, strict=False):
-                            self._expected(name, chunk, left)
-                            arrival.unchanged(name, chunk, version)
-                            link.whole_fetched_bytes += self._chunk_bytes(chunk, arrival)
-                    else:
-                        header, before_bytes = received.frame.chunk, arrival.size_bytes
-                        self._expected(name, header.index, left)
-                        bounds = self.chunks.bounds(header.index)
-                        arrival.take(name, header, *bounds, received.payload, received.landed)
-                        link.fetched_bytes += arrival.size_bytes - before_bytes
-                        link.whole_fetched_bytes += self._chunk_bytes(header.index, arrival)
-                        self._claim(header, opened_ns)
-                    self.claims.note(Kind.SHARD, name, opened_ns, self._runtime.now())
-                    progressed()
-            finally:
-                stream.cancel("done")
-
-        await self._retrying(name, attempt)
-
-    def _expected(self, name: str, chunk: int, left: dict[int, None]) -> None:
-        """An answer of this chunk has come: it was asked for, and is not any more."""
-        if chunk not in left:
-            raise RefusedError(name, "BAD_REQUEST", f"sent chunk {chunk}, not asked for")
-        del left[chunk]
-
-    def _chunk_bytes(self, chunk: int, arrival: Arrival) -> int:
-        """All of a chunk."""
-        start, stop = self.chunks.bounds(chunk)
-        return (stop - start) * arrival.vector.tensor.element_size()
-
-    # ---- accounts -----------------------------------------------------------------------
-
-    def _claim(self, answer: v1.Chunk | v1.PushResult, opened_ns: int) -> None:
-        """Notes for which worker an answer had to wait."""
-        if answer.HasField("waited"):
-            end_ns = opened_ns + 1000 * answer.waited.until_us
-            self.claims.note(Kind.WORKER, answer.waited.on, opened_ns, end_ns)
-
-    def _report(self, kind: Literal["push", "fetch"], begun_ns: int, size_bytes: int) -> None:
-        if self._on_transfer is not None:
-            self._on_transfer(Transfer(kind, (self._runtime.now() - begun_ns) / 1e9, size_bytes))
-
-    # ---- retries ------------------------------------------------------------------------
-
-    async def _retrying(self, peer: str, attempt: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
-        """Tries until it works, or `retry_s` have passed since anything last did."""
-        last_ns, pause_s = self._runtime.now(), 0.02
-
-        def progressed() -> None:
-            nonlocal last_ns, pause_s
-            last_ns, pause_s = self._runtime.now(), 0.02
-
-        while True:
-            try:
-                return await attempt(progressed)
-            except (PeerLostError, DeadlineError, ClosedError) as error:
-                failure: Exception = error
-            except RefusedError as error:
-                if error.code not in RETRYABLE_CODES:
-                    raise
-                failure = error
-            self.traffic.retries += 1
-            if (self._runtime.now() - last_ns) / 1e9 + pause_s > self._retry_s:
-                raise failure
-            await self._runtime.sleep(pause_s * (0.5 + self._jitter.random()))
-            pause_s = min(1.0, 2 * pause_s)
-
 
 async def _at_once(made: Mapping[int, Piece]) -> Mapping[int, Piece]:
     return made
-
-
-def _size_bytes(vector: Vector | None, pieces: Mapping[int, Piece] | None) -> int:
-    """Bytes of a push."""
-    if vector is None:
-        return 0
-    if pieces is None:
-        return vector.tensor.nbytes
-    return sum(len(piece.payload) for piece in pieces.values()) * vector.tensor.element_size()
 
 
 def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
