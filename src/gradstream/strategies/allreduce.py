@@ -86,7 +86,8 @@ class AllReduce(Strategy):
         check_flag("AllReduce", "sharded", self.sharded, may_be_none=True)
         check_flag("AllReduce", "overlap", self.overlap)
         check_flag("AllReduce", "factors", self.factors, may_be_none=True)
-        check_not_negative("AllReduce", "bucket_mib", self.bucket_mib, "number of MiB")
+        if self.bucket_mib is not None:
+            check_not_negative("AllReduce", "bucket_mib", self.bucket_mib, "number of MiB")
         if self.exchange != "auto" and self.algorithm != "auto":
             raise ConfigError(
                 f"AllReduce(exchange={self.exchange!r}, algorithm={self.algorithm!r}): torch.distributed "
