@@ -91,3 +91,16 @@ def test_elastic_averaging_in_step_does_not_go_past_the_mean() -> None:
         model, data, strategy=gs.ElasticAveraging(every=2, moving_rate=0.25, synchronous=True), **options
     )
     simulate(model, data, strategy=gs.ElasticAveraging(every=2, moving_rate=0.26), **options)
+
+
+class Ruleless(gs.Downpour):
+    """Its author has made a mistake in the rule."""
+
+    def rule(self, num_workers: int, reduction: Any) -> Any:
+        raise ValueError(f"no rule for {num_workers} workers")
+
+
+def test_what_a_rule_raises_is_raised_before_anything_starts() -> None:
+    model, data = least_squares(8, 4)
+    with pytest.raises(ValueError, match="no rule for 2 workers"):
+        simulate(model, data, strategy=Ruleless(), workers=2, batch_size=2, steps=1)

@@ -69,6 +69,8 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         **dataclasses.asdict(job.deadlines),
     )
     cast.ledger()
+    if strategy.through == "servers":
+        strategy.rule(cast.workers, cast.reduction)  # what it raises is said here, and not by a shard's death
     return cast
 
 
