@@ -76,7 +76,7 @@ def test_another_system_would_not_have_this_figure() -> None:
 
 
 PHANTOM = """
-import json, resource, sys, time
+import json, pathlib, sys, time
 import gradstream as gs
 from gradstream.runtime.world import World
 from gradstream.simulate import simulate
@@ -89,7 +89,8 @@ run = simulate(
     workers=64, servers=4, batch_size=4, steps=3, chunk_elems=1_048_576,
 )
 print(json.dumps({
-    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    # not ru_maxrss, in which what the process had before it became this program counts: the tests' memory
+    "peak_bytes": 1024 * int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]),
     "cpu_s": time.process_time(),
     "virtual_s": run.info["virtual_s"],
     "pushed_bytes": sum(e["pushed_bytes"] for e in run.events if e["event"] == "exchange"),
