@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 
+from gradstream.errors import RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import Contribution, Immediate, ShardConfig, ShardService
@@ -43,14 +46,14 @@ class Callee:
 
 
 class Pushed:
-    """A push of every chunk, which never waits for the network."""
+    """A push of these chunks, which never waits for the network."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: Iterable[int]) -> None:
         request = v1.Push(command=v1.Push.ASSIGN, sequence=1)
         self.peer = "worker-0"
         self.opened = v1.Open(sender="worker-0", incarnation=1, body=request.SerializeToString())
         self.answers: list[v1.Frame] = []
-        headers = [v1.Chunk(index=index, elems=CHUNK_ELEMS) for index in range(NUM_CHUNKS)]
+        headers = [v1.Chunk(index=index, elems=CHUNK_ELEMS) for index in chunks]
         self._frames = [Received(v1.Frame(chunk=header), torch.ones(CHUNK_ELEMS)) for header in headers]
 
     async def recv(self) -> Received | None:
@@ -60,24 +63,32 @@ class Pushed:
         self.answers.append(frame)
 
 
+async def serve(pushed: Pushed, order: Noting) -> None:
+    """As a shard does, of a model that has these chunks."""
+    runtime, endpoint = RealRuntime("shard-0"), Callee()
+    callee: Any = endpoint
+    service = ShardService(runtime, callee, ShardConfig(0, 1, Immediate(), SGD(lr=1.0), order=order))
+    service.register(v1.ModelSpec(elems=NUM_CHUNKS * CHUNK_ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS))
+    stream: Any = pushed
+    try:
+        await endpoint.handlers["push"](stream)
+    finally:
+        runtime.close()
+
+
 def test_a_chunk_is_updated_before_the_next_one_is_looked_at() -> None:
     """Its elements, just read, are in the cache then."""
-    order, pushed = Noting(), Pushed()
-
-    async def main() -> None:
-        runtime, endpoint = RealRuntime("shard-0"), Callee()
-        callee: Any = endpoint
-        service = ShardService(runtime, callee, ShardConfig(0, 1, Immediate(), SGD(lr=1.0), order=order))
-        service.register(
-            v1.ModelSpec(elems=NUM_CHUNKS * CHUNK_ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS)
-        )
-        stream: Any = pushed
-        try:
-            await endpoint.handlers["push"](stream)
-        finally:
-            runtime.close()
-
-    asyncio.run(main())
+    order, pushed = Noting(), Pushed(range(NUM_CHUNKS))
+    asyncio.run(serve(pushed, order))
     assert order.seen == ["came 0", "updated 0", "came 1", "updated 1", "came 2", "updated 2"]
     results = [one for frame in pushed.answers for one in v1.PushResults.FromString(frame.body.data).results]
     assert sorted(result.chunk for result in results) == [0, 1, 2]
+
+
+def test_a_chunk_that_comes_twice_is_refused() -> None:
+    """The second one would take the elements of the first away, which wait to be used."""
+    order = Noting()
+    with pytest.raises(RefusedError, match="chunk 1 comes twice in one push") as refused:
+        asyncio.run(serve(Pushed([0, 1, 1, 2]), order))
+    assert refused.value.code == "BAD_REQUEST"
+    assert order.seen[-1] != "came 2"

@@ -56,10 +56,12 @@ class PushDesk:
 
     async def _take(self, inbox: Inbox, request: v1.Push) -> None:
         """Reads chunks until the sender has said everything."""
-        came = set()
+        came = set[int]()
         while (received := await inbox.stream.recv()) is not None:
             chunk = received.frame.chunk
             part = self._inspection.part(inbox.sender, received)
+            if chunk.index in came:
+                raise self._inspection.bad(inbox.sender, f"chunk {chunk.index} comes twice in one push")
             came.add(chunk.index)
             self._contribute(inbox, request, chunk.index, chunk.version, part)
             await self._runtime.sleep(0)  # its update begins now, while what was looked at is in the cache
