@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,11 @@ def ours() -> list[str]:
 # ---- the sending process -----------------------------------------------------------------------
 
 
-async def our_sender(carrier: str, address: str) -> Callable[[int], Awaitable[Send]]:
+async def our_sender(carrier: str, address: str, stack: AsyncExitStack) -> Callable[[int], Awaitable[Send]]:
     runtime = runtime_of("client", carrier)
     endpoint = make_endpoint(Identity("bench", "client", 2), runtime, carrier)  # type: ignore[arg-type]
     await endpoint.start()
+    stack.push_async_callback(endpoint.close)
     endpoint.know("server", address)
 
     async def of_size(size: int) -> Send:
@@ -222,8 +224,9 @@ async def send_once(stream: Stream, vector: Vector) -> None:
         await one.back(60)
 
 
-async def unary_sender(address: str) -> Callable[[int], Awaitable[Send]]:
-    one = grpc.aio.insecure_channel(address, options=OPTIONS).unary_unary("/bare/one")  # type: ignore[call-arg]
+async def unary_sender(address: str, stack: AsyncExitStack) -> Callable[[int], Awaitable[Send]]:
+    channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=OPTIONS))
+    one = channel.unary_unary("/bare/one")  # type: ignore[call-arg]
 
     async def of_size(size: int) -> Send:
         source = np.ones(size, dtype=np.uint8)
@@ -296,9 +299,16 @@ async def flight_sender(address: str) -> Callable[[int], Awaitable[Send]]:
 
 
 async def measure(addresses: dict[str, Any], repeats: int) -> dict[str, dict[int, float]]:
+    async with AsyncExitStack() as stack:
+        return await measured(addresses, repeats, stack)
+
+
+async def measured(
+    addresses: dict[str, Any], repeats: int, stack: AsyncExitStack
+) -> dict[str, dict[int, float]]:
     makers: dict[str, Callable[[Any], Awaitable[Callable[[int], Awaitable[Send]]]]] = {
-        "grpc unary": unary_sender,
-        **{name: lambda address, name=name: our_sender(name, address) for name in OURS},  # type: ignore[misc]
+        "grpc unary": lambda address: unary_sender(address, stack),
+        **{name: lambda address, name=name: our_sender(name, address, stack) for name in OURS},  # type: ignore[misc]
         "socket": socket_sender,
         "zeromq": zeromq_sender,
         "flight": flight_sender,
