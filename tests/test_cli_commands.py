@@ -319,6 +319,15 @@ def test_figures_leave_out_what_is_not_known() -> None:
     assert "CPU" not in names
 
 
+def test_workers_without_servers_do_not_push() -> None:
+    summary = summary_of([FINISHED]) | {"pushed_bytes": 6_000_000, "fetched_bytes": 6_000_000, "pushes": 60}
+    assert {"pushed", "fetched"} <= set(dict(figures(summary)))
+    shown = dict(figures(summary | {"servers": 0}))
+    assert shown["exchanged"] == "6.0 MB of gradients in 60 sums"
+    assert not {"pushed", "fetched"} & set(shown)
+    assert "exchanged" not in dict(figures(summary | {"servers": 0, "pushes": 0}))  # one vector for all
+
+
 def test_listening_is_told_with_the_workers_of_all_machines(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

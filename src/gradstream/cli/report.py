@@ -106,8 +106,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("time", _of(s["train_s"], "{:.2f} s")),
         ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),
         ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
-        ("pushed", f"{size_text(s['pushed_bytes'])} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
-        ("fetched", f"{size_text(s['fetched_bytes'])} in {s['fetches']:,} fetches"),
+        *_exchanged(s),
         ("instead of", _whole(s)),
         ("staleness", _of(s["staleness_mean"], _stale(s))),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
@@ -117,6 +116,17 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("workers lost", ", ".join(s["workers_lost"])),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """By what was sent: to and from servers, or among workers; nothing where all use one vector."""
+    up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
+    if s["servers"] == 0:
+        return [("exchanged", f"{up} of gradients in {s['pushes']:,} sums")] if s["pushes"] else []
+    return [
+        ("pushed", f"{up} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
+        ("fetched", f"{down} in {s['fetches']:,} fetches"),
+    ]
 
 
 def _stale(figures: Mapping[str, Any]) -> str:
