@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 RESULTS = "bench/results/caltech101-*.json"
 
@@ -40,3 +41,45 @@ def test_where_and_when_is_said(repository: Path) -> None:
     record = json.loads((repository / "bench/results/caltech101-large.json").read_text())
     assert f"**{record['machine']['machine']['cores']} cores**" in readme
     assert record["date"][:10] in readme
+
+
+def compared(readme: str) -> str:
+    """The table of what was measured beside something else."""
+    return readme.split("| measured in a row, against |")[1].split("\n\n")[0]
+
+
+def result(repository: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((repository / f"bench/results/{name}.json").read_text())
+    return found
+
+
+def test_ratios_are_the_recorded_ones(repository: Path) -> None:
+    table = compared((repository / "README.md").read_text())
+    large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
+    beside = "of_side_by_side"
+    shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
+    slow, rows = result(repository, "slow-worker")["median_lost"], result(repository, "row_sparse")
+    (summed,) = (
+        row["median_s"]
+        for row in result(repository, "allreduce-shared")["by_ranks"]["2"]["rows"]
+        if row["elems"] == 74_770_901
+    )
+    ratios = [result(repository, "hogwild")[problem]["ratios"] for problem in ("sparse", "sparser")]
+    hogwild = [
+        " to ".join(f"{value:.2f}" for value in sorted(one[ratio] for one in ratios))
+        for ratio in ("plain, 2 processes / 1", "plain / lock, 2 processes each")
+    ]
+    for said in (
+        f"| {large['allreduce'][beside]:.2f}; `DistributedDataParallel` over gloo "
+        f"{large['ddp'][beside]:.2f} |",
+        f"| {cnn['allreduce'][beside]:.2f}; DDP {cnn['ddp'][beside]:.2f} |",
+        f"| {large['one']['of_plain']:.2f}; {cnn['one']['of_plain']:.2f} |",
+        f"| {1e3 * summed['shared']:.0f} ms; gloo {1e3 * summed['gloo']:.0f}, OpenMPI in place "
+        f"{1e3 * summed['openmpi']:.0f} |",
+        f"| {shm:.2f}; {tcp:.2f} |",
+        f"| {'; '.join(hogwild)} |",
+        f"| {slow['downpour']:.0%}, {slow['synchronous']:.0%} |".replace("%", " %"),
+        f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
+        f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
+    ):
+        assert said in table, said
