@@ -247,7 +247,7 @@ class Peers:
         """See `strategies.verbs.Peers`."""
         begun_ns, parameters = self._runtime.now(), self._replica.parameters
         # One vector for all has nothing to be moved, bucket by bucket: all wait for each other, once.
-        bounds = [(0, len(parameters))] if self._group.shares_memory else self._bounds
+        bounds = [(0, len(parameters))] if self.sharded and self._group.shares_memory else self._bounds
         for start, stop in bounds:
             await self._group.all_gather(parameters[start:stop])
         self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
