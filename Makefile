@@ -32,6 +32,7 @@ bench: $(READY)
 	$(BIN)/python bench/allreduce.py
 	$(BIN)/python bench/hogwild.py
 	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
+	$(BIN)/python bench/tables.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.cluster.machine import describe_machine, git_commit
+from marks import put
 from study import findings, ledger, page, plots, subject
 from study.methods import METHODS, Method
 from study.runs import Key, Setting, row_of
@@ -119,7 +120,7 @@ def main() -> None:
     for name, text in page.study_tables(record).items():
         print(f"\n{name}\n{text}")
     if (pages / "study.md").exists():
-        page.put(pages / "study.md", page.study_tables(record))
+        put(pages / "study.md", page.study_tables(record))
 
 
 def _due(methods: list[Method], budget: ledger.Budget, rows: ledger.Rows, begun: Any) -> Key | None:

@@ -29,6 +29,7 @@ import numpy as np
 import gradstream as gs
 from gradstream.cluster.machine import describe_machine, git_commit
 from gradstream.simulate import simulate
+from marks import put, table
 from study import ledger, page, plots, subject
 from study.findings import samples_to
 from study.methods import BATCH, Method
@@ -167,8 +168,8 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     head = ["", "rate", "test accuracy", "training accuracy", "staleness, mean", "seconds an epoch"]
     return {
         "state": page.state(record, len(COUNTS) * 2),
-        "figure-4": page.table(head, four),
-        "figure-5": page.table([f"seconds to {100 * TARGET:.0f} %, replicas:", *map(str, COUNTS)], five),
+        "figure-4": table(head, four),
+        "figure-5": table([f"seconds to {100 * TARGET:.0f} %, replicas:", *map(str, COUNTS)], five),
     }
 
 
@@ -231,7 +232,7 @@ def main() -> None:
     for name, text in tables(record).items():
         print(f"\n{name}\n{text}")
     if (pages / "distbelief.md").exists():
-        page.put(pages / "distbelief.md", tables(record))
+        put(pages / "distbelief.md", tables(record))
 
 
 def _due(wanted: list[Method], budget: ledger.Budget, rows: ledger.Rows, begun: Any) -> Key | None:

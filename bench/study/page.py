@@ -1,24 +1,17 @@
-"""What a reader sees of a record: tables, put into a page between two marks."""
+"""What a reader sees of a study's record: tables."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from marks import table
 from study.findings import NEAR
 from study.methods import EXPONENTS
 
-__all__ = ["put", "state", "study_tables", "table"]
+__all__ = ["state", "study_tables"]
 
 Found = Mapping[str, Any]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def study_tables(record: Mapping[str, Any]) -> dict[str, str]:
@@ -44,15 +37,6 @@ def state(record: Mapping[str, Any], num_methods: int) -> str:
         f"Made of {record['runs']} of {whole} runs, {record['date']}, on {machine['cores']} cores of an "
         f"{machine['processor']}{missing}."
     )
-
-
-def put(page: Path, places: Mapping[str, str]) -> None:
-    """Replaces what stands between `<!-- begin: name -->` and `<!-- end: name -->`."""
-    text = page.read_text()
-    for name, content in places.items():
-        mark = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        text = mark.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)  # type: ignore[misc]
-    page.write_text(text)
 
 
 def _accuracy(found: Mapping[str, Found], equal_s: float | None) -> str:

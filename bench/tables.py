@@ -1,0 +1,182 @@
+"""Question: do the pages say what was measured?
+
+    python bench/tables.py    # writes their tables anew from bench/results/*.json: a second
+
+After a measurement. Words around a table are not rewritten: read them again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from marks import put, table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+Record = Mapping[str, Any]
+Places = dict[str, str]
+
+
+def main() -> None:
+    for name, places in PAGES.items():
+        print(f"{name}: {'written anew' if put(ROOT / name, places()) else 'as it was'}")
+
+
+def recorded(name: str) -> Record:
+    """What a benchmark has written."""
+    found: Record = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def where(record: Record) -> str:
+    """The machine and the day of a record."""
+    machine = record["machine"]
+    machine = machine.get("machine", machine)
+    return f"on {machine['cores']} cores of an {machine['processor']}, {record['date'][:10]}"
+
+
+def milliseconds(seconds: float) -> str:
+    """With three decimals where it is less than one."""
+    return f"{1e3 * seconds:.{3 if seconds < 1e-3 else 1}f}"
+
+
+# ---- carriers ------------------------------------------------------------------------------------
+
+CARRIERS = {
+    "grpc unary": "gRPC, unary",
+    "grpc": "`grpc`",
+    "tcp": "`tcp`",
+    "shm": "`shm`",
+    "socket": "blocking socket",
+    "zeromq": "ZeroMQ",
+    "flight": "Arrow Flight",
+}
+MESSAGES = {"4 KiB": 1 << 12, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
+
+
+def carriers() -> Places:
+    """A round trip by its size."""
+    record = recorded("carriers")
+    rows = []
+    for carrier, title in CARRIERS.items():
+        times_ms = [1e3 * record["median_s"][carrier][str(size)] for size in MESSAGES.values()]
+        rows.append([title, *(f"{time:.{2 if time < 10 else 0}f}" for time in times_ms)])
+    state = f"Medians of {record['repeats']}, {where(record)}."
+    return {"carriers": f"{table(['a round trip, ms', *MESSAGES], rows)}\n\n{state}"}
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+IN_PLACE = {
+    "shared": "in place",
+    "shared + copy out": "with a copy out",
+    "only read": "only read",
+    "gloo": "gloo",
+    "openmpi": "OpenMPI in place",
+    "openmpi, 2 buffers": "OpenMPI, two buffers",
+}
+
+
+def collectives() -> Places:
+    """In shared memory, as messages, and between machines."""
+    return {
+        "in-place": in_place(recorded("allreduce-shared")),
+        "messages": messages(recorded("collectives")),
+        "network": network(recorded("collectives")),
+    }
+
+
+def in_place(record: Record) -> str:
+    """Processes of one host, beside gloo and OpenMPI."""
+    rows = []
+    for ranks, found in record["by_ranks"].items():
+        for row in found["rows"]:
+            times = [milliseconds(row["median_s"][name]) for name in IN_PLACE]
+            rows.append([f"{ranks}, {row['elems']:,}", *times, f"{row['ratio']:.1f}"])
+    head = ["ranks, elements", *IN_PLACE.values(), "the fastest peer over ours"]
+    return f"{table(head, rows)}\n\nMedians of {record['rounds']}, {where(record)}."
+
+
+def messages(record: Record) -> str:
+    """Over TCP: the group's own choice, the best algorithm by name, gloo."""
+    rows = []
+    for row in record["loopback"]:
+        over_tcp = {name: time_s for name, time_s in row["median_s"].items() if name.startswith("tcp ")}
+        chosen_s = over_tcp.pop("tcp messages")
+        best = min(over_tcp, key=lambda name: over_tcp[name])
+        by_name = f"{milliseconds(over_tcp[best])}, {best.removeprefix('tcp ')}"
+        what = f"{row['ranks']}, {row['elements']:,}"
+        rows.append([what, milliseconds(chosen_s), by_name, milliseconds(row["gloo_s"])])
+    head = ["ranks, elements", "as chosen", "the best by name", "gloo"]
+    return f"{table(head, rows)}\n\nMedians, {where(record)}."
+
+
+def network(record: Record) -> str:
+    """By rate and number of machines: the part of what a ring's bytes allow."""
+    found = {(row["rate"], row["machines"]): row["part"] for row in record["network"]}
+    counts = sorted({machines for _, machines in found})
+    rows = [
+        [title, *(f"{found[rate, machines]:.2f}" for machines in counts)]
+        for rate, title in (("1gbit", "1 Gbit/s"), ("100mbit", "100 Mbit/s"))
+    ]
+    return table(["", *(f"{machines} machines" for machines in counts)], rows)
+
+
+# ---- HOGWILD! ------------------------------------------------------------------------------------
+
+PROBLEMS = {"sparse": "of 2²⁰", "sparser": "of 2²⁴", "dense": "dense"}
+UPDATES = ("plain", "atomic", "lock", "short_lock", "component_locks", "round_robin")
+OTHERS = ("lock", "short_lock", "round_robin")
+
+
+def hogwild() -> Places:
+    """Updates a second, and what `plain` by two makes of others."""
+    record = recorded("hogwild")
+    return {
+        "updates": f"{updates(record)}\n\nMedians of {record['rounds']} rounds, {where(record)}.",
+        "of-others": of_others({"": record, ", earlier": recorded("hogwild-earlier")}),
+    }
+
+
+def updates(record: Record) -> str:
+    """Thousands a second, by one process and by two."""
+
+    def thousands(problem: str, way: str) -> str:
+        return f"{record[problem]['rows'][way]['updates_per_s'] / 1e3:,.0f}"
+
+    rows = []
+    for update in UPDATES:
+        cells = [f"`{update}`"]
+        for problem in PROBLEMS:
+            cells.append(", ".join(thousands(problem, f"{update}, {count}") for count in (1, 2)))
+            cells.append(f"{record[problem]['ratios'][f'{update}, 2 processes / 1']:.2f}×")
+        rows.append(cells)
+    sklearn = [cell for problem in PROBLEMS for cell in (thousands(problem, "SGDClassifier"), "")]
+    rows.append(["`SGDClassifier`", *sklearn])
+    return table(["", *(cell for title in PROBLEMS.values() for cell in (f"{title}: 1, 2", ""))], rows)
+
+
+def of_others(records: Mapping[str, Record]) -> str:
+    """What `plain` by two processes makes of one process, and of two with other updates."""
+    rows = []
+    for when, record in records.items():
+        ratios = {"`plain` by one": "plain, 2 processes / 1"}
+        ratios |= {f"`{other}`": f"plain / {other}, 2 processes each" for other in OTHERS}
+        for title, ratio in ratios.items():
+            found = (record[problem]["ratios"][ratio] for problem in PROBLEMS)
+            rows.append([f"{title}{when}", *(f"{value:.2f}" for value in found)])
+    return table(["`plain` by two over", *PROBLEMS.values()], rows)
+
+
+PAGES: dict[str, Callable[[], Places]] = {
+    "docs/choose.md": carriers,
+    "docs/collectives.md": collectives,
+    "docs/strategies/hogwild.md": hogwild,
+}
+
+if __name__ == "__main__":
+    main()

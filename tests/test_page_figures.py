@@ -1,0 +1,186 @@
+"""What pages say was measured is what the records of the benchmarks say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RESULTS = "bench/results/caltech101-*.json"
+
+
+# ---- tables that bench/tables.py writes ----------------------------------------------------------
+
+
+@pytest.fixture
+def tables(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script that writes them."""
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    return importlib.import_module("tables")
+
+
+@pytest.fixture
+def marks(tables: Any) -> Any:
+    """Where on a page they stand."""
+    return importlib.import_module("marks")
+
+
+def test_tables_are_as_the_records_have_them(tables: Any, marks: Any, repository: Path) -> None:
+    """Else: `python bench/tables.py`, and read again what the pages say beside."""
+    for name, places in tables.PAGES.items():
+        text = (repository / name).read_text()
+        assert marks.filled(text, places()).splitlines() == text.splitlines(), name
+        assert text.count("<!-- begin: ") == len(places()), f"{name}: a place that nobody fills"
+
+
+def test_a_wrong_figure_is_noticed(tables: Any, marks: Any, repository: Path, tmp_path: Path) -> None:
+    for name, places in tables.PAGES.items():
+        text = (repository / name).read_text()
+        figure = re.search(r"<!-- begin: .*?\| (\d[\d.,]*)", text, re.DOTALL)
+        assert figure is not None
+        page = tmp_path / "page.md"
+        page.write_text(f"{text[: figure.start(1)]}0.123{text[figure.end(1) :]}")
+        assert marks.put(page, places()), name
+        assert page.read_text() == text
+
+
+def test_a_new_record_is_noticed(
+    tables: Any, marks: Any, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(repository / "bench" / "results", tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    record = json.loads((tmp_path / "collectives.json").read_text())
+    record["loopback"][-1]["median_s"]["tcp messages"] *= 1.1
+    (tmp_path / "collectives.json").write_text(json.dumps(record))
+    text = (repository / "docs/collectives.md").read_text()
+    old, new = text.splitlines(), marks.filled(text, tables.collectives()).splitlines()
+    changed = [line for line, other in zip(new, old, strict=True) if line != other]
+    assert len(changed) == 1
+    assert changed[0].startswith("| 4, 11,000,000 |")
+
+
+def test_a_mark_that_is_lost_is_noticed(tables: Any, marks: Any, repository: Path) -> None:
+    text = (repository / "docs/choose.md").read_text().replace("<!-- end: carriers -->", "")
+    with pytest.raises(LookupError, match="0 places 'carriers'"):
+        marks.filled(text, tables.carriers())
+
+
+# ---- README --------------------------------------------------------------------------------------
+
+
+def cells(readme: str, column: str) -> Iterator[str]:
+    """What stands under this heading, in every table that has it."""
+    for table in re.findall(r"(?:^\|.*\n)+", readme, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines(True)]
+        if column in rows[0]:
+            place = rows[0].index(column)
+            yield from (row[place] for row in rows[2:])
+
+
+def recorded(repository: Path, field: str) -> set[float]:
+    rows = [json.loads(path.read_text())["rows"].values() for path in repository.glob(RESULTS)]
+    return {row[field] for group in rows for row in group if field in row}
+
+
+def test_rates_and_accuracies_are_the_recorded_ones(repository: Path) -> None:
+    readme = (repository / "README.md").read_text()
+    rates = {f"{rate:,.0f}" for rate in recorded(repository, "samples_per_s")}
+    accuracies = {f"{100 * accuracy:.1f}" for accuracy in recorded(repository, "accuracy")}
+    said = [number for cell in cells(readme, "samples/s") for number in re.findall(r"\d[\d,]*", cell)]
+    assert said, "README has no column samples/s"
+    assert set(said) <= rates
+    said = [number for cell in cells(readme, "test accuracy") for number in re.findall(r"\d[\d.]*", cell)]
+    assert set(said) <= accuracies
+
+
+def test_where_and_when_is_said(repository: Path) -> None:
+    readme = (repository / "README.md").read_text()
+    record = json.loads((repository / "bench/results/caltech101-large.json").read_text())
+    assert f"**{record['machine']['machine']['cores']} cores**" in readme
+    assert record["date"][:10] in readme
+
+
+def compared(readme: str) -> str:
+    """The table of what was measured beside something else."""
+    return readme.split("| measured in a row, against |")[1].split("\n\n")[0]
+
+
+def result(repository: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((repository / f"bench/results/{name}.json").read_text())
+    return found
+
+
+def allreduce_ms(repository: Path, how: str) -> float:
+    """Of the large model's gradient, by two processes of one host."""
+    rows = result(repository, "allreduce-shared")["by_ranks"]["2"]["rows"]
+    (row,) = (row for row in rows if row["elems"] == 74_770_901)
+    return 1e3 * float(row["median_s"][how])
+
+
+def test_ratios_are_the_recorded_ones(repository: Path) -> None:
+    table = compared((repository / "README.md").read_text())
+    large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
+    beside = "of_side_by_side"
+    shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
+    slow, rows = result(repository, "slow-worker")["median_lost"], result(repository, "row_sparse")
+    shared, gloo, openmpi = (allreduce_ms(repository, how) for how in ("shared", "gloo", "openmpi"))
+    ratios = [result(repository, "hogwild")[problem]["ratios"] for problem in ("sparse", "sparser")]
+    hogwild = [
+        " to ".join(f"{value:.2f}" for value in sorted(one[ratio] for one in ratios))
+        for ratio in ("plain, 2 processes / 1", "plain / lock, 2 processes each")
+    ]
+    for said in (
+        f"| {large['allreduce'][beside]:.2f}; `DistributedDataParallel` over gloo "
+        f"{large['ddp'][beside]:.2f} |",
+        f"| {cnn['allreduce'][beside]:.2f}; DDP {cnn['ddp'][beside]:.2f} |",
+        f"| {large['one']['of_plain']:.2f}; {cnn['one']['of_plain']:.2f} |",
+        f"| {shared:.0f} ms; gloo {gloo:.0f}, OpenMPI in place {openmpi:.0f} |",
+        f"| {shm:.2f}; {tcp:.2f} |",
+        f"| {'; '.join(hogwild)} |",
+        f"| {slow['downpour']:.0%}, {slow['synchronous']:.0%} |".replace("%", " %"),
+        f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
+        f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
+    ):
+        assert said in table, said
+
+
+# ---- sentences of other pages ----------------------------------------------------------------------
+
+
+def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> None:
+    shared, read = (allreduce_ms(repository, how) for how in ("shared", "only read"))
+    beside = {
+        model: result(repository, f"data-parallel-{model}")["rows"]["allreduce"]["of_side_by_side"]
+        for model in ("large", "cnn")
+    }
+    slow = {name: 100 * lost for name, lost in result(repository, "slow-worker")["median_lost"].items()}
+    rate = {
+        name: row["samples_per_s"] for name, row in result(repository, "caltech101-large")["rows"].items()
+    }
+    for page, *sentences in (
+        (
+            "allreduce",
+            f"takes {shared:.0f} ms in shared memory, "
+            f"of which reading the two vectors alone takes {read:.0f};",
+            f"two workers make {beside['large']:.2f} (CNN: {beside['cnn']:.2f}) of two loops",
+        ),
+        (
+            "downpour",
+            f"Downpour loses {slow['downpour']:.0f} % of its samples a second",
+            f"`synchronous` in the same run {slow['synchronous']:.0f} % (medians of 5",
+        ),
+        (
+            "synchronous",
+            f"{rate['synchronous']:.0f} samples/s by two workers "
+            f"where a plain loop makes {rate['plain']:.0f}",
+        ),
+    ):
+        text = " ".join((repository / f"docs/strategies/{page}.md").read_text().split())
+        for sentence in sentences:
+            assert sentence in text, f"{page}: {sentence}"
