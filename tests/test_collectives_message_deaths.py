@@ -23,6 +23,7 @@ import asyncio, gc, json, os, signal
 from pathlib import Path
 import torch
 from gradstream.collectives.forming import form_group
+from gradstream.collectives.lanes import Out
 from gradstream.collectives.player import Player
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
@@ -74,16 +75,18 @@ async def allreduce(group, vector):
 
 def doomed(fatal):
     "This rank comes to a standstill before it sends its `fatal`-th piece from here on."
-    frame, pieces = Player._frame, 0
-    def counted(player, index, elems):
-        nonlocal pieces
-        pieces += 1
-        if pieces == fatal:
-            say(at="here", pid=os.getpid())
-            while True:
-                signal.pause()
-        return frame(player, index, elems)
-    Player._frame = counted
+    pieces = 0
+    def counting(send):
+        def counted(*given):
+            nonlocal pieces
+            pieces += 1
+            if pieces == fatal:
+                say(at="here", pid=os.getpid())
+                while True:
+                    signal.pause()
+            return send(*given)
+        return counted
+    Player._frame, Out.move = counting(Player._frame), counting(Out.move)  # by streams, and by lines
 
 def say(**message):
     os.write(3, json.dumps(message).encode() + b"\\n")
@@ -162,7 +165,9 @@ def test_a_rank_that_is_killed_is_named_and_no_partial_sum_is_returned(
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(
     cluster: LocalCluster, tmp_path: Path, carrier: str
 ) -> None:
-    for survivor in run(cluster, tmp_path, carrier, "ring", 3, number=signal.SIGSTOP, silence_s=2.0):
+    folder = tmp_path / str(os.getpid())  # names the job, and so the sockets
+    folder.mkdir()
+    for survivor in run(cluster, folder, carrier, "ring", 3, number=signal.SIGSTOP, silence_s=2.0):
         assert (survivor["error"], survivor["peer"]) == ("DeadlineError", VICTIM), survivor
         assert all(found == WHOLE for found in survivor["sums"]), survivor
         assert not survivor["left"]

@@ -181,6 +181,7 @@ class _Former:
         number, own = next((i, ranks) for i, ranks in enumerate(self._hosts) if mesh.rank in ranks)
         inside = await mesh.guarded(self._join(own, f"host-{number}"))
         lane = [ranks[own.index(mesh.rank)] for ranks in self._hosts]
+        await self._string(lane)
         figures = await measure(mesh)
         choice, everybody = Choice(len(lane), figures), Choice(mesh.size, figures)
         piece_bytes = self._piece_bytes
@@ -191,11 +192,16 @@ class _Former:
 
     async def _messages(self, algorithm: str) -> tuple[MessageGroup, GroupEvent]:
         mesh = self._mesh
+        await self._string(range(mesh.size))
         choice = Choice(mesh.size, await measure(mesh)) if algorithm == "auto" else None
         group = MessageGroup(
             mesh, algorithm=algorithm, choice=choice, hosts=self._hosts, piece_bytes=self._piece_bytes
         )
         return group, self._event("messages", algorithm, choice)
+
+    async def _string(self, ranks: Sequence[int]) -> None:
+        if isinstance(self._mesh.runtime, RealRuntime):  # virtual nodes have streams alone
+            await self._mesh.string(ranks)
 
     def _event(self, kind: str, algorithm: str, choice: Choice | None = None) -> GroupEvent:
         figures = {} if choice is None else asdict(choice.figures)

@@ -11,8 +11,9 @@ import torch
 
 from gradstream.collectives.choice import Figures
 from gradstream.collectives.mesh import Mesh
+from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
-from gradstream.collectives.player import Operation, Player
+from gradstream.collectives.player import carry_out
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.runtime.base import Work
 
@@ -72,14 +73,17 @@ def _everybody(rank: int, size: int) -> Schedule:
 
 
 async def _median_s(mesh: Mesh, schedule: Schedule, times: int) -> float:
-    runtime, plan = mesh.runtime, Plan.of(schedule)
+    plan, everybody = Plan.of(schedule), range(mesh.size)
     elems = max(step.stop for step in schedule)
     tensor = _zeros(mesh, elems)
     operation = Operation(0, 0, "measuring")
     took_s = []
     for _ in range(times):
-        player = Player(runtime, operation, plan, tensor, elems, mesh.stream)
-        took_s.append(await _timed_s(mesh, lambda player=player: mesh.guarded(player.play())))  # type: ignore[misc]
+        took_s.append(
+            await _timed_s(
+                mesh, lambda: mesh.guarded(carry_out(mesh, everybody, operation, plan, tensor, elems))
+            )
+        )
     return statistics.median(took_s)
 
 

@@ -12,11 +12,13 @@ caller gets to know and leaves: otherwise its leaving could be taken for the cau
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from gradstream.collectives.lanes import Line
+from gradstream.collectives.lines import Lines
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -80,6 +82,9 @@ class Mesh:
         epoch: of the group; a later group of the same nodes has a higher one.
         silence_s: a rank that has not been heard for this long is lost, and everybody told.
 
+    Attributes:
+        lines: those that `string` has strung, if any.
+
     Raises:
         ConfigError: a rank or a time that cannot be.
     """
@@ -114,6 +119,7 @@ class Mesh:
         self._keeper: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._closed = False
+        self.lines: Lines | None = None
 
     @property
     def size(self) -> int:
@@ -241,6 +247,37 @@ class Mesh:
             raise PeerLostError(self.names[rank], "left the group where it was to speak")
         return received.frame.body.data
 
+    async def string(self, ranks: Collection[int]) -> None:
+        """Strings a line to each of `ranks`, where all ranks of the mesh can have those that they want.
+
+        All ranks do it at once, and want a line to each rank that wants one to them. Without lines, messages
+        go by the streams.
+
+        Raises:
+            PeerLostError, DeadlineError: naming a rank; the group is broken.
+        """
+        await self.guarded(self._string([rank for rank in ranks if rank != self.rank]))
+
+    async def _string(self, ranks: Sequence[int]) -> None:
+        found = await self.runtime.gather(*(self._line(rank) for rank in ranks))
+        lines = Lines(
+            self._me, {rank: one for rank, one in zip(ranks, found, strict=True) if one is not None}
+        )
+        try:
+            everybody = await self._swap(bytes([lines.join(ranks)]))
+        except BaseException:
+            await lines.close()
+            raise
+        if all(word == b"\1" for word in everybody):
+            self.lines = lines
+        else:
+            await lines.close()
+
+    async def _line(self, rank: int) -> Line | None:
+        name = self.names[rank]
+        connected = await self._endpoint.line(name, f"exchange/{self._epoch}", dial=self.rank < rank)
+        return None if connected is None else Line(connected, name)
+
     # ---- losing a rank ------------------------------------------------------------------
 
     async def guarded(self, work: Coroutine[Any, Any, T], *, streams_alone: bool = False) -> T:
@@ -348,6 +385,8 @@ class Mesh:
         """From here on nothing writes the memory that streams were to receive into."""
         for stream in self._streams.values():
             stream.cancel(f"{self._me} has left the group")
+        if self.lines is not None:
+            self.lines.cut()
 
     async def _hear(self, stream: Stream) -> None:
         """Somebody has lost a rank."""
@@ -375,6 +414,8 @@ class Mesh:
         elif self._telling is not None:
             await self._telling
         self._cut()
+        if self.lines is not None:
+            await self.lines.close()
 
     async def _end(self, rank: int, stream: Stream) -> None:
         if rank in self._served:

@@ -13,13 +13,13 @@ from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, 
 from gradstream.collectives.choice import Choice
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.mesh import Mesh
+from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
-from gradstream.collectives.player import Operation, Player
+from gradstream.collectives.player import carry_out
 from gradstream.collectives.schedule import Schedule
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
-from gradstream.transport.base import Stream
 
 __all__ = ["PIECE_BYTES", "MessageGroup"]
 
@@ -148,10 +148,7 @@ class MessageGroup:
             work = Work("reduce", elems=len(tensor))
             await self._runtime.compute(lambda _: _scale(tensor, weight), work=work, lane="exchange")
         piece_elems = max(1, self._piece_bytes // tensor.element_size())
-        await Player(self._runtime, operation, plan, tensor, piece_elems, self._stream).play()
-
-    def _stream(self, rank: int) -> Stream:
-        return self._mesh.stream(self._ranks[rank])
+        await carry_out(self._mesh, self._ranks, operation, plan, tensor, piece_elems)
 
 
 def _size_bytes(span: Span) -> int:

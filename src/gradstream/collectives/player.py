@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from gradstream.collectives.lanes import Passage
+from gradstream.collectives.line_player import LinePlayer
+from gradstream.collectives.mesh import Mesh
+from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
 from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
@@ -24,26 +27,36 @@ from gradstream.transport.base import Received, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["Operation", "Player"]
+__all__ = ["Player", "carry_out"]
 
 BRIEF_ELEMS = 1 << 14
 """Sums of so few elements are made on the event loop, and such messages sent one after the other: another
 thread, or a task, would take longer to wake."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What the ranks do together, for all of them to agree on.
+async def carry_out(
+    mesh: Mesh, ranks: Sequence[int], operation: Operation, plan: Plan, tensor: torch.Tensor, piece_elems: int
+) -> None:
+    """By the mesh's lines, where it has them to all of `ranks`, else by its streams.
 
     Args:
-        number: of the operation in its group.
-        digest: of what it is; chunks of another one are refused.
-        text: the same for people.
-    """
+        mesh: of ranks that have met.
+        ranks: those of it that take part, as the plan numbers them.
+        operation: what they do.
+        plan: of this rank.
+        tensor: the elements, borrowed for writing.
+        piece_elems: the most that goes at once.
 
-    number: int
-    digest: int
-    text: str
+    Raises:
+        PeerLostError, ConfigError: see `Player.play`.
+    """
+    lines, others = mesh.lines, [rank for rank in ranks if rank != mesh.rank]
+    if lines is None or not lines.join(others):
+        stream = lambda number: mesh.stream(ranks[number])  # noqa: E731
+        await Player(mesh.runtime, operation, plan, tensor, piece_elems, stream).play()
+        return
+    passage = Passage(operation, plan, tensor, piece_elems * tensor.element_size())
+    await lines.play(LinePlayer(passage, plan, lambda number: lines.line(ranks[number])))
 
 
 class Player:
@@ -202,11 +215,7 @@ class Player:
             raise PeerLostError(peer, f"left the group before {operation.text} was done")
         chunk, payload = received.frame.chunk, received.payload
         if (chunk.sequence, chunk.version) != (operation.number, operation.digest):
-            raise ConfigError(
-                f"{operation.text} is this rank's operation {operation.number} of the group, but {peer} does "
-                f"another (its number {chunk.sequence}): all ranks must call the same operations in the same "
-                "order, with as many elements"
-            )
+            raise operation.mismatch(peer, chunk.sequence)
         if payload is None or (chunk.index, chunk.elems, chunk.dtype) != (index, elems, self._dtype):
             raise ConfigError(
                 f"{operation.text}: chunk {chunk.index} of {chunk.elems} elements came from {peer}, expected "

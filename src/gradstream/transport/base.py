@@ -18,6 +18,7 @@ What every carrier promises, and `gradstream.testing.check_endpoint` tests:
 from __future__ import annotations
 
 import enum
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -260,6 +261,18 @@ class Endpoint(Protocol):
 
         Raises:
             RefusedError: the sender's size or dtype is not that of `into` (raised on both sides).
+        """
+        ...
+
+    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """A socket to a peer, non-blocking, for a thread that moves bytes without the event loop.
+
+        Both sides ask for it by the same name, and one of them dials. Whoever has it closes it. What goes
+        over it is theirs to agree on: there are no frames, no credit, and no signs of life.
+
+        Returns:
+            None where the carrier to that peer has none: it encrypts, it is in memory, or the two did not
+            find each other in time.
         """
         ...
 

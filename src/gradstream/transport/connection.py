@@ -71,6 +71,15 @@ class Connection:
         while before._outbox:
             self.post(before._outbox.popleft())
 
+    def detach(self) -> socket.socket:
+        """Gives the socket away: reads and writes it no more, and is closed. All that came was read."""
+        connected, self._socket = self._socket, None
+        assert connected is not None
+        self._loop.remove_reader(connected)
+        self._loop.remove_writer(connected)
+        self.close()
+        return connected
+
     # ---- writing ------------------------------------------------------------------------
 
     def greet(self, parcel: Parcel) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -180,6 +181,11 @@ class EndpointCore(ABC):
             depot()  # connects: the peer may be the first to send a payload
         carrier.connect(stream, opened)
         return stream
+
+    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """See `Endpoint.line`: most carriers have none."""
+        del peer, name, dial
+        return None
 
     async def call(
         self,

@@ -6,6 +6,7 @@ to one of its carriers.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -91,6 +92,10 @@ class RoutedEndpoint:
     ) -> StreamCore:
         """See `Endpoint.open`."""
         return await self._to(peer).open(peer, method, request, priority=priority, window=window)
+
+    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """See `Endpoint.line`."""
+        return await self._to(peer).line(peer, name, dial=dial)
 
     async def call(
         self,

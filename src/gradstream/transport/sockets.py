@@ -21,6 +21,7 @@ from gradstream.transport.base import Identity, Priority
 from gradstream.transport.connection import Connection
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.framing import Parcel, Place
+from gradstream.transport.lines import Lines
 from gradstream.transport.link import GREETING, Link, LinkCarrier
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -110,6 +111,9 @@ class SocketEndpoint(EndpointCore):
         ConfigError: more connections than there may be, or none.
     """
 
+    has_lines = False
+    """See `Endpoint.line`."""
+
     def __init__(
         self,
         identity: Identity,
@@ -130,6 +134,7 @@ class SocketEndpoint(EndpointCore):
         self._callers: dict[tuple[str, int, int], Link] = {}  # by name, incarnation and their number
         self._link_numbers = itertools.count(1)
         self._dialling: dict[asyncio.Task[None], None] = {}
+        self._lines = Lines(runtime)
 
     # ---- what a carrier adds ----------------------------------------------------------
 
@@ -181,6 +186,11 @@ class SocketEndpoint(EndpointCore):
         refuse = self._objection(greeting, index, count, proof)
         if refuse is not None:
             self._turn_away(guest, refuse)
+            return
+        if greeting.method:
+            guest.timer.cancel()
+            self.guests.pop(guest, None)
+            self._lines.arrived(greeting.sender, greeting.method, guest.connection.detach())
             return
         key = (greeting.sender, greeting.incarnation, link)
         caller = self._callers.get(key)
@@ -263,18 +273,42 @@ class SocketEndpoint(EndpointCore):
         try:
             for index, connection in enumerate(link.connections):
                 connected = await self.runtime.within(CONNECT_S, self._connect(address))
-                connection.greet(self._greeting(link, number, index))
+                connection.greet(self._greeting(link.peer, number, index, len(link.connections)))
                 connection.start(connected)
         except TimeoutError:
             link.fail(f"no connection to {address} within {CONNECT_S:g} s")
         except OSError as error:
             link.fail(f"nobody listens at {address} ({error.strerror or error})")
 
-    def _greeting(self, link: Link, number: int, index: int) -> Parcel:
-        mine, count = self.identity, len(link.connections)
+    def _greeting(self, peer: str, number: int, index: int, count: int, line: str = "") -> Parcel:
+        mine = self.identity
         greeting = v1.Open(protocol=PROTOCOL, job=mine.job, sender=mine.name, incarnation=mine.incarnation)
-        greeting.body = _GREETING.pack(number, index, count, self._proof(greeting, link.peer))
+        greeting.method = line
+        greeting.body = _GREETING.pack(number, index, count, self._proof(greeting, peer))
         return Parcel(GREETING, 0, v1.Frame(open=greeting), on_sent=lambda _: None)
+
+    # ---- lines --------------------------------------------------------------------------
+
+    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """See `Endpoint.line`. Who asked for several connections has a use for them that one line is not."""
+        address = self._addresses.get(peer)
+        if not self.has_lines or self._connections > 1 or address is None:
+            return None
+        dialled = self._dial_line(peer, address, name) if dial else self._lines.taken(peer, name)
+        try:
+            return await self.runtime.within(CONNECT_S, dialled)
+        except (TimeoutError, OSError):
+            return None
+
+    async def _dial_line(self, peer: str, address: str, name: str) -> socket.socket:
+        connected = await self._connect(address)
+        try:
+            greeting = self._greeting(peer, 0, 0, 1, name)
+            await asyncio.get_running_loop().sock_sendall(connected, b"".join(greeting.pieces(0)))
+        except BaseException:
+            connected.close()
+            raise
+        return connected
 
     def _lost_link(self, key: tuple[str, Priority], link: Link) -> None:
         if self._links.get(key) is link:
@@ -309,5 +343,6 @@ class SocketEndpoint(EndpointCore):
                 link.close()
             for guest in list(self.guests):
                 guest.leave()
+            self._lines.close()
             self._links.clear()
             self._callers.clear()

@@ -41,6 +41,8 @@ class TcpEndpoint(SocketEndpoint):
         ConfigError: `listen` is not host:port, or not loopback without `insecure`.
     """
 
+    has_lines = True
+
     def __init__(
         self,
         identity: Identity,
