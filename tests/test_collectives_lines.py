@@ -1,0 +1,395 @@
+"""Lines: what groups over TCP send by. Several ranks in one process, each with its sockets and its thread."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gradstream.collectives.algorithms import ALGORITHMS
+from gradstream.collectives.forming import form_group
+from gradstream.collectives.group import Group
+from gradstream.collectives.lanes import Line, Passage
+from gradstream.collectives.line_player import LinePlayer
+from gradstream.collectives.message_group import MessageGroup
+from gradstream.collectives.operation import Operation
+from gradstream.collectives.plan import Plan
+from gradstream.collectives.schedule import Recv, Schedule, Send
+from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
+from gradstream.memory import Vector
+from gradstream.runtime import RealRuntime
+from gradstream.testing.group_runs import VirtualRanks
+from gradstream.transport.base import Identity
+from gradstream.transport.tcp import TcpEndpoint
+
+WAIT_S = 30.0
+
+
+def endpoint(name: str, **options: Any) -> TcpEndpoint:
+    return TcpEndpoint(Identity("job", name, 1), RealRuntime(name), **options)
+
+
+async def closed_all(*endpoints: TcpEndpoint) -> None:
+    for own in endpoints:
+        await own.close()
+        assert isinstance(own.runtime, RealRuntime)
+        own.runtime.close()
+
+
+def together(
+    size: int,
+    work: Callable[[Group], Awaitable[Any]],
+    *,
+    how: str = "ring",
+    piece_bytes: int = 1 << 12,
+    options: Sequence[dict[str, Any]] = (),
+    hosts: Sequence[str] = (),
+    silence_s: float = WAIT_S,
+) -> list[Any]:
+    """What `work` returned, or raised, at each rank."""
+    names = [f"rank-{rank}" for rank in range(size)]
+
+    async def live(rank: int, endpoints: Sequence[TcpEndpoint]) -> Any:
+        own = endpoints[rank]
+        host = hosts[rank] if hosts else names[rank]
+        group = await form_group(
+            own.runtime, own, names, rank, 1, how, piece_bytes=piece_bytes, host=host, silence_s=silence_s
+        )
+        try:
+            return await work(group)
+        finally:
+            await group.close()
+
+    async def main() -> list[Any]:
+        endpoints = [endpoint(name, **(options[rank] if options else {})) for rank, name in enumerate(names)]
+        for own in endpoints:
+            await own.start()
+        for own in endpoints:
+            for other in endpoints:
+                own.know(other.identity.name, other.address)
+        lives = (live(rank, endpoints) for rank in range(size))
+        try:
+            async with asyncio.timeout(2 * WAIT_S):
+                return await asyncio.gather(*lives, return_exceptions=True)
+        finally:
+            await closed_all(*endpoints)
+
+    return asyncio.run(main())
+
+
+def has_lines(group: Group) -> bool:
+    assert isinstance(group, MessageGroup)
+    return group._mesh.lines is not None
+
+
+def vector_of(values: np.ndarray[Any, Any]) -> Vector:
+    return Vector("v", torch.from_numpy(values.copy()))
+
+
+# ---- what they carry -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ALGORITHMS)
+def test_the_bits_are_those_of_streams(how: str) -> None:
+    """Numbers whose sum depends on the order; lengths around the number of ranks, and of several pieces."""
+    for size in (1, 2, 3, 4, 5, 8):
+        lengths = sorted({0, 1, size - 1, size + 1, 5000, 20011})
+        rng = np.random.default_rng(size)
+        inputs = {elems: rng.standard_normal((size, elems)).astype(np.float32) for elems in lengths}
+
+        async def work(group: Group, inputs: Any = inputs) -> list[bytes]:
+            sums = []
+            for parts in inputs.values():
+                vector = vector_of(parts[group.rank])
+                await group.allreduce(vector.all)
+                sums.append(vector.tensor.numpy().tobytes())
+            return sums
+
+        async def by_lines(group: Group, work: Any = work) -> Any:
+            assert has_lines(group)
+            return await work(group)
+
+        expected = VirtualRanks(size).run(work, how=how, piece_bytes=1 << 12)
+        assert together(size, by_lines, how=how) == expected
+        assert len(set(map(tuple, expected))) == 1
+
+
+def test_halves_broadcasts_and_weights() -> None:
+    for size, elems in ((2, 9001), (3, 1), (4, 30000), (5, 7)):
+        inputs = np.random.default_rng(elems).integers(-1000, 1000, (size, elems)).astype(np.float64)
+        total = sum((rank + 1) * part for rank, part in enumerate(inputs))
+
+        async def work(group: Group, inputs: Any = inputs, elems: int = elems) -> Any:
+            assert has_lines(group)
+            vector, told = vector_of(inputs[group.rank]), vector_of(np.full(elems, float(group.rank)))
+            await group.reduce_scatter(vector.all, weight=group.rank + 1.0)
+            await group.all_gather(vector.all)
+            await group.broadcast(told.all, root=group.size - 1)
+            return vector.tensor.numpy(), told.tensor.numpy()
+
+        for summed, told in together(size, work):
+            np.testing.assert_array_equal(summed, total)
+            np.testing.assert_array_equal(told, np.full(elems, size - 1.0))
+
+
+def test_operations_follow_each_other_without_waiting_for_all() -> None:
+    """Ranks that are ahead send of the next operation what is read only then."""
+
+    async def work(group: Group) -> list[float]:
+        vectors = [vector_of(np.full(3000, float(turn), np.float32)) for turn in range(20)]
+        await asyncio.gather(*(group.allreduce(vector.all) for vector in vectors))
+        return [float(vector.tensor.max()) for vector in vectors]
+
+    assert together(4, work, how="direct") == [[4.0 * turn for turn in range(20)]] * 4
+
+
+def test_inside_hosts_and_between_them() -> None:
+    """A hierarchical group sends by lines between hosts, and has none inside."""
+
+    async def work(group: Group) -> float:
+        vector = group.allocate(5000, torch.float32, "v")
+        vector.tensor.fill_(group.rank + 1.0)
+        return float((await group.allreduce(vector.all)).tensor.sum())
+
+    hosts = ["left", "left", "right", "right"]
+    assert together(4, work, how="hierarchical", hosts=hosts) == [50000.0] * 4
+
+
+# ---- who has them ----------------------------------------------------------------------------
+
+
+def test_where_one_rank_has_none_all_send_by_streams() -> None:
+    """Who wants several connections to a peer is not served by one line."""
+
+    async def work(group: Group) -> tuple[bool, float]:
+        vector = vector_of(np.ones(9000, np.float32))
+        await group.allreduce(vector.all)
+        return has_lines(group), float(vector.tensor.sum())
+
+    options = [{}, {}, {"connections": 2}]
+    assert together(3, work, options=options) == [(False, 27000.0)] * 3
+
+
+def test_nobody_gets_a_line_without_the_token() -> None:
+    async def main() -> tuple[Any, Any]:
+        server, friend, stranger = (
+            endpoint("server", token=b"s" * 16),
+            endpoint("friend", token=b"s" * 16),
+            endpoint("stranger"),
+        )
+        await server.start()
+        try:
+            found = []
+            for caller in (friend, stranger):
+                caller.know("server", server.address)
+                server.know(caller.identity.name, "127.0.0.1:1")
+                dialled = await caller.line("server", "name", dial=True)
+                assert dialled is not None
+                taking = asyncio.ensure_future(server.line(caller.identity.name, "name", dial=False))
+                refusal = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(dialled, 1))
+                await asyncio.wait([taking, refusal], return_when=asyncio.FIRST_COMPLETED)
+                taken = taking.result() if taking.done() else None
+                found.append(taken is not None)
+                refusal.cancel()
+                taking.cancel()
+                for one in (dialled, taken):
+                    if one is not None:
+                        one.close()
+        finally:
+            await closed_all(server, friend, stranger)
+        return found[0], found[1]
+
+    assert asyncio.run(main()) == (True, False)
+
+
+def test_a_line_that_nobody_takes_is_hung_up() -> None:
+    """By a later one of its name, and at the end; a descriptor is not kept."""
+
+    async def main() -> None:
+        server, client = endpoint("server"), endpoint("client")
+        await server.start()
+        client.know("server", server.address)
+        server.know("client", "127.0.0.1:1")
+        loop = asyncio.get_running_loop()
+        try:
+            first = await client.line("server", "name", dial=True)
+            second = await client.line("server", "name", dial=True)
+            assert first is not None and second is not None
+            assert await loop.sock_recv(first, 1) == b""
+            taken = await server.line("client", "name", dial=False)
+            assert taken is not None
+            await loop.sock_sendall(taken, b"x")
+            assert await loop.sock_recv(second, 1) == b"x"
+            third = await client.line("server", "other", dial=True)
+            assert third is not None
+        finally:
+            await server.close()
+        assert await loop.sock_recv(third, 1) == b""
+        for one in (first, second, third, taken):
+            one.close()
+        await closed_all(client, server)
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(main())
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+
+def test_ranks_that_do_different_things_are_told() -> None:
+    async def work(group: Group) -> None:
+        await group.allreduce(vector_of(np.ones(100 + group.rank, np.float32)).all)
+
+    found = together(2, work)
+    assert any(isinstance(error, ConfigError) for error in found)
+    assert all(isinstance(error, ConfigError | PeerLostError) for error in found)
+    assert "allreduce by ring" in str(found[0]) and "same operations in the same order" in str(
+        next(error for error in found if isinstance(error, ConfigError))
+    )
+
+
+def test_who_leaves_before_the_end_is_named() -> None:
+    async def work(group: Group) -> float:
+        if group.rank == 1:
+            return 0.0  # and closes
+        vector = vector_of(np.ones(50000, np.float32))
+        await group.allreduce(vector.all)
+        return float(vector.tensor.sum())
+
+    first, _, third = together(3, work)
+    for error in (first, third):
+        assert isinstance(error, PeerLostError) and error.peer == "rank-1", error
+        assert "left the group" in str(error)
+
+
+def test_who_gives_up_breaks_the_group_and_its_memory_is_its_own_again() -> None:
+    """The others wait within an operation; who is cancelled gets its vector back, and nothing writes it."""
+    done = asyncio.Event()
+
+    async def work(group: Group) -> Any:
+        vector = vector_of(np.ones(200_000, np.float32))
+        if group.rank == 2:  # never comes to the operation
+            await done.wait()
+        elif group.rank == 1:
+            await group.allreduce(vector.all)
+        else:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(group.allreduce(vector.all), 0.3)
+            assert not vector.lent
+            before = vector.tensor.clone()
+            done.set()
+            await asyncio.sleep(0.1)
+            assert torch.equal(before, vector.tensor)
+        return "given up"
+
+    given_up, told, _ = together(3, work)
+    assert given_up == "given up"
+    assert isinstance(told, PeerLostError) and told.peer == "rank-0"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+
+
+def test_a_rank_that_says_nothing_is_named_within_the_deadline() -> None:
+    """It has the sockets open, and neither beats nor sends."""
+
+    async def work(group: Group) -> None:
+        assert isinstance(group, MessageGroup)
+        vector = vector_of(np.ones(100_000, np.float32))
+        if group.rank == 1:
+            keeper = group._mesh._keeper
+            assert keeper is not None
+            keeper.cancel()
+            await asyncio.sleep(3.0)
+            return
+        await group.allreduce(vector.all)
+
+    begun = time.monotonic()
+    error = together(2, work, silence_s=1.0)[0]
+    assert isinstance(error, DeadlineError) and error.peer == "rank-1"
+    assert time.monotonic() - begun < WAIT_S
+
+
+def test_waiting_costs_nothing() -> None:
+    """A rank that waits for another one to come to the operation sleeps."""
+
+    async def work(group: Group) -> float:
+        vector = vector_of(np.ones(100_000, np.float32))
+        if group.rank == 1:
+            await asyncio.sleep(2.0)
+        before = time.process_time()
+        await group.allreduce(vector.all)
+        return time.process_time() - before
+
+    assert min(together(2, work)) < 0.2
+
+
+# ---- the player alone ------------------------------------------------------------------------
+
+
+def player(schedule: Schedule, elems: int, line: Line, digest: int = 1) -> tuple[LinePlayer, torch.Tensor]:
+    plan, tensor = Plan.of(schedule), torch.ones(elems)
+    passage = Passage(Operation(3, digest, "allreduce of ones"), plan, tensor, 64)
+    return LinePlayer(passage, plan, lambda _: line), tensor
+
+
+def pair() -> tuple[Line, Line]:
+    left, right = socket.socketpair()
+    for one in (left, right):
+        one.setblocking(False)
+    return Line(left, "right"), Line(right, "left")
+
+
+def closed(*lines: Line) -> None:
+    for line in lines:
+        line.socket.close()
+
+
+def test_another_version_is_not_believed() -> None:
+    """The same operation by its digest, and a message of another length: nothing of it is written."""
+    left, right = pair()
+    sender, _ = player([Send(0, 0, 5)], 5, left)
+    receiver, tensor = player([Recv(0, 0, 4)], 4, right)
+    sender.play()
+    tensor.fill_(7.0)
+    with pytest.raises(ConfigError, match="message 0 of 20 bytes came from left, expected message 0 of 16"):
+        receiver.play()
+    assert tensor.tolist() == [7.0] * 4
+    closed(left, right)
+
+
+def test_steps_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
+    """A plan that no schedule makes: each of its steps waits for the other."""
+    left, right = pair()
+    plan = Plan([Send(0, 0, 4), Recv(0, 0, 4)], [[1], [0]], {0: [0]}, {0: [1]})
+    passage = Passage(Operation(1, 1, "broken"), plan, torch.ones(4), 64)
+    with pytest.raises(InternalError, match="broken: its steps wait for each other in a circle"):
+        LinePlayer(passage, plan, lambda _: left).play()
+    closed(left, right)
+
+
+def test_a_peer_that_reads_slowly_gets_everything_in_order() -> None:
+    """The socket's buffer is full time and again, in the middle of headers and pieces."""
+    left, right = pair()
+    for line in (left, right):
+        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    steps, elems = 40, 40_000
+    cuts = [elems * part // steps for part in range(steps + 1)]
+    sends = [Send(0, start, stop) for start, stop in pairwise(cuts)]
+    sender, sent = player(sends, elems, left)
+    receiver, got = player([Recv(0, step.start, step.stop, add=True) for step in sends], elems, right)
+    sent.copy_(torch.arange(elems))
+    thread = threading.Thread(target=sender.play)
+    thread.start()
+    receiver.play()
+    thread.join(WAIT_S)
+    assert torch.equal(got, torch.arange(elems) + 1.0)
+    closed(left, right)
