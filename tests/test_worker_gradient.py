@@ -11,12 +11,14 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.data.base import BatchRef
+from gradstream.data.feed import feed_of
+from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError, GradientError
 from gradstream.runtime.world import Cost, Network, World
 from gradstream.simulate import simulate
 from gradstream.testing.runs import Tokens, least_squares, numbered
-from gradstream.worker.gradient import Clip, hash_seed
+from gradstream.worker.gradient import Clip, Differentiator, hash_seed
 
 STRATEGIES = {
     "synchronous": gs.Synchronous(),
@@ -73,6 +75,39 @@ def test_exchange_overlaps_the_last_part() -> None:
         found.append((run.parameters["1.weight"], run.summary["train_s"]))
     assert np.array_equal(found[0][0], found[1][0])
     assert found[0][1] < 0.9 * found[1][1]
+
+
+@pytest.mark.parametrize("clip", [Clip(), Clip(norm=0.01), Clip(value=0.001)])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("joined", [1, 3])
+def test_what_is_reported_is_final(joined: int, reduction: Any, clip: Clip) -> None:
+    """Parts are summed up, means formed and bounds kept before an element may leave."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((24, 8)).astype("float32"), rng.standard_normal((24, 1)).astype("float32")
+    data = gs.from_arrays(x, y)
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(outputs, targets, reduction=reduction)
+
+    model = gs.from_torch(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), loss, reduction=reduction
+    )
+    plan = RoundPlan(24, 8, 1)
+    feed = feed_of(data, plan, 0, seed=0)
+    source = Differentiator(model, feed, JoinedPlan(plan, joined), rank=0, seed=0, clip=clip)
+    parameters = torch.empty(model.layout.elems)
+    model.init(0, parameters)
+    for mean in (False, True):
+        into, sums = torch.full_like(parameters, torch.nan), torch.full_like(parameters, torch.nan)
+        seen: list[torch.Tensor] = []
+        source.gradient(
+            parameters, BatchRef(0, 0, 0), into, num_samples=8 * joined, step=0, mean=mean, sums=sums,
+            report=lambda elems, into=into, seen=seen: seen.append(into[:elems].clone()),  # type: ignore[misc]
+        )  # fmt: skip
+        assert [len(part) for part in seen] == list(source.milestones(mean=mean))
+        assert all(torch.equal(part, into[: len(part)]) for part in seen)
+        assert into.isfinite().all()
+        assert len(seen) == (1 if clip or (mean and reduction == "sum") else 4)
 
 
 def test_parts_have_dropout_of_their_own() -> None:

@@ -21,7 +21,26 @@ from gradstream.model.factors import Kept, KeptLayers
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["Backprop", "RowSink", "Sink"]
+__all__ = ["Backprop", "Pass", "RowSink", "Sink"]
+
+
+class Pass:
+    """The backward pass from the loss. A loss may hold others, for gradients of its own (`autograd.grad`)."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def begin(self, gradient: torch.Tensor) -> None:
+        """A hook of the loss: the pass that comes here is it."""
+        del gradient
+        self._number = torch._C._current_graph_task_id()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the node that asks runs in it."""
+        return torch._C._current_graph_task_id() == self._number
 
 
 class Sink:
@@ -29,13 +48,15 @@ class Sink:
 
     Args:
         view: the parameter's place in the flat gradient vector, in its own shape.
+        of: the pass that fills it.
         kept: takes the gradient instead, where that is one product; None where it is to be formed.
     """
 
-    __slots__ = ("kept", "ready", "view", "written")
+    __slots__ = ("kept", "of", "ready", "view", "written")
 
-    def __init__(self, view: torch.Tensor, kept: Kept | None = None) -> None:
+    def __init__(self, view: torch.Tensor, of: Pass, kept: Kept | None = None) -> None:
         self.view = view
+        self.of = of
         self.kept = kept
         self.written = False
         self.ready = False
@@ -82,13 +103,15 @@ class RowSink:
     Args:
         rows: of all tables.
         table: which.
+        of: the pass that fills it.
     """
 
-    __slots__ = ("_rows", "_table", "ready", "written")
+    __slots__ = ("_rows", "_table", "of", "ready", "written")
 
-    def __init__(self, rows: RowGradient, table: Slot) -> None:
+    def __init__(self, rows: RowGradient, table: Slot, of: Pass) -> None:
         self._rows = rows
         self._table = table
+        self.of = of
         self.written = False
         self.ready = False
 
@@ -143,11 +166,12 @@ class Backprop:
         self._report = report
         self._prefix = 0  # how many sinks from the front are ready
         self._hooked: list[tuple[Node, RemovableHandle]] = []  # leaves hold their nodes weakly: we must
+        self._pass = Pass()
         views = dict(landing.views(gradient))
         self.sinks: list[Sink | RowSink] = [
-            RowSink(rows, slot)
+            RowSink(rows, slot, self._pass)
             if rows is not None and slot.row_sparse
-            else Sink(views[slot.name], (kept or {}).get(slot.name))
+            else Sink(views[slot.name], self._pass, (kept or {}).get(slot.name))
             for slot in layout.slots
         ]
 
@@ -173,6 +197,7 @@ class Backprop:
         `loss.backward()` suspends an active function mode; recomputing a checkpointed part would
         then take another path than its forward pass took. The engine itself suspends nothing.
         """
+        loss.register_hook(self._pass.begin)  # type: ignore[no-untyped-call]
         torch.autograd.Variable._execution_engine.run_backward(
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )

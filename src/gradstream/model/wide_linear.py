@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from gradstream.model.backprop import RowSink, Sink
@@ -65,18 +64,22 @@ class WideLinear(TorchFunctionMode):
 
 
 def _plain(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether all is of one dtype and gradients are wanted: not under autocast or no_grad."""
+    """Whether all is of one dtype and gradients are wanted: not under autocast, no_grad or torch.func."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
         and inputs.dtype == weight.dtype
         and (bias is None or bias.dtype == weight.dtype)
         and not torch.is_autocast_enabled("cpu")
+        and not torch._C._are_functorch_transforms_active()
     )
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b, with dL/dW = (dL/dy)ᵀ x going into a sink instead of being returned."""
+    """y = x Wᵀ + b, with dL/dW = (dL/dy)ᵀ x going into a sink instead of being returned.
+
+    In other passes than the sink's, which a loss makes for gradients of its own, it is an ordinary layer.
+    """
 
     @staticmethod
     def forward(
@@ -91,11 +94,15 @@ class _Linear(torch.autograd.Function):
         return torch.nn.functional.linear(inputs, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         rows = grad_output.reshape(-1, grad_output.shape[-1])  # (N, O)
-        ctx.sink.add_product(rows.t(), inputs.reshape(-1, inputs.shape[-1]))
+        factors = rows.t(), inputs.reshape(-1, inputs.shape[-1])
+        grad_weight = None
+        if ctx.sink.of.under_way:
+            ctx.sink.add_product(*factors)
+        else:
+            grad_weight = torch.mm(*factors)
         grad_input = rows.mm(weight).view(inputs.shape) if ctx.needs_input_grad[0] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_input, None, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None
