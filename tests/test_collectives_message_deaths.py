@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 
+from doomed_ranks import Message, check_survivor, forked, survivors
 from gradstream.cluster import LocalCluster
-from gradstream.cluster.machine import node_environment
 from gradstream.segments import supported
 
-WAIT_S = 60.0
-VICTIM = "rank-2"
-WHOLE = [1 + 2 + 3.0] * 2
-
-RANKS = """
-import asyncio, gc, json, os, signal
+RANK = """
+import asyncio
 from pathlib import Path
 import torch
 from gradstream.collectives.forming import form_group
@@ -30,7 +26,6 @@ from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 
-NAMES = ["rank-0", "rank-1", "rank-2"]
 ELEMS = 3 << 20  # in pieces of 1 MiB: 16 of each rank round a ring, 12 of the last one to whom it pairs with
 
 def rank(argv):
@@ -49,29 +44,25 @@ async def live(folder, number, carrier, how, fatal, silence_s):
         endpoint.know(other, (folder / other).read_text())
     group = await form_group(runtime, endpoint, NAMES, number, 1, how, silence_s=silence_s)
     vector = group.allocate(ELEMS, torch.float32, "gradient")
-    sums = [await allreduce(group, vector)]
+    sums = [await allreduce(group, vector, 1)]
     if number == 2:
         doomed(fatal)
-    found = {}
     try:
         while True:
-            sums.append(await allreduce(group, vector))
+            sums.append(await allreduce(group, vector, 1 + len(sums)))
     except GradstreamError as error:
-        found = dict(error=type(error).__name__, peer=getattr(error, "peer", ""), text=str(error))
+        found = named(error)
     carriers = sorted({route for peer, route in endpoint.routes.items() if peer != name})
     await group.close()
     await endpoint.close()
     runtime.close()
     lent = vector.lent
     del group, endpoint, runtime, vector
-    gc.collect()
-    left = [line for line in open("/proc/self/maps") if "gradstream" in line and "memfd" in line]
-    say(sums=sums, carriers=carriers, lent=lent, left=left, **found)
+    say(sums=sums, carriers=carriers, lent=lent, left=still_mapped(), **found)
 
-async def allreduce(group, vector):
-    vector.tensor.fill_(group.rank + 1)
-    result = (await group.allreduce(vector.all)).tensor
-    return [float(result.min()), float(result.max())]
+async def allreduce(group, vector, times):
+    fill(vector.tensor, group.rank, times)
+    return extent((await group.allreduce(vector.all)).tensor)
 
 def doomed(fatal):
     "This rank comes to a standstill before it sends its `fatal`-th piece from here on."
@@ -81,27 +72,17 @@ def doomed(fatal):
             nonlocal pieces
             pieces += 1
             if pieces == fatal:
-                say(at="here", pid=os.getpid())
-                while True:
-                    signal.pause()
+                here()
             return send(*given)
         return counted
     Player._frame, Out.move = counting(Player._frame), counting(Out.move)  # by streams, and by lines
-
-def say(**message):
-    os.write(3, json.dumps(message).encode() + b"\\n")
 """
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Forks ranks from one warm process."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "ranks_of_messages.py").write_text(RANKS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{folder}:{os.environ.get('PYTHONPATH', '')}")
-        with LocalCluster(folder / "logs", node_environment(workers=3)) as cluster:
-            yield cluster
+    with forked(tmp_path_factory.mktemp("ranks"), RANK) as cluster:
+        yield cluster
 
 
 def run(
@@ -113,27 +94,12 @@ def run(
     *,
     number: int = signal.SIGKILL,
     silence_s: float = 30.0,
-) -> list[dict[str, Any]]:
+) -> list[Message]:
     """What the two survivors say, after the third got this signal at its `fatal`-th piece."""
-    for rank in range(3):
-        argv = [str(folder), str(rank), carrier, how, str(fatal), str(silence_s)]
-        cluster.start(f"rank-{rank}", argv, main="ranks_of_messages:rank")
-    said: dict[str, dict[str, Any]] = {}
-    running = 3
-    while running:
-        message = cluster.message(WAIT_S)
-        assert message is not None, f"nothing more is heard; so far {said}"
-        if message.get("at") == "here":
-            os.kill(message["pid"], number)
-        elif "sums" in message:
-            said[message["from"]] = message
-            if number == signal.SIGSTOP and len(said) == 2:
-                cluster.signal(VICTIM, signal.SIGKILL)
-        elif "exited" in message:
-            running -= 1
-            if message["exited"] != VICTIM:
-                assert message["status"] == 0, cluster.log_tail(message["exited"])
-    return [said["rank-0"], said["rank-1"]]
+    argv = [[str(folder), str(rank), carrier, how, str(fatal), str(silence_s)] for rank in range(3)]
+    said, others = survivors(cluster, argv, number)
+    assert not others
+    return said
 
 
 def carriers() -> list[Any]:
@@ -152,11 +118,9 @@ def test_a_rank_that_is_killed_is_named_and_no_partial_sum_is_returned(
         folder = tmp_path / f"{os.getpid()}-{fatal}"
         folder.mkdir()
         for survivor in run(cluster, folder, carrier, how, fatal):
-            assert (survivor["error"], survivor["peer"]) == ("PeerLostError", VICTIM), survivor
-            assert all(found == WHOLE for found in survivor["sums"]), survivor
+            check_survivor(survivor, "PeerLostError")
             assert survivor["carriers"] == [carrier]
             assert not survivor["lent"]
-            assert not survivor["left"], "shared memory is still mapped"
             failed_in.add(len(survivor["sums"]))
     assert len(failed_in) > 1  # in different operations
 
@@ -168,6 +132,4 @@ def test_a_rank_that_is_stopped_is_named_at_the_deadline(
     folder = tmp_path / str(os.getpid())  # names the job, and so the sockets
     folder.mkdir()
     for survivor in run(cluster, folder, carrier, "ring", 3, number=signal.SIGSTOP, silence_s=2.0):
-        assert (survivor["error"], survivor["peer"]) == ("DeadlineError", VICTIM), survivor
-        assert all(found == WHOLE for found in survivor["sums"]), survivor
-        assert not survivor["left"]
+        check_survivor(survivor, "DeadlineError")
