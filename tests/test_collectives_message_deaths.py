@@ -44,12 +44,12 @@ async def live(folder, number, carrier, how, fatal, silence_s):
         endpoint.know(other, (folder / other).read_text())
     group = await form_group(runtime, endpoint, NAMES, number, 1, how, silence_s=silence_s)
     vector = group.allocate(ELEMS, torch.float32, "gradient")
-    sums = [await allreduce(group, vector, 1)]
-    if number == 2:
-        doomed(fatal)
+    sums = []
     try:
         while True:
             sums.append(await allreduce(group, vector, 1 + len(sums)))
+            if number == 2 and len(sums) == 1:  # the others may still wait for what it has sent
+                doomed(fatal)
     except GradstreamError as error:
         found = named(error)
     carriers = sorted({route for peer, route in endpoint.routes.items() if peer != name})
