@@ -41,10 +41,10 @@ class CpuQuota:
     """A context manager: processes that are put in get `cores` of CPU time together.
 
     Args:
-        cores: 0.5 is half of one.
+        cores: 0.5 is half of one; 0.1 at least.
 
     Raises:
-        OSError: cgroups cannot be written; see `no_quota`.
+        OSError: cgroups cannot be written, see `no_quota`; or it is less than Linux gives.
     """
 
     def __init__(self, cores: float) -> None:
@@ -55,11 +55,15 @@ class CpuQuota:
         self._group = self._root / f"gradstream-{secrets.token_hex(4)}"
         self._group.mkdir()
         quota_us = round(cores * PERIOD_US)
-        if first:
-            (self._group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (self._group / "cpu.cfs_quota_us").write_text(str(quota_us))
-        else:
-            (self._group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        try:
+            if first:
+                (self._group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (self._group / "cpu.cfs_quota_us").write_text(str(quota_us))
+            else:
+                (self._group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        except OSError:
+            self._group.rmdir()
+            raise
 
     def put(self, pid: int) -> None:
         """Slows a process down, with all of its threads, until the context ends."""
