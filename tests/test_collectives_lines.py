@@ -295,7 +295,10 @@ def test_who_gives_up_breaks_the_group_and_its_memory_is_its_own_again() -> None
     given_up, told, _ = together(3, work)
     assert given_up == "given up"
     assert isinstance(told, PeerLostError) and told.peer == "rank-0"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank-")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank-"):
+            thread.join(WAIT_S)
+            assert not thread.is_alive(), thread
 
 
 def test_a_rank_that_says_nothing_is_named_within_the_deadline() -> None:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from gradstream.collectives.lanes import Line
 from gradstream.collectives.lines import Lines
+from gradstream.collectives.meeting import Meeting
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -36,12 +37,8 @@ __all__ = ["Loss", "Mesh"]
 
 T = TypeVar("T")
 
-WINDOW = 16  # chunks that a rank holds of each other one at most
 BEATS = 8  # signs of life within `silence_s`; who has missed five of them is lost
 LINGER_S = 5.0  # how long a rank that leaves waits for the others to have heard all it said
-RETRY_S = 0.02  # after a peer that has not come yet
-NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}
-"""What a peer answers that is not in the group yet."""
 
 _NS = 1_000_000_000
 
@@ -110,9 +107,10 @@ class Mesh:
         self.loss: Loss | None = None
         self._endpoint = endpoint
         self._epoch = epoch
-        self._streams: dict[int, Stream] = {}
-        self._served: dict[int, asyncio.Future[None]] = {}  # handlers that wait for the mesh to be closed
-        self._met = Bell()
+        self._meeting = Meeting(
+            runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s, on_linked=self._linked
+        )
+        self._streams = self._meeting.streams
         self._released = Bell()
         self._working: dict[asyncio.Task[Any], None] = {}
         self._gone: set[int] = set()  # ranks whose streams are over
@@ -135,85 +133,19 @@ class Mesh:
             DeadlineError, PeerLostError: somebody has not come within `silence_s`, or is gone: who.
             RefusedError: ranks do not agree on who they are.
         """
-        self._endpoint.serve("exchange", self._welcome)
+        self._endpoint.serve("exchange", self._meeting.welcome)
         self._endpoint.serve("broken", self._hear)
         # Who is there already hears from this rank while it still waits for others.
         self._keeper = self.runtime.spawn(self._keep_alive(), name=f"{self._me}/group: signs of life")
         try:
-            await self.guarded(self._all_ranks())
+            await self.guarded(self._meeting.hold())
         except BaseException:
             await self.close()
             raise
 
-    async def _all_ranks(self) -> None:
-        until_ns = self.runtime.now() + round(self.silence_s * _NS)
-        higher = range(self.rank + 1, self.size)
-        await self.runtime.gather(self._lower_ranks(), *(self._call(rank, until_ns) for rank in higher))
-
     @property
     def _me(self) -> str:
         return self.names[self.rank]
-
-    async def _call(self, rank: int, until_ns: int) -> None:
-        """Opens the stream with a higher rank, again and again until that has come."""
-        name = self.names[rank]
-        request = v1.Exchange(epoch=self._epoch, rank=self.rank, names=self.names)
-        while True:
-            left_s = (until_ns - self.runtime.now()) / _NS
-            if left_s <= 0:
-                raise self._absent(name)
-            stream = await self._endpoint.open(name, "exchange", request, window=WINDOW)
-            try:
-                await stream.credit(left_s)
-            except RefusedError as error:
-                if error.code not in NOT_YET:
-                    raise
-                await self.runtime.sleep(RETRY_S)
-                continue
-            except BaseException:
-                stream.cancel("the group was given up")
-                raise
-            self._link(rank, stream)
-            return
-
-    async def _lower_ranks(self) -> None:
-        """Waits until all lower ranks have opened their streams."""
-        try:
-            await self.runtime.within(self.silence_s, self._all_lower())
-        except TimeoutError:
-            absent = next(rank for rank in range(self.rank) if rank not in self._streams)
-            raise self._absent(self.names[absent]) from None
-
-    async def _all_lower(self) -> None:
-        while any(rank not in self._streams for rank in range(self.rank)):
-            await self._met.wait()
-
-    def _absent(self, name: str) -> DeadlineError:
-        message = f"has not come to the group of epoch {self._epoch} within {self.silence_s:g} s"
-        return DeadlineError(name, message)
-
-    async def _welcome(self, stream: Stream) -> None:
-        """Serves the stream of a lower rank, until either side closes."""
-        request = v1.Exchange.FromString(stream.opened.body)
-        if request.epoch != self._epoch or self._closed:
-            message = f"{self._me} is in the group of epoch {self._epoch}, not in that of {request.epoch}"
-            raise RefusedError(self._me, "NOT_MEMBER", message)
-        if tuple(request.names) != self.names or not request.rank < self.rank:
-            who = f"{', '.join(request.names)}, of whom it is rank {request.rank}"
-            message = f"{stream.peer} has a group of {who}: expected {', '.join(self.names)}"
-            raise RefusedError(self._me, "BAD_REQUEST", message)
-        if request.rank in self._streams:
-            raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already")
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._served[request.rank] = over
-        stream.on_release(partial(_set, over))
-        self._link(request.rank, stream)
-        await over
-
-    def _link(self, rank: int, stream: Stream) -> None:
-        self._streams[rank] = stream
-        stream.on_release(partial(self._ended, rank))
-        self._met.ring()
 
     # ---- the links ----------------------------------------------------------------------
 
@@ -336,6 +268,9 @@ class Mesh:
         name = f"{self._me}/group: {loss.culprit} is lost"
         self._telling = self.runtime.spawn(self._tell(loss), name=name)
 
+    def _linked(self, rank: int, stream: Stream) -> None:
+        stream.on_release(partial(self._ended, rank))
+
     def _ended(self, rank: int) -> None:
         """A stream is over. Who has left in order is missed only by those who still need it."""
         error = self._streams[rank].failure
@@ -402,6 +337,7 @@ class Mesh:
         if self._closed:
             return
         self._closed = True
+        self._meeting.over()
         if self._keeper is not None:
             self._keeper.cancel()
         if self.loss is None:
@@ -418,8 +354,7 @@ class Mesh:
             await self.lines.close()
 
     async def _end(self, rank: int, stream: Stream) -> None:
-        if rank in self._served:
-            _set(self._served[rank])  # its handler returns, which ends it
+        if self._meeting.release(rank):
             return
         try:
             await stream.end()
@@ -429,8 +364,3 @@ class Mesh:
     async def _all_released(self) -> None:
         while len(self._gone) < len(self._streams):
             await self._released.wait()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
