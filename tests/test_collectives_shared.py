@@ -227,6 +227,32 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
     assert ranks(3, body) == [[82.0, 0.0, 1.0, 2.0]] * 3
 
 
+@pytest.mark.parametrize("verb", ["reduce_scatter_", "all_gather_", "broadcast_"])
+def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: str) -> None:
+    """Rank 1 is slow to read: nobody goes on before it has read what it needs."""
+
+    def body(core: SharedCore) -> bool:
+        vector = core.allocate(LARGE, torch.float32, "v")
+        vector.tensor.copy_(part(0 if verb != "reduce_scatter_" else core.rank, LARGE))
+        if core.rank == 1:
+            find = core._vectors.elements
+
+            def slowly(call: Any) -> torch.Tensor:
+                time.sleep(0.1)
+                return find(call)
+
+            core._vectors.elements = slowly  # type: ignore[method-assign]
+        getattr(core, verb)(vector.all)
+        mine = slice(*slice_of(LARGE, core.rank, 2)) if verb == "reduce_scatter_" else slice(None)
+        found = vector.tensor[mine].clone()
+        vector.tensor.fill_(-1.0)
+        core.barrier()
+        expected = total(2, LARGE)[mine] if verb == "reduce_scatter_" else part(0, LARGE)
+        return torch.equal(found, expected)
+
+    assert ranks(2, body) == [True, True]
+
+
 def test_any_number_of_vectors_before_the_first_operation(ranks: Ranks) -> None:
     def body(core: SharedCore) -> float:
         for at in range(400):  # more than fit into a socket that nobody reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from collections.abc import Sequence
@@ -156,6 +157,28 @@ def test_a_lost_workers_share_goes_to_the_others() -> None:
     event = balance.decide((0, 2))
     assert event is not None
     assert event.samples == [15, 0, 15]
+
+
+def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first_gradient() -> None:
+    said: list[tuple[int, float, float]] = []
+
+    class Source:
+        async def shares(self, ref: BatchRef, stretch: Speed) -> Sequence[int]:
+            said.append((ref.batch, stretch.rounds, stretch.seconds))
+            return (6, 2)
+
+    async def main() -> None:
+        plan = RoundPlan(1000, 4, 2, shares="measured")
+        balance = WorkersBalance(plan, Source())
+        for batch in range(20):
+            ref = BatchRef(0, 0, batch)
+            await balance.reach(ref)
+            assert plan.known_until(ref) == stretch_end(batch)
+            assert plan.size(ref) == (4 if batch < 4 else 6)
+            balance.took(plan.size(ref), 1.0 if batch else 100.0)
+
+    asyncio.run(main())
+    assert said == [(4, 3, 3.0), (8, 4, 4.0), (16, 8, 8.0)]
 
 
 # ---- whole runs on virtual time ---------------------------------------------------------

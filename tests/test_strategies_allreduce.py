@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +15,19 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
+from gradstream.collectives.buckets import Buckets
+from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError, GradientError
+from gradstream.memory import Span, Vector
 from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.server.waits import Claims
 from gradstream.simulate import simulate
 from gradstream.strategies import AllReduce
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
 from gradstream.testing.strategies import BrokenLawsError
+from gradstream.worker.computed import ComputedGradient, SampleBatch
+from gradstream.worker.peers import Peers
 
 LR, GRID = 2.0**-7, 2.0**-10
 FEATURES = 300  # with buckets of 128 elements three, the last one short
@@ -202,6 +210,45 @@ def test_a_gradient_that_is_not_finite_changes_nobodys_parameters() -> None:
             model, data, strategy="allreduce", workers=2, batch_size=4, steps=9, optimizer=gs.SGD(lr=1.0)
         )
     assert np.isfinite(seen).all()
+
+
+def test_the_last_bucket_waits_for_the_end_of_the_gradient() -> None:
+    """All elements are there, but nobody has looked yet whether they are finite: one bucket stays behind."""
+    left: list[int] = []
+
+    class Alone:
+        rank, size, shares_memory = 0, 1, False
+
+        def allocate(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+            return Vector(name, torch.zeros(elems, dtype=dtype))
+
+        async def allreduce(self, span: Span, *, weight: float) -> Span:
+            left.append(span.stop)
+            return span
+
+    async def main() -> None:
+        now: Any = SimpleNamespace(now=lambda: 0)
+        replica: Any = SimpleNamespace(planned=lambda _: [(4, 0.1)])
+        group: Any = Alone()
+        peers = Peers(now, group, Buckets(200, 64, 1), Claims(), updater=None, sharded=False, replica=replica)  # type: ignore[arg-type]
+        ref = BatchRef(0, 0, 0)
+        gradient = ComputedGradient(group.allocate(200, torch.float32, "g"), SampleBatch(ref, 4), (ref,), 0.1)
+        end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        gradient.task = end  # type: ignore[assignment]
+        await peers.samples(gradient)
+        gradient.ready.advance(200)
+        *most, last = peers.buckets
+        for bucket in most:
+            await peers.allreduce(gradient, bucket, 1.0)
+        waiting = asyncio.ensure_future(peers.allreduce(gradient, last, 1.0))
+        await asyncio.sleep(0.01)
+        assert left == [64, 128, 192]
+        end.set_exception(GradientError("a NaN"))
+        with pytest.raises(GradientError):
+            await waiting
+        assert left == [64, 128, 192]
+
+    asyncio.run(main())
 
 
 def test_servers_are_refused_with_the_reason() -> None:

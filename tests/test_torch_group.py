@@ -12,6 +12,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,28 @@ def test_every_operation_on_every_length(size: int) -> None:
         assert vector.tensor.tolist() == [root * 1000 + index for index in range(elems)]
 
     run(main())
+
+
+def test_an_operation_is_over_when_all_of_its_parts_are_and_failed_if_one_is() -> None:
+    """Slices of several lengths are gathered by one broadcast of each."""
+
+    class InParts(HostEngine):
+        def _works(self, verb: Any, tensor: torch.Tensor, root: int) -> Sequence[Any]:
+            return [SimpleNamespace(get_future=lambda future=future: future) for future in futures]
+
+    for broken in (None, 0, 2):
+        futures: list[Any] = [torch.futures.Future() for _ in range(3)]
+        told: list[BaseException | None] = []
+        InParts(None, 0, 3).start(
+            "all_gather", torch.zeros(5), 0, lambda error, _, told=told: told.append(error)
+        )  # type: ignore[misc]
+        for index in (1, 2, 0):
+            assert not told
+            if index == broken:
+                futures[index].set_exception(RuntimeError("a rank has gone"))
+            else:
+                futures[index].set_result(None)
+        assert [str(error or "") for error in told] == ["" if broken is None else "a rank has gone"]
 
 
 def test_weights_and_spans_and_the_same_bits_everywhere() -> None:
