@@ -138,9 +138,11 @@ def test_an_operation_is_over_when_all_of_its_parts_are_and_failed_if_one_is() -
     for broken in (None, 0, 2):
         futures: list[Any] = [torch.futures.Future() for _ in range(3)]
         told: list[BaseException | None] = []
-        InParts(None, 0, 3).start(
-            "all_gather", torch.zeros(5), 0, lambda error, _, told=told: told.append(error)
-        )  # type: ignore[misc]
+
+        def done(error: BaseException | None, hold: Hold, told: list[Any] = told) -> None:
+            told.append(error)
+
+        InParts(None, 0, 3).start("all_gather", torch.zeros(5), 0, done)
         for index in (1, 2, 0):
             assert not told
             if index == broken:
