@@ -144,7 +144,7 @@ def test_nodes_as_threads_and_every_way_of_updating_have_the_same_bits(tmp_path:
 # ---- loops of a user's own --------------------------------------------------------------------------
 
 
-def loop(session: gs.Session, *, epochs: int = 3, uneven: int = 0) -> list[torch.Tensor]:
+def loop(session: gs.Session, *, epochs: int = 3, uneven: int = 0, decay: float = 1.0) -> list[torch.Tensor]:
     """An ordinary loop, with the lines of a session in it. Gives its parameters, and an evaluation's."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(-2, 3, (64, 5), generator=generator).double()
@@ -157,11 +157,13 @@ def loop(session: gs.Session, *, epochs: int = 3, uneven: int = 0) -> list[torch
     loader = session.shard(data)
     model, optimizer = session.wrap(module, torch.optim.SGD(module.parameters(), lr=1 / 64, momentum=0.9))
     seen = torch.zeros(0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     for _ in range(epochs + uneven * session.rank):
         for inputs, targets in loader:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+        schedule.step()
         with session.evaluation():
             seen = module.weight.detach().clone()
     session.close()
@@ -177,9 +179,14 @@ def test_a_loop_of_ones_own_without_servers_is_that_through_a_server() -> None:
     assert torch.equal(both[0][0], both[0][2])  # an evaluation sees the parameters that all have
 
 
-def test_loops_that_run_out_at_different_times_end_together() -> None:
-    """Those that have no data any more take part without samples; the server's weights say what is right."""
-    many = loop_in_threads(partial(loop, uneven=1), workers=3, strategy="allreduce")
-    server = loop_in_threads(partial(loop, uneven=1), workers=3, strategy="synchronous", chunk_elems=64)
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_loops_that_run_out_at_different_times_end_together(decay: float) -> None:
+    """Those that have no data any more take part without samples, at the rate of those that have.
+
+    The server's weights say what is right.
+    """
+    uneven = partial(loop, uneven=1, decay=decay)
+    many = loop_in_threads(uneven, workers=3, strategy="allreduce")
+    server = loop_in_threads(uneven, workers=3, strategy="synchronous", chunk_elems=64)
     assert torch.equal(many[0][0], many[2][0])
     torch.testing.assert_close(many[0][0], server[0][0], rtol=1e-12, atol=1e-12)

@@ -1,0 +1,215 @@
+"""Question: what does wait-free backprop win for a deep network, for real?
+
+Two workers of one thread each, as two machines on a network of 1 Gbit/s (namespaces of this one, `tc tbf`),
+train a CNN of 24 equal convolutions, 3.5 million parameters: the gradient of a step takes about as long to be
+computed as to be exchanged. One run goes through windows of steps, in which buckets leave by turns during
+backprop and after it: two neighbours are a round, so both see the same machine. Takes root, `ip` and `tc`.
+
+    python bench/overlap.py            # two minutes on two cores
+
+On virtual time the seconds of a step are those of a recursion, exactly (`tests/test_allreduce_time.py`). Here
+the sums and the sending take a part of the same two cores, which no overlap can win back. Prints figures, and
+keeps them with machine, commit and date in bench/results/overlap.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import gradstream as gs
+from gradstream.cluster.machine import describe_machine, git_commit
+from gradstream.run import Run
+from gradstream.strategies import AllReduce
+from gradstream.testing.machines import Machine, Machines, unavailable
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKERS, BATCH, CLASSES = 2, 16, 10
+LAYERS, CHANNELS, PIXELS = 24, 128, 8
+WARM = 6  # steps
+LIMIT_S = 600.0
+
+
+# ---- what is trained --------------------------------------------------------------------------------
+
+
+def deep_network() -> nn.Module:
+    """24 convolutions of 128 channels on 8 x 8 pixels: 0.6 MB of gradient each."""
+    layers: list[nn.Module] = [nn.Conv2d(3, CHANNELS, 3, padding=1), nn.ReLU()]
+    for _ in range(LAYERS - 1):
+        layers += [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(CHANNELS * PIXELS * PIXELS, CLASSES))
+
+
+def job() -> gs.Job:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1024, 3, PIXELS, PIXELS), dtype=np.float32)
+    return gs.Job(
+        model=gs.from_torch(deep_network, nn.functional.cross_entropy),
+        data=gs.from_arrays(x, rng.integers(0, CLASSES, 1024)),
+        workers=WORKERS,
+        batch_size=BATCH,
+        optimizer=gs.SGD(lr=1e-3),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Alternating(AllReduce):
+    """AllReduce that overlaps in every other window of steps, after those that warm up."""
+
+    window: int = 8
+
+    async def train(self, worker: Any) -> None:
+        """See `Strategy.train`."""
+        ways = [replace(self, overlap=True), replace(self, overlap=False)]
+        steps = worker.batches()
+        first = _Window(worker, steps, WARM)
+        await AllReduce.train(ways[0], first)
+        for number in range(1 << 30):
+            one = _Window(worker, steps, self.window)
+            await AllReduce.train(ways[number % 2], one)
+            if one.ended:
+                return
+
+
+class _Window:
+    """A worker whose minibatches end after some steps, and go on in the next window."""
+
+    def __init__(self, worker: Any, steps: AsyncIterator[Any], length: int) -> None:
+        self._worker = worker
+        self._steps = steps
+        self._length = length
+        self.ended = False
+
+    async def batches(self) -> AsyncIterator[Any]:
+        """See `strategies.verbs.Worker`."""
+        for _ in range(self._length):
+            try:
+                yield await anext(self._steps)
+            except StopAsyncIteration:
+                self.ended = True
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+
+# ---- two machines -----------------------------------------------------------------------------------
+
+
+def trained(given: argparse.Namespace, machines: Machines, folder: Path) -> Run:
+    """The run, from the launcher's first word to the last."""
+    steps = WARM + 2 * given.rounds * given.steps
+    options = ["--strategy", f"{__file__}:Alternating", "--steps", str(steps), "--json", "--insecure"]
+    options += ["--set", f"strategy.window={given.steps}", "--set", f"strategy.bucket_mib={given.bucket_mib}"]
+    listen = ["--listen", machines[0].address, "--wait", str(WORKERS), "--run-dir", str(folder / "run")]
+    task = f"{__file__}:job"
+    launcher = start(machines[0], folder, "train", task, *listen, *options)
+    words = shlex.split(invitation(launcher))
+    # The line is made to be typed beside the job file; here the file has a path.
+    own = ["--name", "b", "--run-dir", str(folder / "b")]
+    other = start(machines[1], folder, *words[:2], task, *words[3:], *own)
+    for process in (other, launcher):
+        process.wait(LIMIT_S)
+    if other.returncode or launcher.returncode:
+        raise SystemExit(f"exit statuses {launcher.returncode}, {other.returncode}")
+    return Run.load(folder / "run")
+
+
+def start(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A command line of gradstream on a machine, with one arithmetic thread."""
+    return machine.start(
+        [sys.executable, "-m", "gradstream", *arguments],
+        cwd=folder,
+        env={
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE if arguments[0] == "train" else None,
+    )
+
+
+def invitation(launcher: subprocess.Popen[str]) -> str:
+    """What the launcher prints to join it by; whatever it says afterwards is shown."""
+    assert launcher.stderr is not None
+    for line in launcher.stderr:
+        if found := re.search(r"gradstream (join .*)", line):
+            threading.Thread(target=sys.stderr.writelines, args=(launcher.stderr,), daemon=True).start()
+            return found[1]
+    raise SystemExit("the launcher has printed no line to join it by")
+
+
+# ---- figures ----------------------------------------------------------------------------------------
+
+
+def rounds_of(run: Run, given: argparse.Namespace) -> list[dict[str, float]]:
+    """Median seconds of a step of both workers, by way; the first step of a window is left out."""
+    out: list[dict[str, float]] = []
+    for number in range(given.rounds):
+        row = {}
+        for place, way in enumerate(("overlapped", "serial")):
+            first = WARM + (2 * number + place) * given.steps
+            inside = range(first + 1, first + given.steps)
+            steps = [event for event in run.events if event["event"] == "step" and event["step"] in inside]
+            row[f"{way}_s"] = statistics.median(event["compute_s"] + event["wait_s"] for event in steps)
+            row[f"{way}_compute_s"] = statistics.median(event["compute_s"] for event in steps)
+        out.append(row | {"ratio": row["serial_s"] / row["overlapped_s"]})
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=8, help="of a window")
+    parser.add_argument("--rate", default="1gbit", help="of each network card")
+    parser.add_argument("--bucket-mib", type=float, default=1.0)
+    given = parser.parse_args()
+    if reason := unavailable():
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory() as folder, Machines(WORKERS, rate=given.rate) as machines:
+        run = trained(given, machines, Path(folder))
+    rounds = rounds_of(run, given)
+    middle = {name: statistics.median(row[name] for row in rounds) for name in rounds[0]}
+    hidden_s = middle["serial_s"] - middle["overlapped_s"]
+    waited_s = middle["serial_s"] - middle["serial_compute_s"]
+    print(
+        f"{run.summary['num_parameters']:,} parameters in {LAYERS} convolutions, {given.rate}, by "
+        f"{run.summary['group']}\n"
+        f"a step takes {1e3 * middle['serial_s']:.0f} ms with the exchange after backprop "
+        f"({1e3 * waited_s:.0f} ms of it) and {1e3 * middle['overlapped_s']:.0f} ms with the exchange beside "
+        f"it: {middle['ratio']:.2f} times faster, {hidden_s / waited_s:.0%} of the exchange is hidden"
+    )
+    record = {
+        "parameters": run.summary["num_parameters"],
+        "group": run.summary["group"],
+        "median": middle,
+        "rounds": rounds,
+        "asked": {"batch": BATCH, "warm": WARM, **vars(given)},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
+        "torch": torch.__version__,
+        "machine": describe_machine({})["machine"],
+    }
+    (ROOT / "bench" / "results" / "overlap.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
