@@ -1,17 +1,22 @@
 """What do checkpoints cost? The same job without them and with one about every so many seconds.
 
-    python bench/checkpoint_cost.py --elems 74770901 --every 60 --seconds 300
+    python bench/checkpoint_cost.py                                # four minutes
+    python bench/checkpoint_cost.py --every 60 --seconds 300       # what a difference of 1 % takes
 
 Baseline: the job without checkpoints, in the same call, before and after. A checkpoint costs the time for
 which workers stand still, and what its writing takes from training that goes on beside it; both are in the
 difference of samples per second. What one costs is that difference over all that were made; the share of
-step time at another interval T is cost / T. Prints one JSON object.
+step time at another interval T is cost / T. How far the two runs without any lie apart says what the
+difference is worth. Prints figures, and keeps them with machine, commit and date in
+bench/results/checkpoint-cost.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -22,11 +27,13 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.cluster import describe_machine, node_environment
+from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.jobfile import load_job
 
+ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 1024
 CLASSES = 16
+ELEMS = "CHECKPOINT_COST_ELEMS"
 
 
 def build(elems: int) -> nn.Module:
@@ -36,8 +43,8 @@ def build(elems: int) -> nn.Module:
 
 
 def job() -> gs.Job:
-    """The job of every node; its size is in a file beside the run's, since nodes read this file again."""
-    elems = int(Path("checkpoint_cost.txt").read_text())
+    """The job of every node; its size is in their environment, since nodes read this file again."""
+    elems = int(os.environ[ELEMS])
     rng = np.random.default_rng(0)
     data = gs.from_arrays(
         rng.standard_normal((4096, WIDTH), dtype=np.float32), rng.integers(0, CLASSES, 4096)
@@ -51,9 +58,10 @@ def job() -> gs.Job:
 def measure(every: str | None, seconds: float) -> dict[str, Any]:
     """One run of so many seconds."""
     chosen = load_job(f"{Path(__file__).resolve()}:job")
-    run = gs.train(
-        chosen, checkpoint_every=every, until=gs.until(seconds=seconds), run_dir=tempfile.mkdtemp(dir=".")
-    )
+    with tempfile.TemporaryDirectory(dir=".") as folder:  # on the disk of who measures: /tmp may be memory
+        run = gs.train(
+            chosen, checkpoint_every=every, until=gs.until(seconds=seconds), run_dir=Path(folder) / "run"
+        )
     made = [event for event in run.events if event["event"] == "checkpoint"]
     return {
         "every": every,
@@ -73,10 +81,10 @@ def main() -> None:
     """Without, with, without."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elems", type=int, default=74_770_901)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between checkpoints")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of training in each of the three runs")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between checkpoints")
+    parser.add_argument("--seconds", type=float, default=65.0, help="of training in each of the three runs")
     given = parser.parse_args()
-    Path("checkpoint_cost.txt").write_text(str(given.elems))
+    os.environ[ELEMS] = str(given.elems)
     rows = [measure(every, given.seconds) for every in (None, f"{given.every:g}s", None)]
     plain = statistics.mean([rows[0]["samples_per_s"], rows[2]["samples_per_s"]])
     lost = 1 - rows[1]["samples_per_s"] / plain
@@ -88,10 +96,14 @@ def main() -> None:
         "cost_per_checkpoint_s": cost_s,
         "share_at_10min": cost_s / 600,
         "spread_of_the_plain_runs": abs(rows[0]["samples_per_s"] - rows[2]["samples_per_s"]) / plain,
+        "asked": vars(given),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": git_commit(ROOT),
         "torch": torch.__version__,
         "machine": describe_machine(node_environment(2)),
     }
     print(json.dumps(record, indent=1))
+    (ROOT / "bench" / "results" / "checkpoint-cost.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
