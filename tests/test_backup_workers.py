@@ -361,6 +361,10 @@ def test_backup_that_makes_no_sense() -> None:
         simulate(model, data, strategy=gs.Synchronous(backup=2), workers=2, epochs=1)
     with pytest.raises(ConfigError, match="use one of the two"):
         simulate(model, data, strategy=gs.Synchronous(backup=1), workers=2, epochs=1, shares="measured")
+    nothings: list[Any] = [{"batch_size": [0, 8]}, {"shares": [1.0, 0.0]}]
+    for nothing in nothings:
+        with pytest.raises(ConfigError, match="always be a worker without samples"):
+            simulate(model, data, strategy=gs.Synchronous(backup=1), workers=2, epochs=1, **nothing)
 
 
 def test_without_backup_nothing_is_told_of_rounds() -> None:

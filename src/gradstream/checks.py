@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, cast
 
 from gradstream.callbacks import check_callbacks
@@ -129,6 +130,12 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
             f"shares={MEASURED!r} waits for what every worker has measured, and {what} does not wait for all "
             "of them: use one of the two"
         )
+    for given, amounts in (("batch_size", job.batch_size), ("shares", job.shares)):
+        if isinstance(amounts, Sequence) and 0 in amounts:
+            raise ConfigError(
+                f"{given}={list(amounts)}: {what} takes who comes first, and that would always be a worker "
+                "without samples: give each some, or leave out backup"
+            )
 
 
 def _check_recorded(job: Job, strategy: Strategy) -> None:
