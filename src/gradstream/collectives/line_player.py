@@ -26,24 +26,36 @@ class LinePlayer:
         passage: how far it is.
         plan: of this rank.
         line: that with a rank.
+        now: nanoseconds, of the node's runtime.
     """
 
-    def __init__(self, passage: Passage, plan: Plan, line: Callable[[int], Line]) -> None:
+    def __init__(
+        self, passage: Passage, plan: Plan, line: Callable[[int], Line], now: Callable[[], int]
+    ) -> None:
+        self._now = now
         self._text = passage.operation.text
         self._ins = [In(passage, own, line(peer)) for peer, own in plan.recvs.items()]
         self._outs = [Out(passage, own, line(peer)) for peer, own in plan.sends.items()]
 
-    def play(self) -> None:
-        """Returns when this rank has sent and received all that it is to. Blocks; for a thread.
+    def play(self, patience_ms: int | None = None) -> bool:
+        """Goes on until this rank has sent and received all that it is to. Blocks.
 
-        It waits for as long as its peers let it wait: who shuts the sockets down ends it.
+        Args:
+            patience_ms: when to leave off, to be called again; None waits for as long as peers let it wait,
+                until somebody shuts the sockets down.
+
+        Returns:
+            Whether all is done.
 
         Raises:
             PeerLostError: a rank is gone, or has left before it was done.
             ConfigError: another rank does something else.
         """
+        until_ns = None if patience_ms is None else self._now() + patience_ms * 1_000_000
         ins, outs, watch = self._ins, self._outs, _Watch()
         while ins or outs:
+            if until_ns is not None and self._now() >= until_ns:
+                return False
             sending = [lane for lane in outs if lane.clear and lane.room_bytes()]
             for out in sending:
                 out.move()
@@ -51,10 +63,11 @@ class LinePlayer:
             blocked = {lane.number: lane for lane in outs if not lane.clear}
             if not (sending or receiving or blocked):
                 raise InternalError(f"{self._text}: its steps wait for each other in a circle")
-            for lane in watch.ready(receiving, blocked, wait=not sending):
+            for lane in watch.ready(receiving, blocked, 0 if sending else patience_ms):
                 lane.move()
             ins = [lane for lane in ins if not lane.is_done]
             outs = [lane for lane in outs if not lane.is_done]
+        return True
 
 
 class _Watch:
@@ -64,8 +77,8 @@ class _Watch:
         self._poll = select.poll()
         self._masks: dict[int, int] = {}
 
-    def ready(self, ins: Mapping[int, In], outs: Mapping[int, Out], *, wait: bool) -> list[Lane]:
-        """Lanes whose socket is ready, by its number; those that receive first."""
+    def ready(self, ins: Mapping[int, In], outs: Mapping[int, Out], patience_ms: int | None) -> list[Lane]:
+        """Lanes whose socket is ready within that time, by its number; those that receive first."""
         masks = dict.fromkeys(ins, select.POLLIN)
         for number in outs:
             masks[number] = masks.get(number, 0) | select.POLLOUT
@@ -75,7 +88,7 @@ class _Watch:
             if self._masks.get(number) != mask:
                 self._poll.register(number, mask)
         self._masks = masks
-        found = self._poll.poll(None if wait else 0) if masks else []
+        found = self._poll.poll(patience_ms) if masks else []
         receiving = [ins[n] for n, event in found if n in ins and event & (select.POLLIN | _HUNG)]
         sending = [outs[n] for n, event in found if n in outs and event & (select.POLLOUT | _HUNG)]
         return [*receiving, *sending]

@@ -17,6 +17,10 @@ from gradstream.runtime.tasks import finish_despite_cancel
 
 __all__ = ["Lines"]
 
+PATIENCE_MS = 2
+"""What is done after so long never leaves the event loop: waking a thread, and the loop by it, would take as
+long as the allreduce of a short vector."""
+
 
 class Lines:
     """Those of one rank.
@@ -45,9 +49,10 @@ class Lines:
         Raises:
             PeerLostError, ConfigError: see `LinePlayer.play`. The lines are of no more use.
         """
-        await self._run(player.play)
+        if not player.play(PATIENCE_MS):
+            await self._run(player.play)
 
-    async def _run(self, work: Callable[[], None]) -> None:
+    async def _run(self, work: Callable[[], object]) -> None:
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             await asyncio.shield(running)
@@ -78,7 +83,7 @@ class Lines:
             line.socket.close()
 
 
-async def _settled(running: asyncio.Future[None]) -> None:
+async def _settled(running: asyncio.Future[object]) -> None:
     """Waits for it whatever comes; how it ended is of no interest any more."""
     try:
         await finish_despite_cancel(running)

@@ -56,7 +56,8 @@ async def carry_out(
         await Player(mesh.runtime, operation, plan, tensor, piece_elems, stream).play()
         return
     passage = Passage(operation, plan, tensor, piece_elems * tensor.element_size())
-    await lines.play(LinePlayer(passage, plan, lambda number: lines.line(ranks[number])))
+    line = lambda number: lines.line(ranks[number])  # noqa: E731
+    await lines.play(LinePlayer(passage, plan, line, mesh.runtime.now))
 
 
 class Player:
