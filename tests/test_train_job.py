@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def test_a_spec_that_names_no_job(write: Callable[..., str], spec: str, part: st
         ({"optimizer": "addam"}, "did you mean 'adam'"),
         ({"optimizer": "adam", "deadlines": gs.Deadlines(join_s=0)}, "deadlines.join_s"),
         ({"worker": 3}, "did you mean 'workers'"),
+        ({"run_dir": "/proc/nowhere"}, "/proc/nowhere cannot be made"),
     ],
 )
 def test_what_is_wrong_with_a_job_is_said_before_anything_starts(
@@ -340,8 +342,29 @@ def test_a_node_that_cannot_be_spared_ends_the_run_naming_it(
     with pytest.raises(gs.PeerLostError) as caught:
         gs.train(job, strategy=strategy, epochs=None, steps=20_000, on_event=killer(victim))
     assert caught.value.peer == victim
+    told = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert told.count("was killed by signal 9 (kill -9, or Linux where memory runs out") == 1
     (run_dir,) = Path("runs").iterdir()
     assert gs.Run.load(run_dir).summary["failed"]["culprit"] == victim
+
+
+def test_a_coordinator_that_dies_as_it_writes_leaves_events_that_can_be_read(
+    write: Callable[..., str],
+) -> None:
+    kill, torn = killer("coordinator"), b'{"event":"step","node":"wor'
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        events = next(Path("runs").iterdir()) / "events.jsonl"
+        if event["event"] == "step" and not events.read_bytes().endswith(torn):
+            kill({**event, "step": 3, "rank": 0})
+            time.sleep(0.5)  # it may be writing still
+            with open(events, "ab") as file:
+                file.write(torn)
+
+    with pytest.raises(gs.PeerLostError):
+        gs.train(load_job(write()), epochs=None, steps=20_000, on_event=on_event)
+    (run_dir,) = Path("runs").iterdir()
+    assert gs.Run.load(run_dir).summary["failed"]["culprit"] == "coordinator"
 
 
 def test_downpour_goes_on_without_a_worker_and_accounts_for_every_sample(write: Callable[..., str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import secrets
 import shlex
 import signal
@@ -80,6 +81,7 @@ class Launcher:
         self._token = None if on_address or listening or is_script(job) else secrets.token_hex(16)
         self._given_cluster = cluster
         self._stop = stop
+        self._is_trial = stop is not None
         self._job = job
         self._cast = cast
         self._run_dir = run_dir
@@ -114,11 +116,17 @@ class Launcher:
                     self._check_result()
         except GradstreamError as error:
             self._note_failure(error)
-            error.add_note(f"run directory: {self._run_dir}")
-            if self._folder:
-                error.add_note(f"it resumes from {self._folder}: {self._command}")
+            peer = getattr(error, "peer", "")
+            if self._ended.get(peer, 0) < 0 and "its process" not in str(error):
+                error.add_note(f"{peer}: its process {_ended_how(self._ended[peer])}")
+            for note in self._where:
+                error.add_note(note)
             if isinstance(error, UserCodeError) and error.traceback_text:
                 error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
+            raise
+        except KeyboardInterrupt as error:  # the second Ctrl-C
+            self._read_events()
+            error.args = error.args or ("\n".join(["interrupted", *self._where]),)
             raise
         finally:
             self._read_events()
@@ -135,8 +143,9 @@ class Launcher:
         return LocalCluster(logs, environment)
 
     def _write_records(self, environment: Mapping[str, str]) -> None:
-        trial = self._stop is not None
-        spec = NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier, trial=trial)
+        spec = NodeSpec.of(
+            self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier, trial=self._is_trial
+        )
         entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
         storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
         storage.write("config.toml", to_toml(self._job, entries).encode())
@@ -228,14 +237,14 @@ class Launcher:
         self._stopping = True
         if not self._reachable:
             raise self._interrupted()
-        if self._signals.asked:
+        if self._signals.asked and not self._is_trial:
             sys.stderr.write("stopping: a checkpoint is made first; once more to stop at once\n")
             sys.stderr.flush()
         self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _interrupted(self) -> Interrupted:
         error = Interrupted(self._run_dir, self._folder, self._command)
-        if self._signals.asked:
+        if self._signals.asked and not self._is_trial:  # of a trial nothing is kept
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
         return error
@@ -247,6 +256,12 @@ class Launcher:
         first = "" if resumed is None else resumed.folder
         last: str = self._last.get("checkpoint", {}).get("folder", first)
         return last
+
+    @property
+    def _where(self) -> list[str]:
+        """What is left of a run that did not finish, and how it goes on from there."""
+        resumes = [f"it resumes from {self._folder}: {self._command}"] if self._folder else []
+        return [f"run directory: {self._run_dir}", *resumes]
 
     @property
     def _command(self) -> str:
@@ -344,9 +359,8 @@ class Launcher:
         said = self._errors.get(name)
         if said is not None:
             return typed_error(name, said["error"], said["message"], said["traceback"])
-        status = self._ended[name]
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         tail = self._cluster.log_tail(name, 5)
+        how = _ended_how(self._ended[name])
         return PeerLostError(name, f"its process {how}; the end of its log:\n{tail}")
 
     def _note_failure(self, error: GradstreamError) -> None:
@@ -354,6 +368,10 @@ class Launcher:
         self._read_events()
         if "failed" in self._last:
             return
+        if self._torn:  # the coordinator was killed as it wrote: our line is not to go on with its last
+            self._events_read -= len(self._torn)
+            self._torn = b""
+            os.truncate(self._run_dir / "events.jsonl", self._events_read)
         culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
         event = FailedEvent(
             culprit=culprit,
@@ -366,3 +384,11 @@ class Launcher:
     def _emit(self, event: Event) -> None:
         with open(self._run_dir / "events.jsonl", "ab") as file:
             file.write(encode(event, node="launcher", time_s=0.0))
+
+
+def _ended_how(status: int) -> str:
+    """What became of a process, by its exit status; of one that a signal has ended, minus its number."""
+    if status >= 0:
+        return f"ended with status {status}"
+    by = " (kill -9, or Linux where memory runs out: see dmesg)" if -status == signal.SIGKILL else ""
+    return f"was killed by signal {-status}{by}"

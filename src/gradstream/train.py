@@ -197,6 +197,16 @@ def _load(path: Path, job: Job) -> Run:
 
 def _make_run_dir(job: Job) -> Path:
     """A new, empty directory: the one asked for, or runs/<utc>-<name>."""
+    try:
+        return _new_run_dir(job)
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {error.filename or job.run_dir} cannot be made: {error.strerror}; "
+            "name another with run_dir=, or --run-dir"
+        ) from error
+
+
+def _new_run_dir(job: Job) -> Path:
     if job.run_dir is not None:
         path = Path(job.run_dir).resolve()
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
