@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gradstream.bench import AllreducePlan, AllreduceResult
+from gradstream.bench import AllreducePlan, AllreduceResult, measure_here
 from gradstream.bench.allreduce import result_of
 from gradstream.cli import main
 from gradstream.errors import ConfigError, UnknownNameError
@@ -80,6 +80,8 @@ def test_what_cannot_be_measured() -> None:
         AllreducePlan(carrier="tpc")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="goes by no carrier; leave one of the two out"):
         AllreducePlan(algorithm="shared", carrier="tcp")
+    with pytest.raises(ConfigError, match=r"2 ranks hold 80,000\.0 GB"):
+        measure_here(AllreducePlan(elements=10**13))
 
 
 def on_machines(machines: Machines, folder: Path, plan: AllreducePlan) -> AllreduceResult:

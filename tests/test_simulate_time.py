@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,22 @@ def test_the_slowest_worker_sets_the_pace_of_rounds() -> None:
     )  # fmt: skip
     expected = sum(1 / i for i in range(1, workers + 1))
     assert float(np.mean(step_times(run))) == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Cost(base_s=-1.0),
+        lambda: Cost(per_elem_s=float("nan")),
+        lambda: LogNormal(-1.0),
+        lambda: Link(latency_s=-1e-3),
+        lambda: Network(bandwidth_bytes_s=0.0),
+        lambda: Network(cards={"shard-0": -1.0}),
+    ],
+)
+def test_no_world_is_of_less_than_nothing(made: Callable[[], object]) -> None:
+    with pytest.raises(gs.ConfigError, match="expected a"):
+        made()
 
 
 def test_traces_and_speeds_are_kept_to() -> None:

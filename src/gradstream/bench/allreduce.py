@@ -19,6 +19,7 @@ from gradstream.cluster.local import LocalCluster
 from gradstream.cluster.machine import node_environment
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.offers import CHOICES, Choice
 
 __all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
@@ -147,8 +148,15 @@ def measure_here(plan: AllreducePlan) -> AllreduceResult:
     """With processes of this machine.
 
     Raises:
+        ConfigError: this machine has too little memory.
         GradstreamError: a rank failed; with what it has said.
     """
+    free, least = free_memory_bytes(), ITEMSIZE_BYTES * plan.elements * plan.ranks
+    if free is not None and least > free:
+        raise ConfigError(
+            f"elements = {plan.elements}: {plan.ranks} ranks hold {least / 1e9:,.1f} GB at least, and "
+            f"{free / 1e9:,.1f} GB of memory are free"
+        )
     with tempfile.TemporaryDirectory(prefix="gradstream-bench-") as name:
         folder = Path(name)
         plan.save(folder)

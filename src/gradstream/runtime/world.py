@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Work
@@ -23,6 +23,13 @@ __all__ = [
     "Trace",
     "World",
 ]
+
+
+def _at_least_0(owner: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(owner, name) < math.inf:
+            given = f"{type(owner).__name__}({name}={getattr(owner, name)})"
+            raise ConfigError(f"{given}: expected a finite number of at least 0")
 
 
 class Spread(Protocol):
@@ -59,6 +66,9 @@ class LogNormal:
 
     sigma: float = 0.1
 
+    def __post_init__(self) -> None:
+        _at_least_0(self, "sigma")
+
     def draw(self, rng: random.Random, count: int) -> float:
         """One factor."""
         return math.exp(rng.gauss(-self.sigma * self.sigma / 2, self.sigma))
@@ -84,6 +94,9 @@ class Cost:
     per_elem_s: float = 0.0
     spread: Spread = Constant()
 
+    def __post_init__(self) -> None:
+        _at_least_0(self, "base_s", "per_sample_s", "per_elem_s")
+
     def seconds(self, work: Work, rng: random.Random, count: int) -> float:
         """The duration of one computation on a machine of speed 1."""
         mean = self.base_s + work.samples * self.per_sample_s + work.elems * self.per_elem_s
@@ -107,6 +120,9 @@ class Link:
     jitter_s: float = 0.0
     loss: float = 0.0
     duplicate: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least_0(self, "latency_s", "jitter_s", "loss", "duplicate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +159,13 @@ class Network:
     cards: Mapping[str, float] = field(default_factory=dict)
     partitions: Sequence[Partition] = ()
     header_bytes: int = 64
+
+    def __post_init__(self) -> None:
+        for node, bandwidth in {"bandwidth_bytes_s": self.bandwidth_bytes_s, **self.cards}.items():
+            if not bandwidth > 0:
+                raise ConfigError(
+                    f"Network: {node} = {bandwidth}: expected a positive number of bytes a second"
+                )
 
     def link_between(self, source: str, target: str) -> Link:
         """The link in this direction."""
