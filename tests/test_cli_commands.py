@@ -250,6 +250,13 @@ def test_a_users_own_traceback_comes_last(recorder: Recorder) -> None:
     assert result.stdout == ""
 
 
+def test_a_traceback_of_ours_alone_is_not_shown(recorder: Recorder) -> None:
+    message = "worker 1, step 7: gradient of 'w' has shape (4,), expected (3,)"
+    trace = f'Traceback (most recent call last):\n  File "{gs.__file__}", line 3, in x\nGradientError: x\n'
+    recorder.outcome = GradientError(message, trace)
+    assert call("train", "job.py").stderr == f"error: {message}\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -317,6 +324,12 @@ def test_figures_leave_out_what_is_not_known() -> None:
     assert "accounted for" in names
     assert "staleness" not in names
     assert "CPU" not in names
+
+
+def test_one_is_none_of_many() -> None:
+    summary = summary_of([FINISHED]) | {"strategy": "downpour", "workers": 2}
+    assert dict(figures(summary | {"servers": 1}))["strategy"] == "downpour, 2 workers, 1 server"
+    assert dict(figures(summary | {"servers": 0}))["strategy"] == "downpour, 2 workers, 0 servers"
 
 
 def test_workers_without_servers_do_not_push() -> None:

@@ -91,6 +91,13 @@ def test_a_lost_worker_is_not_alive() -> None:
     assert "1/2 workers" in progress.line()
 
 
+def test_what_is_not_known_is_left_out() -> None:
+    progress = fed(joined("worker-0"), STARTED, step(0, 1.0))
+    assert progress.line() == "step 1/40 · loss 1 · 10 samples/s · ETA 0:39 · 1/2 workers"
+    progress.update(left("worker-0", lost=False))  # as all do at the end
+    assert "workers" not in progress.line()
+
+
 def shown(*events: dict[str, Any], terminal: bool = False) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True)

@@ -125,6 +125,7 @@ def test_epochs_take_back_steps_of_layers_below() -> None:
         ("deadlines.join=3", "`deadlines.join_s`"),
         ("strategy.overlp=1", "`strategy.overlap`"),
         ("momentum=0.9", "`optimizer.momentum`"),
+        ("strategy.algorithm=ring", "has no 'algorithm'; it is an option of allreduce"),
         ("model=x", "unknown key `model`"),
         ("seed.x=1", "unknown key `seed.x`"),
         ("zzz.zzz=1", "accumulate, batch_size"),

@@ -76,7 +76,9 @@ def _check_numbers(job: Job) -> None:
 def _check_length(job: Job) -> None:
     if (job.epochs is None) == (job.steps is None):
         got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
-        raise ConfigError(f"expected exactly one of epochs and steps, got {got}")
+        raise ConfigError(
+            f"expected exactly one of epochs and steps, got {got}: epochs=5, for example, or --epochs 5"
+        )
     limit = "steps" if job.epochs is None else "epochs"
     whole(limit, getattr(job, limit), least=1)
     if job.data.num_samples is not None and job.workers > job.data.num_samples:

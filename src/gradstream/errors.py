@@ -98,7 +98,7 @@ class UnknownNameError(ConfigError):
         names = sorted(known)
         near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        super().__init__(f"unknown {kind} {got!r}{hint}; known: {', '.join(names)}")
+        super().__init__(f"unknown {kind} {got!r}{hint}; known: {', '.join(names) or 'none'}")
         self.nearest = near[0] if near else None
 
 

@@ -66,6 +66,7 @@ class Progress:
         self._now_s = 0.0
         self._samples, self._steps, self._bytes = _Window(), _Window(), _Window()
         self._staleness, self._chunks = _Window(), _Window()
+        self._exchanged = False  # nodes tell what they have exchanged from time to time
 
     def update(self, event: EventDict) -> None:
         """Takes in one event; kinds that a progress line does not show are passed over."""
@@ -137,6 +138,7 @@ class Progress:
 
     def _update_exchange(self, event: EventDict) -> None:
         now_s = event["time_s"]
+        self._exchanged = True
         self._bytes.add(now_s, event["pushed_bytes"] + event["fetched_bytes"])
         for tau, chunks in event["staleness"].items():
             self._staleness.add(now_s, int(tau) * chunks)
@@ -177,8 +179,10 @@ class Progress:
         on = f" on {machines + 1} machines" if machines else ""
         held = len(self._held & self.workers)
         back = f" ({held} held back)" if held else ""
-        parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}{back}")
-        parts.append(f"{self._rate(self._bytes) / 1e6:,.1f} MB/s")
+        if self.workers:  # at the end all of them have left
+            parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}{back}")
+        if self._exchanged:
+            parts.append(f"{self._rate(self._bytes) / 1e6:,.1f} MB/s")
         chunks = self._rate(self._chunks)
         if chunks > 0:
             parts.append(f"staleness {self._rate(self._staleness) / chunks:.1f}")

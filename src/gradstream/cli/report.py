@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradstream.errors import GradstreamError, UserCodeError
+from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.report.staleness import quantile
 from gradstream.report.units import size_text
 
@@ -22,11 +25,26 @@ __all__ = ["error_text", "evaluate", "evaluation_rows", "figures", "json_text", 
 
 
 def error_text(error: GradstreamError) -> str:
-    """The message of an error and what helps; of a user's error, its own traceback at the very end."""
+    """The message of an error and what helps; of a user's error, its own traceback at the very end.
+
+    A gradient or loss that cannot be used was found by us: where the traceback leads through no file of the
+    user's, the message says all.
+    """
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     text = "\n".join([f"error: {error}", *notes])
     trace = error.traceback_text.rstrip() if isinstance(error, UserCodeError) else ""
-    return f"{text}\n\n{trace}" if trace else text
+    shown = trace and not (isinstance(error, GradientError) and _only_ours(trace))
+    return f"{text}\n\n{trace}" if shown else text
+
+
+def _only_ours(trace: str) -> bool:
+    """Whether all files of a traceback are gradstream's, or Python's own."""
+    ours, pythons = str(Path(__file__).parents[1]), str(Path(os.__file__).parent)
+    files = re.findall(r'^  File "(.*)", line \d+', trace, re.MULTILINE)
+    return all(
+        file.startswith(f"{ours}/") or (file.startswith(f"{pythons}/") and "/site-packages/" not in file)
+        for file in files
+    )
 
 
 def evaluate(run: Run) -> Evaluation | None:
@@ -49,6 +67,8 @@ def json_text(run: Run, evaluation: Evaluation | None) -> str:
 def show(run: Run, evaluation: Evaluation | None, console: Console | None = None) -> None:
     """Prints the figures as a table (standard output by default)."""
     rows = figures(run.summary)
+    if run.path is None:  # a simulation
+        rows = [("virtual time" if name == "time" else name, value) for name, value in rows]
     if evaluation:
         rows += evaluation_rows(evaluation)
     if run.path:
@@ -94,7 +114,10 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     s = summary
     rows = [
         ("model", _of(s["num_parameters"], "{:,} parameters")),
-        ("strategy", _of(s["strategy"], f"{{}}, {s['workers']} workers, {s['servers']} servers")),
+        (
+            "strategy",
+            _of(s["strategy"], f"{{}}, {_count(s['workers'], 'worker')}, {_count(s['servers'], 'server')}"),
+        ),
         ("group", _of(s.get("group"), "{}")),
         ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
@@ -149,6 +172,10 @@ def _peaks(by_node: Mapping[str, int]) -> list[tuple[str, int]]:
         role = node.partition("-")[0]
         peaks[role] = max(size_bytes, peaks.get(role, 0))
     return list(peaks.items())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _of(value: Any, template: str) -> str:

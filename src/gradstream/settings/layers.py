@@ -10,7 +10,7 @@ from typing import Any
 
 from gradstream.config import Job
 from gradstream.errors import ConfigError
-from gradstream.registry import class_of, find_optimizer, find_strategy
+from gradstream.registry import STRATEGIES, class_of, find_optimizer, find_strategy
 from gradstream.settings.sources import Setting
 from gradstream.settings.values import MisfitError, fields_of, fit, record_in, shown
 
@@ -145,6 +145,14 @@ class _Draft:
         for head, hint in self._hints.items():
             if kind := record_in(hint):
                 known |= {f"{head}.{field}" for field in fields_of(kind)}
+        head, _, field = setting.key.partition(".")
+        owners = [name for name in STRATEGIES if head == "strategy" and field in _fields(head, name)]
+        if owners:
+            chosen = self._values.get(head)
+            spec = chosen.value if chosen else self._job.strategy
+            name = spec if isinstance(spec, str) else type(spec).__name__
+            has = f"the strategy, {name}, has no {field!r}; it is an option of {', '.join(owners)}"
+            return ConfigError(f"{setting.origin}: {has}")
         near = _nearest(setting.key, known)
         if near:
             return ConfigError(f"unknown key `{setting.key}` (did you mean `{near}`?) in {setting.origin}")

@@ -15,6 +15,9 @@ __all__ = ["runs"]
 def runs(folder: Path, as_json: bool) -> None:
     """Lists the run directories in FOLDER (runs by default), the newest last.
 
+    Accuracy is that of the latest evaluation during the run: see evaluate_every. What a finished run
+    has come to, `gradstream evaluate` says.
+
     \b
     Examples:
       gradstream runs
