@@ -141,6 +141,30 @@ def test_nodes_as_threads_and_every_way_of_updating_have_the_same_bits(tmp_path:
         assert run.parameters["w"].tobytes() == expected, sharded
 
 
+def deep() -> torch.nn.Module:
+    layers = [layer for _ in range(12) for layer in (torch.nn.Linear(48, 48), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(48, 1))
+
+
+@pytest.mark.parametrize(("exchange", "accumulate"), [("auto", 1), ("auto", 2), ("torch", 1)])
+def test_buckets_that_leave_during_backprop_change_no_bit(
+    exchange: str, accumulate: int, tmp_path: Path
+) -> None:
+    """About a bucket for each layer, of which each is ready at another time on each worker."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 48, generator=generator).numpy()
+    data = gs.from_arrays(x, x.sum(1, keepdims=True))
+    found = set()
+    for overlap in (True, False):
+        run = gs.train(
+            gs.from_torch(deep, torch.nn.functional.mse_loss), data, workers=2, batch_size=[20, 12], steps=12,
+            strategy=AllReduce(exchange=exchange, overlap=overlap, bucket_mib=0.01), accumulate=accumulate,
+            optimizer=gs.Adam(lr=0.01), processes=False, run_dir=tmp_path / str(overlap),
+        )  # fmt: skip
+        found.add(b"".join(value.tobytes() for value in run.parameters.values()))
+    assert len(found) == 1
+
+
 # ---- loops of a user's own --------------------------------------------------------------------------
 
 
