@@ -21,7 +21,7 @@ from rich.console import Console
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.cli.display import Display
-from gradstream.cli.report import figures, show
+from gradstream.cli.report import evaluation_rows, figures, show
 from gradstream.errors import (
     EXIT_CODES,
     ConfigError,
@@ -33,7 +33,7 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.optim import SGD, Adagrad, Adam
-from gradstream.run import Run
+from gradstream.run import Evaluation, Run
 from gradstream.runtime.world import LogNormal, World
 from gradstream.summary import summary_of
 
@@ -330,6 +330,12 @@ def test_one_is_none_of_many() -> None:
     summary = summary_of([FINISHED]) | {"strategy": "downpour", "workers": 2}
     assert dict(figures(summary | {"servers": 1}))["strategy"] == "downpour, 2 workers, 1 server"
     assert dict(figures(summary | {"servers": 0}))["strategy"] == "downpour, 2 workers, 0 servers"
+
+
+def test_an_evaluation_that_could_compare_nothing_says_so() -> None:
+    ((name, said),) = evaluation_rows(Evaluation(accuracy=None, loss=None, num_samples=7))
+    assert (name, said.split(":")[0]) == ("test accuracy", "unknown")
+    assert len(evaluation_rows(Evaluation(None, None, 7, {"mine": 1.0}))) == 1
 
 
 def test_workers_without_servers_do_not_push() -> None:

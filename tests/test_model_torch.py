@@ -301,6 +301,7 @@ def test_reentrant_checkpoint_is_refused_not_wrong(classes: Batch) -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (nn.Linear(2, 2), "build is a module, Linear; expected a function"),
         (lambda: 3, "returned int, expected a torch.nn.Module"),
         (lambda: nn.Tanh(), "nothing to train"),
         (lambda: mlp().half(), "float16.*call .float"),

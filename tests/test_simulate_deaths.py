@@ -6,7 +6,9 @@ import dataclasses
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+from torch import nn
 
 import gradstream as gs
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
@@ -219,6 +221,21 @@ def test_a_silent_death_is_noticed_within_the_lease() -> None:
             assert failed(events)["culprit"] == "worker-1"
         left = next(event for event in events if event["event"] in ("left", "failed"))
         assert left["time_s"] <= 0.15 + LEASE_S + 0.1
+
+
+def test_what_a_worker_raises_before_it_has_joined_is_what_the_run_ends_with() -> None:
+    def init() -> None:
+        """Takes no seed."""
+
+    data = gs.from_arrays(np.zeros((8, 1)), np.zeros(8))
+    model = gs.from_functions(init, lambda p, x: x, lambda p, x, y: p)  # type: ignore[arg-type]
+    with pytest.raises(
+        gs.UserCodeError, match=r"worker-0: TypeError: .*init\(\) takes 0 positional"
+    ) as caught:
+        gs.simulate(model, data, workers=2, batch_size=2, epochs=1)
+    assert "Traceback" in caught.value.traceback_text
+    with pytest.raises(gs.ConfigError, match=r"gradstream\.from_torch\(build, loss\)"):
+        gs.simulate(nn.Linear(1, 1), data, epochs=1)
 
 
 def test_nobody_dies_without_being_killed() -> None:

@@ -106,6 +106,8 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     if evaluation.loss is not None:
         text = f"{evaluation.loss:.4g} (mean square, {evaluation.num_samples:,} samples)"
         rows.append(("test error", text))
+    if not rows and not evaluation.metrics:
+        rows.append(("test accuracy", "unknown: outputs and targets are not of shapes that can be compared"))
     return rows + [(f"test {name}", f"{value:.4g}") for name, value in evaluation.metrics.items()]
 
 

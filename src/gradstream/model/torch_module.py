@@ -62,14 +62,19 @@ def from_torch(
             True as keywords, or as several arguments.
 
     Raises:
-        ConfigError: on first use, where `build` returns no module, or one whose parameters are
-            none, of several dtypes, or neither float32 nor float64.
+        ConfigError: `build` is a module; on first use, where it returns none, or one whose parameters
+            are none, of several dtypes, or neither float32 nor float64.
 
     Example:
         >>> model = from_torch(lambda: nn.Linear(3, 1), nn.functional.mse_loss)
         >>> model.layout.elems
         4
     """
+    if isinstance(build, nn.Module):
+        raise ConfigError(
+            f"from_torch: build is a module, {type(build).__name__}; expected a function that builds one, "
+            "since every worker has its own"
+        )
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"from_torch: reduction is {reduction!r}; expected 'mean' or 'sum'")
     if loss_of not in ("outputs", "batch"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
@@ -13,7 +14,15 @@ from gradstream.casting import cast_of, metrics_of
 from gradstream.checkpoint import Resume, newest
 from gradstream.config import JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.data.base import Dataset
-from gradstream.errors import ConfigError, GradstreamError, Interrupted, PeerLostError
+from gradstream.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    GradstreamError,
+    Interrupted,
+    PeerLostError,
+    RefusedError,
+)
 from gradstream.failures import typed_error
 from gradstream.jobfile import Asked, intercept, job_of
 from gradstream.recording import FOLDER
@@ -27,6 +36,9 @@ from gradstream.worker.final_model import FINAL_MODEL
 __all__ = ["simulate"]
 
 OnEvent = Callable[[Mapping[str, Any]], None]
+
+_OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError)
+"""What a node raises because of another."""
 
 
 def simulate(
@@ -85,7 +97,6 @@ def simulate(
             events.append(event)
             told(event)
 
-    built = build_model(job)
     found = newest(storage, lambda _: None) if storage is not None and resume else None
     cast = cast_of(
         job,
@@ -98,6 +109,7 @@ def simulate(
             f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
             "simulated; leave it out, the updates are the same"
         )
+    built = build_model(job)
     cast.grouped(built)  # says what is wrong before anything is started
     cluster = SimulatedCluster(cast, built, job.data, world, take, storage)
     outcome = cluster.run(script)
@@ -133,6 +145,12 @@ def _recording(storage: Storage, job: str) -> dict[str, bytes]:
 
 def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:
     failed = next((event for event in events if event["event"] == "failed"), None)
+    if not any(event["event"] == "started" for event in events):
+        # A node that ends before it has joined can tell nobody why: the others wait for it in vain.
+        for name, error in cluster.outcomes.items():
+            if isinstance(error, Exception) and not isinstance(error, _OF_OTHERS):
+                text = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
+                return typed_error(name, type(error).__name__, str(error), text)
     if failed is not None:
         return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
     return PeerLostError("coordinator", "was killed")
