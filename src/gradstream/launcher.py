@@ -126,7 +126,8 @@ class Launcher:
             raise
         except KeyboardInterrupt as error:  # the second Ctrl-C
             self._read_events()
-            error.args = error.args or ("\n".join(["interrupted", *self._where]),)
+            if not self._is_trial:
+                error.args = error.args or ("\n".join(["interrupted", *self._where]),)
             raise
         finally:
             self._read_events()
