@@ -21,10 +21,10 @@ from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
-from gradstream.transport import framing, posted
+from gradstream.transport import framing, posted, tcp
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.framing import PREFIX, Inbox, Parcel, Place
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.tcp import TcpEndpoint, choose_congestion_control
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, PROTOCOL
 
@@ -555,3 +555,43 @@ def test_frames_are_the_same_however_they_are_cut(monkeypatch: pytest.MonkeyPatc
         at += took
         inbox.took(took)
     assert kept.frames == expected
+
+
+def congestion_control(connected: socket.socket) -> str:
+    return connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
+def test_a_near_peer_is_not_sent_to_by_bbr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A far one is, where the system would; whoever has chosen something else keeps it."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connected,
+    ):
+        try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        except OSError:
+            pytest.skip("this system has no BBR, or does not let this user have it")
+        with monkeypatch.context() as patch:
+            patch.setattr(tcp, "NEAR_S", 0.0)
+            choose_congestion_control(connected)
+            assert congestion_control(connected) == "bbr"
+        choose_congestion_control(connected)
+        assert congestion_control(connected) in ("cubic", "reno")
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        choose_congestion_control(connected)
+        assert congestion_control(connected) == "reno"
+
+
+def test_no_connection_on_loopback_has_bbr() -> None:
+    async def main() -> str:
+        async with serving("echo", echo) as server:
+            client = endpoint("client")
+            client.know("server", server.address)
+            line = await client.line("server", "name", dial=True)
+            assert line is not None
+            with line:
+                found = congestion_control(line)
+            await client.close()
+        return found
+
+    assert asyncio.run(main()) != "bbr"
