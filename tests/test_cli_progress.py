@@ -72,7 +72,7 @@ def test_rates_forget_what_is_long_ago() -> None:
 
 
 def test_a_round_of_all_workers_is_one_step() -> None:
-    progress = fed({**STARTED, "strategy": "synchronous"}, step(0, 1.0), step(1, 1.0), step(0, 2.0))
+    progress = fed({**STARTED, "in_rounds": True}, step(0, 1.0), step(1, 1.0), step(0, 2.0))
     assert progress.step == 2
 
 

@@ -70,8 +70,9 @@ class StartedEvent(Event):
     optimizer: str
     num_parameters: int
     num_samples: int | None  # None in a stream
-    total_steps: int  # minibatches over all workers; synchronous: rounds
+    total_steps: int  # minibatches over all workers, or rounds
     chunk_elems: int = 0  # of the registered model
+    in_rounds: bool = False  # all workers take part in each step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,7 @@ class Cast:
             optimizer=type(self.optimizer).__name__.lower(),
             num_parameters=self.num_parameters,
             num_samples=self.data.num_samples,
+            in_rounds=rounds,
             total_steps=0 if self.open_ended else earlier + (batches // self.workers if rounds else batches),
         )
         membership = Membership(

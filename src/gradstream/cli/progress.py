@@ -42,7 +42,7 @@ class Progress:
     """Follows a run by its events. It reads no clock: time is the events' own `time_s`.
 
     Attributes:
-        step: minibatches done over all workers; of a synchronous run: rounds.
+        step: minibatches done over all workers; of a run in rounds: those.
         total_steps: of the whole run, 0 while not known.
         loss: smoothed, None while not known.
         held_out: what the latest evaluation found, in words; "" while there is none.
@@ -75,7 +75,7 @@ class Progress:
             case "started":
                 self.total_steps = event["total_steps"]
                 self._expected_workers = event["workers"]
-                self._by_round = event["strategy"].lower().startswith("synchronous")
+                self._by_round = event.get("in_rounds", False)
             case "joined" if event["who"].startswith("worker"):
                 self.workers.add(event["who"])
             case "machine" if event["state"] == "joined":
