@@ -341,7 +341,7 @@ def test_waiting_costs_nothing() -> None:
 def player(schedule: Schedule, elems: int, line: Line, digest: int = 1) -> tuple[LinePlayer, torch.Tensor]:
     plan, tensor = Plan.of(schedule), torch.ones(elems)
     passage = Passage(Operation(3, digest, "allreduce of ones"), plan, tensor, 64)
-    return LinePlayer(passage, plan, lambda _: line, time.monotonic_ns), tensor
+    return LinePlayer(passage, plan, {0: line}, time.monotonic_ns), tensor
 
 
 def pair() -> tuple[Line, Line]:
@@ -375,7 +375,7 @@ def test_steps_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
     plan = Plan([Send(0, 0, 4), Recv(0, 0, 4)], [[1], [0]], {0: [0]}, {0: [1]})
     passage = Passage(Operation(1, 1, "broken"), plan, torch.ones(4), 64)
     with pytest.raises(InternalError, match="broken: its steps wait for each other in a circle"):
-        LinePlayer(passage, plan, lambda _: left, time.monotonic_ns).play()
+        LinePlayer(passage, plan, {0: left}, time.monotonic_ns).play()
     closed(left, right)
 
 

@@ -142,6 +142,14 @@ def allreduce_ms(repository: Path, how: str) -> float:
     return 1e3 * float(row["median_s"][how])
 
 
+def over_tcp_ms(repository: Path, how: str) -> list[str]:
+    """Of 11,000,000 floats, by two and by four processes that send messages."""
+    rows = [row for row in result(repository, "collectives")["loopback"] if row["elements"] == 11_000_000]
+    return [
+        f"{1e3 * (row['gloo_s'] if how == 'gloo' else row['median_s']['tcp messages']):.0f}" for row in rows
+    ]
+
+
 def test_ratios_are_the_recorded_ones(repository: Path) -> None:
     table = compared((repository / "README.md").read_text())
     large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
@@ -149,6 +157,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
     shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
     slow, rows = result(repository, "slow-worker")["median_lost"], result(repository, "row_sparse")
     shared, gloo, openmpi = (allreduce_ms(repository, how) for how in ("shared", "gloo", "openmpi"))
+    ours, gloos = (over_tcp_ms(repository, how) for how in ("ours", "gloo"))
     ratios = [result(repository, "hogwild")[problem]["ratios"] for problem in ("sparse", "sparser")]
     hogwild = [
         " to ".join(f"{value:.2f}" for value in sorted(one[ratio] for one in ratios))
@@ -160,6 +169,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {cnn['allreduce'][beside]:.2f}; DDP {cnn['ddp'][beside]:.2f} |",
         f"| {large['one']['of_plain']:.2f}; {cnn['one']['of_plain']:.2f} |",
         f"| {shared:.0f} ms; gloo {gloo:.0f}, OpenMPI in place {openmpi:.0f} |",
+        f"| {' · '.join(ours)} ms; gloo {' · '.join(gloos)} |",
         f"| {shm:.2f}; {tcp:.2f} |",
         f"| {'; '.join(hogwild)} |",
         f"| {slow['downpour']:.0%}, {slow['synchronous']:.0%} |".replace("%", " %"),
@@ -178,6 +188,9 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
         model: result(repository, f"data-parallel-{model}")["rows"]["allreduce"]["of_side_by_side"]
         for model in ("large", "cnn")
     }
+    deep = result(repository, "overlap")["median"]
+    exchange_s = deep["serial_s"] - deep["serial_compute_s"]
+    hidden = (deep["serial_s"] - deep["overlapped_s"]) / exchange_s
     slow = {name: 100 * lost for name, lost in result(repository, "slow-worker")["median_lost"].items()}
     rate = {
         name: row["samples_per_s"] for name, row in result(repository, "caltech101-large")["rows"].items()
@@ -188,6 +201,7 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
             f"takes {shared:.0f} ms in shared memory, "
             f"of which reading the two vectors alone takes {read:.0f};",
             f"two workers make {beside['large']:.2f} (CNN: {beside['cnn']:.2f}) of two loops",
+            f"go {deep['ratio']:.2f} times faster with it, and {hidden:.0%} of".replace("%", " %"),
         ),
         (
             "downpour",

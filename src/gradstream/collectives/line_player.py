@@ -25,17 +25,17 @@ class LinePlayer:
     Args:
         passage: how far it is.
         plan: of this rank.
-        line: that with a rank.
+        lines: by rank.
         now: nanoseconds, of the node's runtime.
     """
 
     def __init__(
-        self, passage: Passage, plan: Plan, line: Callable[[int], Line], now: Callable[[], int]
+        self, passage: Passage, plan: Plan, lines: Mapping[int, Line], now: Callable[[], int]
     ) -> None:
         self._now = now
         self._text = passage.operation.text
-        self._ins = [In(passage, own, line(peer)) for peer, own in plan.recvs.items()]
-        self._outs = [Out(passage, own, line(peer)) for peer, own in plan.sends.items()]
+        self._ins = [In(passage, own, lines[peer]) for peer, own in plan.recvs.items()]
+        self._outs = [Out(passage, own, lines[peer]) for peer, own in plan.sends.items()]
 
     def play(self, patience_ms: int | None = None) -> bool:
         """Goes on until this rank has sent and received all that it is to. Blocks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from gradstream.collectives.lanes import Line
@@ -35,7 +35,7 @@ class Lines:
         self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-lines")
 
-    def join(self, ranks: Collection[int]) -> bool:
+    def join(self, ranks: Iterable[int]) -> bool:
         """Whether there is one to each of these."""
         return all(rank in self._lines for rank in ranks)
 

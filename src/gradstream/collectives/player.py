@@ -8,7 +8,7 @@ arrives, in both directions at once, and what is added in which order depends on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,14 +50,14 @@ async def carry_out(
     Raises:
         PeerLostError, ConfigError: see `Player.play`.
     """
-    lines, others = mesh.lines, [rank for rank in ranks if rank != mesh.rank]
-    if lines is None or not lines.join(others):
-        stream = lambda number: mesh.stream(ranks[number])  # noqa: E731
-        await Player(mesh.runtime, operation, plan, tensor, piece_elems, stream).play()
-        return
-    passage = Passage(operation, plan, tensor, piece_elems * tensor.element_size())
-    line = lambda number: lines.line(ranks[number])  # noqa: E731
-    await lines.play(LinePlayer(passage, plan, line, mesh.runtime.now))
+    lines, others = mesh.lines, {number: rank for number, rank in enumerate(ranks) if rank != mesh.rank}
+    if lines is not None and lines.join(others.values()):
+        by_number = {number: lines.line(rank) for number, rank in others.items()}
+        passage = Passage(operation, plan, tensor, piece_elems * tensor.element_size())
+        await lines.play(LinePlayer(passage, plan, by_number, mesh.runtime.now))
+    else:
+        streams = {number: mesh.stream(rank) for number, rank in others.items()}
+        await Player(mesh.runtime, operation, plan, tensor, piece_elems, streams).play()
 
 
 class Player:
@@ -69,7 +69,7 @@ class Player:
         plan: of this rank.
         tensor: the elements, borrowed for writing.
         piece_elems: the most that goes in one chunk.
-        stream: that with a rank.
+        streams: by rank.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Player:
         plan: Plan,
         tensor: torch.Tensor,
         piece_elems: int,
-        stream: Callable[[int], Stream],
+        streams: Mapping[int, Stream],
     ) -> None:
         self._runtime = runtime
         self._operation = operation
         self._plan = plan
         self._tensor = tensor
         self._piece_elems = piece_elems
-        self._stream = stream
+        self._streams = streams
         self._passed: list[Progress] = []  # of each step: elements below are done with
         self._dtype = to_wire(tensor.dtype)
 
@@ -115,12 +115,12 @@ class Player:
             counts[step.peer] += 1
 
     async def _send_step(self, step: Step, index: int) -> None:
-        await self._stream(step.peer).send(
+        await self._streams[step.peer].send(
             self._frame(index, step.stop - step.start), self._tensor[step.start : step.stop]
         )
 
     async def _recv_step(self, step: Step, index: int) -> None:
-        stream = self._stream(step.peer)
+        stream = self._streams[step.peer]
         payload = self._checked(stream.peer, await stream.recv(), index, step.stop - step.start)
         await self._take(step, self._tensor[step.start : step.stop], payload)
 
@@ -129,7 +129,7 @@ class Player:
             await lane
         except (ClosedError, RefusedError) as error:
             message = f"left the group before {self._operation.text} was done"
-            raise PeerLostError(self._stream(peer).peer, message) from error
+            raise PeerLostError(self._streams[peer].peer, message) from error
 
     async def _turn(self, number: int, stop: int) -> None:
         """Waits until earlier steps have passed this one's elements below `stop`."""
@@ -137,7 +137,7 @@ class Player:
             await self._passed[earlier].reached(min(stop, self._plan.steps[earlier].stop))
 
     async def _send_all(self, peer: int, numbers: Sequence[int]) -> None:
-        stream = self._stream(peer)
+        stream = self._streams[peer]
         for index, (number, start, stop) in enumerate(self._pieces(numbers)):
             await self._turn(number, stop)
             await stream.send(self._frame(index, stop - start), self._tensor[start:stop])
@@ -155,7 +155,7 @@ class Player:
         return v1.Frame(chunk=chunk)
 
     async def _recv_all(self, peer: int, numbers: Sequence[int]) -> None:
-        stream, pieces = self._stream(peer), list(self._pieces(numbers))
+        stream, pieces = self._streams[peer], list(self._pieces(numbers))
         stream.land(partial(self._place, pieces))
         for index, (number, start, stop) in enumerate(pieces):
             received = await stream.recv()
