@@ -30,6 +30,7 @@ bench: $(READY)
 	$(BIN)/python bench/ping_behind_bulk.py
 	$(BIN)/python bench/ping_behind_bulk.py --carrier tcp
 	$(BIN)/python bench/allreduce.py
+	$(BIN)/python bench/collectives.py
 	$(BIN)/python bench/hogwild.py
 	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
 	$(BIN)/python bench/tables.py
