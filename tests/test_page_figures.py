@@ -171,6 +171,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {shared:.0f} ms; gloo {gloo:.0f}, OpenMPI in place {openmpi:.0f} |",
         f"| {' · '.join(ours)} ms; gloo {' · '.join(gloos)} |",
         f"| {shm:.2f}; {tcp:.2f} |",
+        f"| {result(repository, 'server-bulk-20000000')['ratio']:.2f} | |",
         f"| {'; '.join(hogwild)} |",
         f"| {slow['downpour']:.0%}, {slow['synchronous']:.0%} |".replace("%", " %"),
         f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
