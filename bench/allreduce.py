@@ -7,7 +7,12 @@ many calls in a row.
 
     pip install -e '.[bench]'
     python bench/allreduce.py                    # prints ratios, writes bench/results/allreduce-shared.json
+    python bench/allreduce.py --allocator default
     python bench/allreduce.py --ranks 2 --elems 1000 250000 --no-record
+
+All have the same allocator, in the same processes: "kept" as nodes have it, which keeps memory that is freed,
+or the system's own "default", as whoever starts a program of OpenMPI's has it. That allocates a buffer for each
+call, and its pages then come from the system each time; ours allocates nothing.
 
 "only read" is a bound, not an allreduce: each rank reads its part of all ranks' vectors once, where they lie,
 and writes nothing. No allreduce of vectors that are not in the caches already can be faster.
@@ -32,7 +37,7 @@ from typing import Any
 
 import torch
 
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.cluster.machine import KEEP_PAGES, describe_machine, git_commit, node_environment
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.shared_core import SharedCore
 from gradstream.collectives.shared_meeting import Party
@@ -173,6 +178,8 @@ def timed(core: SharedCore, input_: torch.Tensor, call: Allreduce, repeats: int)
 def launch(given: argparse.Namespace, size: int) -> dict[str, Any]:
     """Starts the ranks, with mpirun where there is one; what rank 0 has written."""
     environment = {**os.environ, **node_environment(size)}
+    if given.allocator == "default":
+        environment = {name: value for name, value in environment.items() if name not in KEEP_PAGES}
     with tempfile.TemporaryDirectory(prefix="allreduce-") as meet:
         command = [sys.executable, __file__, "--meet", meet, "--out", f"{meet}/times.json"]
         command += ["--rounds", str(given.rounds), "--wait", str(given.wait)]
@@ -237,6 +244,7 @@ def main() -> None:
     parser.add_argument("--elems", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--wait", type=float, default=10.0, help="seconds that ranks wait for the last one")
+    parser.add_argument("--allocator", choices=("kept", "default"), default="kept")
     parser.add_argument("--no-record", action="store_true", help="write no file")
     for hidden in ("--meet", "--out"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -268,9 +276,11 @@ def main() -> None:
             "commit": git_commit(ROOT),
             "machine": describe_machine(node_environment(2)),
             "rounds": given.rounds,
+            "allocator": given.allocator,
             "by_ranks": found,
         }
-        (ROOT / "bench" / "results" / "allreduce-shared.json").write_text(json.dumps(record, indent=2) + "\n")
+        name = "allreduce-shared" if given.allocator == "kept" else "allreduce-shared-default-allocator"
+        (ROOT / "bench" / "results" / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
