@@ -11,7 +11,7 @@ many calls in a row.
     python bench/allreduce.py --ranks 2 --elems 1000 250000 --no-record
 
 All have the same allocator, in the same processes: "kept" as nodes have it, which keeps memory that is freed,
-or the system's own "default", as whoever starts a program of OpenMPI's has it. That allocates a buffer for each
+or the system's own "default", as programs of OpenMPI's usually have it. That allocates a buffer for each
 call, and its pages then come from the system each time; ours allocates nothing.
 
 "only read" is a bound, not an allreduce: each rank reads its part of all ranks' vectors once, where they lie,
