@@ -177,9 +177,7 @@ def timed(core: SharedCore, input_: torch.Tensor, call: Allreduce, repeats: int)
 
 def launch(given: argparse.Namespace, size: int) -> dict[str, Any]:
     """Starts the ranks, with mpirun where there is one; what rank 0 has written."""
-    environment = {**os.environ, **node_environment(size)}
-    if given.allocator == "default":
-        environment = {name: value for name, value in environment.items() if name not in KEEP_PAGES}
+    environment = {**os.environ, **ranks_environment(given, size)}
     with tempfile.TemporaryDirectory(prefix="allreduce-") as meet:
         command = [sys.executable, __file__, "--meet", meet, "--out", f"{meet}/times.json"]
         command += ["--rounds", str(given.rounds), "--wait", str(given.wait)]
@@ -198,6 +196,12 @@ def launch(given: argparse.Namespace, size: int) -> dict[str, Any]:
                 raise SystemExit("a rank has failed")
         found: dict[str, Any] = json.loads(Path(meet, "times.json").read_text())
     return found
+
+
+def ranks_environment(given: argparse.Namespace, size: int) -> dict[str, str]:
+    """That of nodes, with their allocator or without it."""
+    kept = given.allocator == "kept"
+    return {name: value for name, value in node_environment(size).items() if kept or name not in KEEP_PAGES}
 
 
 def mpirun_path() -> str | None:
@@ -274,7 +278,7 @@ def main() -> None:
         record = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": git_commit(ROOT),
-            "machine": describe_machine(node_environment(2)),
+            "machine": describe_machine(ranks_environment(given, 2)),
             "rounds": given.rounds,
             "allocator": given.allocator,
             "by_ranks": found,
