@@ -218,3 +218,11 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
         text = " ".join((repository / f"docs/strategies/{page}.md").read_text().split())
         for sentence in sentences:
             assert sentence in text, f"{page}: {sentence}"
+
+
+def test_sentences_of_collectives_have_the_recorded_figures(repository: Path) -> None:
+    found = result(repository, "allreduce-shared-default-allocator")["by_ranks"]
+    two, four = ([row["ratio"] for row in found[ranks]["rows"][-2:]] for ranks in ("2", "4"))
+    text = " ".join((repository / "docs/collectives.md").read_text().split())
+    assert f"is {two[0]:.1f} and {two[1]:.1f} times as fast" in text
+    assert f"{four[0]:.1f} and {four[1]:.1f} times with 4 ranks" in text

@@ -191,24 +191,22 @@ class Mesh:
         await self.guarded(self._string([rank for rank in ranks if rank != self.rank]))
 
     async def _string(self, ranks: Sequence[int]) -> None:
-        found = await self.runtime.gather(*(self._line(rank) for rank in ranks))
-        lines = Lines(
-            self._me, {rank: one for rank, one in zip(ranks, found, strict=True) if one is not None}
-        )
+        strung: dict[int, Line] = {}
         try:
-            everybody = await self._swap(bytes([lines.join(ranks)]))
-        except BaseException:
-            await lines.close()
-            raise
-        if all(word == b"\1" for word in everybody):
-            self.lines = lines
-        else:
-            await lines.close()
+            await self.runtime.gather(*(self._string_one(rank, strung) for rank in ranks))
+            everybody = await self._swap(bytes([len(strung) == len(ranks)]))
+            if all(word == b"\1" for word in everybody):
+                self.lines = Lines(self._me, strung)
+        finally:
+            if self.lines is None:
+                for line in strung.values():
+                    line.socket.close()
 
-    async def _line(self, rank: int) -> Line | None:
+    async def _string_one(self, rank: int, strung: dict[int, Line]) -> None:
         name = self.names[rank]
         connected = await self._endpoint.line(name, f"exchange/{self._epoch}", dial=self.rank < rank)
-        return None if connected is None else Line(connected, name)
+        if connected is not None:
+            strung[rank] = Line(connected, name)
 
     # ---- losing a rank ------------------------------------------------------------------
 
