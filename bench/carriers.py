@@ -47,6 +47,7 @@ from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
 
+SECRET = b"the same for all nodes of a bench"
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 SIZES = [1 << exponent for exponent in range(10, 27, 2)]
@@ -138,7 +139,7 @@ async def serve() -> None:
     addresses: dict[str, Any] = {}
     endpoints = []
     for carrier in ours():
-        identity = Identity("bench", "server", 1)
+        identity = Identity("bench", "server", 1, secret=SECRET)
         endpoint = make_endpoint(identity, runtime_of("server", carrier), carrier)  # type: ignore[arg-type]
         endpoint.serve("take", take)
         await endpoint.start()
@@ -180,7 +181,7 @@ def ours() -> list[str]:
     there = []
     for carrier in OURS:
         try:
-            make_endpoint(Identity("bench", "trial", 1), RealRuntime("trial"), carrier)  # type: ignore[arg-type]
+            make_endpoint(Identity("bench", "trial", 1, secret=SECRET), RealRuntime("trial"), carrier)  # type: ignore[arg-type]
         except GradstreamError as error:
             print(f"{carrier} is left out: {error}", file=sys.stderr)
         else:
@@ -193,7 +194,7 @@ def ours() -> list[str]:
 
 async def our_sender(carrier: str, address: str, stack: AsyncExitStack) -> Callable[[int], Awaitable[Send]]:
     runtime = runtime_of("client", carrier)
-    endpoint = make_endpoint(Identity("bench", "client", 2), runtime, carrier)  # type: ignore[arg-type]
+    endpoint = make_endpoint(Identity("bench", "client", 2, secret=SECRET), runtime, carrier)  # type: ignore[arg-type]
     await endpoint.start()
     stack.push_async_callback(endpoint.close)
     endpoint.know("server", address)

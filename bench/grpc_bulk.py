@@ -34,6 +34,7 @@ from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.wire import v1
 
+SECRET = b"the same for all nodes of a bench"
 RESULTS = Path(__file__).parent / "results"
 MESSAGE_BYTES = 1 << 20  # where a bare stream is fastest
 CHUNK_BYTES = 2 << 20  # where an Endpoint is: half the headers, and still an even flow
@@ -229,7 +230,7 @@ async def serve() -> None:
     server.add_generic_rpc_handlers((Bare(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    endpoint = GrpcEndpoint(Identity("bench", "server", 1), RealRuntime("server"))
+    endpoint = GrpcEndpoint(Identity("bench", "server", 1, secret=SECRET), RealRuntime("server"))
     serve_vector(endpoint)
     await endpoint.start()
     print(f"127.0.0.1:{port}", endpoint.address, flush=True)
@@ -306,7 +307,7 @@ def plot(rates: dict[str, list[list[float]]], path: Path) -> None:
 
 
 async def client(addresses: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    endpoint = GrpcEndpoint(Identity("bench", "client", 2), RealRuntime("client"))
+    endpoint = GrpcEndpoint(Identity("bench", "client", 2, secret=SECRET), RealRuntime("client"))
     endpoint.know("server", addresses[1])
     async with grpc.aio.insecure_channel(addresses[0], options=BARE_OPTIONS) as channel:
         result = await compare(channel, endpoint, arguments.bytes, arguments.rounds)

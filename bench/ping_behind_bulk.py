@@ -37,7 +37,9 @@ ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
 
 async def measure(address: str, carrier: Any) -> dict[str, dict[str, float]]:
     runtime = RealRuntime("worker-0")
-    identity = Identity("bench", "worker-0", 2, fingerprint=server_bulk.FINGERPRINT)
+    identity = Identity(
+        "bench", "worker-0", 2, fingerprint=server_bulk.FINGERPRINT, secret=server_bulk.SECRET
+    )
     endpoint = make_endpoint(identity, runtime, carrier)
     await endpoint.start()
     endpoint.know("shard-0", address)

@@ -49,6 +49,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
 
+SECRET = b"the same for all nodes of a bench"
 ROOT = Path(__file__).resolve().parents[1]
 MESSAGE_BYTES = 1 << 20
 FINGERPRINT = 1
@@ -115,7 +116,7 @@ def receive_all(connection: socket.socket, into: np.ndarray[Any, Any]) -> None:
 
 async def serve(elems: int, chunk_elems: int, carrier: Any) -> None:
     runtime = RealRuntime("shard-0", memory=make_memory(carrier, LISTEN))
-    endpoint = make_endpoint(Identity("bench", "shard-0", 1), runtime, carrier)
+    endpoint = make_endpoint(Identity("bench", "shard-0", 1, secret=SECRET), runtime, carrier)
     service = ShardService(runtime, endpoint, ShardConfig(0, 1, Immediate(), SGD(lr=0.1)))
     service.register(
         v1.ModelSpec(fingerprint=FINGERPRINT, elems=elems, dtype=v1.FLOAT32, chunk_elems=chunk_elems)
@@ -145,7 +146,7 @@ async def measure(
     given: argparse.Namespace, ask: Callable[[], Any], ours: str, bare: str, port: int
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
     runtime = RealRuntime("worker-0", memory=make_memory(given.carrier, LISTEN))
-    identity = Identity("bench", "worker-0", 2, fingerprint=FINGERPRINT)
+    identity = Identity("bench", "worker-0", 2, fingerprint=FINGERPRINT, secret=SECRET)
     endpoint = make_endpoint(identity, runtime, given.carrier)
     await endpoint.start()
     endpoint.know("shard-0", ours)

@@ -28,6 +28,7 @@ from gradstream.events import GroupEvent
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, Link, Network, RealRuntime, World
 from gradstream.testing.group_runs import VirtualRanks
+from gradstream.testing.pairs import SECRET
 from gradstream.testing.runs import least_squares
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
@@ -221,7 +222,8 @@ def really(
         runtimes = [RealRuntime(name) for name in names]
         job = f"test-{os.getpid()}"
         endpoints = [
-            make_endpoint(Identity(job, n, 1), r, carrier) for n, r in zip(names, runtimes, strict=True)
+            make_endpoint(Identity(job, n, 1, secret=SECRET), r, carrier)
+            for n, r in zip(names, runtimes, strict=True)
         ]
         for endpoint in endpoints:
             await endpoint.start()

@@ -29,6 +29,7 @@ from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLos
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing.group_runs import VirtualRanks
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.tcp import TcpEndpoint
 
@@ -36,7 +37,7 @@ WAIT_S = 30.0
 
 
 def endpoint(name: str, **options: Any) -> TcpEndpoint:
-    return TcpEndpoint(Identity("job", name, 1), RealRuntime(name), **options)
+    return TcpEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), **options)
 
 
 async def closed_all(*endpoints: TcpEndpoint) -> None:

@@ -23,6 +23,7 @@ from gradstream.collectives.lanes import Out
 from gradstream.collectives.player import Player
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 
@@ -34,7 +35,7 @@ def rank(argv):
 async def live(folder, number, carrier, how, fatal, silence_s):
     name = NAMES[number]
     runtime = RealRuntime(name, memory=make_memory(carrier, "127.0.0.1:0"))
-    endpoint = make_endpoint(Identity(folder.name, name, 1), runtime, carrier)
+    endpoint = make_endpoint(Identity(folder.name, name, 1, secret=SECRET), runtime, carrier)
     await endpoint.start()
     (folder / f"{name}.part").write_text(endpoint.address)
     (folder / f"{name}.part").rename(folder / name)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gradstream.server.rule import Contribution, FetchTerms, Immediate
 from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState, Supersede
-from gradstream.server.window import SequenceWindow
 from gradstream.strategies.synchronous import Rounds
+from gradstream.wire.window import SequenceWindow
 
 
 def contribution(

@@ -13,6 +13,7 @@ import pytest
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import Immediate, ShardConfig, ShardService
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.wire import v1_pb2 as v1
@@ -27,7 +28,7 @@ Script = Callable[[v1_pb2_grpc.PeerStub], Coroutine[Any, Any, None]]
 def with_shard(script: Script) -> None:
     async def main() -> None:
         runtime = RealRuntime("shard-0")
-        endpoint = GrpcEndpoint(Identity("job", "shard-0", 1, epoch=3), runtime)
+        endpoint = GrpcEndpoint(Identity("job", "shard-0", 1, epoch=3, secret=SECRET), runtime)
         config = ShardConfig(0, 1, Immediate(), SGD(lr=1.0), silence_s=0.2)
         service = ShardService(runtime, endpoint, config)
         service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))

@@ -27,7 +27,6 @@ from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.rule import Contribution, FetchTerms, Gathered, Rule
 from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.store import Store
-from gradstream.server.window import SequenceWindow
 from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.strategies import Worker
 from gradstream.testing.runs import (
@@ -40,6 +39,7 @@ from gradstream.testing.runs import (
     numbered,
 )
 from gradstream.testing.trials import bad_world
+from gradstream.wire.window import SequenceWindow
 from gradstream.worker.server_replica import ServerReplica
 
 NUM_SAMPLES = 24

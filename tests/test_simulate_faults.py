@@ -16,10 +16,10 @@ from gradstream.run import Run
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.server.pushing import Pushing
 from gradstream.server.shard import ShardState
-from gradstream.server.window import SequenceWindow
 from gradstream.simulate import simulate
 from gradstream.strategies import Downpour, Strategy, Worker
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
+from gradstream.wire.window import SequenceWindow
 from gradstream.worker.server_replica import ServerReplica
 
 NUM_SAMPLES = 24

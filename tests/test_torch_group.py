@@ -32,6 +32,7 @@ from gradstream.errors import (
 )
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime, VirtualCluster, World
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
 
@@ -49,7 +50,7 @@ async def nodes(size: int) -> AsyncIterator[Nodes]:
     endpoints = []
     for rank in range(size):
         name = f"worker-{rank}"
-        endpoints.append(GrpcEndpoint(Identity("job", name, rank + 1), RealRuntime(name)))
+        endpoints.append(GrpcEndpoint(Identity("job", name, rank + 1, secret=SECRET), RealRuntime(name)))
     for endpoint in endpoints:
         await endpoint.start()
     for one, other in itertools.permutations(endpoints, 2):
@@ -366,7 +367,7 @@ from gradstream.transport.grpc import GrpcEndpoint
 
 async def main(rank, size):
     names = [f"worker-{r}" for r in range(size)]
-    endpoint = GrpcEndpoint(Identity("job", names[rank], rank + 1), RealRuntime(names[rank]))
+    endpoint = GrpcEndpoint(Identity("job", names[rank], rank + 1, secret=SECRET), RealRuntime(names[rank]))
     await endpoint.start()
     print(endpoint.address, flush=True)
     for name, address in zip(names, sys.stdin.readline().split()):

@@ -18,7 +18,7 @@ import torch
 
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.runtime import RealRuntime
-from gradstream.testing.pairs import grpc_pairs
+from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import MAX_MESSAGE_BYTES, METHOD, GrpcEndpoint
 from gradstream.wire import v1
@@ -29,7 +29,7 @@ EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 def endpoint(name: str = "node", **options: object) -> GrpcEndpoint:
-    return GrpcEndpoint(Identity("job", name, 1), RealRuntime(name), **options)  # type: ignore[arg-type]
+    return GrpcEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), **options)  # type: ignore[arg-type]
 
 
 async def echo(stream: Stream) -> None:

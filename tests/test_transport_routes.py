@@ -14,7 +14,7 @@ from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing import endpoints
 from gradstream.testing.endpoints import Check, run_check
-from gradstream.testing.pairs import real_pairs
+from gradstream.testing.pairs import SECRET, real_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
@@ -60,7 +60,7 @@ def test_nothing_in_common_is_an_error() -> None:
 
 
 def made(name: str, carrier: str = "auto", **options: object) -> RoutedEndpoint:
-    return make_endpoint(Identity("job", name, 1), RealRuntime(name), carrier, **options)  # type: ignore[arg-type]
+    return make_endpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), carrier, **options)  # type: ignore[arg-type]
 
 
 TLS = Tls(authority=b"", certificate=b"", key=b"")
@@ -169,8 +169,8 @@ def test_a_peer_that_comes_back_elsewhere_is_reached_by_what_it_has_then() -> No
 
 def test_the_first_carrier_reaches_who_is_not_known() -> None:
     carriers = {
-        "grpc": GrpcEndpoint(Identity("job", "a", 1), RealRuntime("a")),
-        "tcp": TcpEndpoint(Identity("job", "a", 1), RealRuntime("a")),
+        "grpc": GrpcEndpoint(Identity("job", "a", 1, secret=SECRET), RealRuntime("a")),
+        "tcp": TcpEndpoint(Identity("job", "a", 1, secret=SECRET), RealRuntime("a")),
     }
     assert RoutedEndpoint(carriers).routes == {}
 

@@ -17,7 +17,7 @@ from gradstream.errors import PeerLostError, RefusedError
 from gradstream.remote.authority import ENROLMENT, Authority, Key, fingerprint_of
 from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
-from gradstream.testing.pairs import grpc_pairs
+from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
@@ -34,7 +34,7 @@ def authority() -> Authority:
 
 
 def endpoint(name: str, security: Tls | None) -> GrpcEndpoint:
-    return GrpcEndpoint(Identity("job", name, 1), RealRuntime(name), security=security)
+    return GrpcEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), security=security)
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ def test_another_authority_is_not_believed_by_either_side(authority: Authority) 
 
 def test_plain_text_and_no_certificate_get_nowhere(authority: Authority) -> None:
     for security in (None, Tls(authority=authority.certificate)):
-        caller = GrpcEndpoint(Identity("job", "worker-0", 1), RealRuntime("worker-0"))
+        caller = GrpcEndpoint(Identity("job", "worker-0", 1, secret=SECRET), RealRuntime("worker-0"))
         caller._security = security  # it only dials
         with pytest.raises(PeerLostError, match="coordinator: "):
             call(caller, endpoint("coordinator", authority.issue("coordinator")))

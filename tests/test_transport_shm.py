@@ -36,6 +36,7 @@ from gradstream.server import (
     readers,
 )
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
+from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import Held, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
 from gradstream.transport.loans import SHELF_BYTES
@@ -130,7 +131,9 @@ class Pair:
 @asynccontextmanager
 async def pair() -> AsyncIterator[Pair]:
     ends = [
-        ShmEndpoint(Identity("job", name, os.getpid()), RealRuntime(name, memory=SharedMemory()))
+        ShmEndpoint(
+            Identity("job", name, os.getpid(), secret=SECRET), RealRuntime(name, memory=SharedMemory())
+        )
         for name in ("near", "far")
     ]
     near, far = ends
@@ -366,7 +369,8 @@ class Served:
 async def served(rule: Rule) -> AsyncIterator[Served]:
     ends = {
         name: ShmEndpoint(
-            Identity("job", name, index, fingerprint=1), RealRuntime(name, memory=SharedMemory())
+            Identity("job", name, index, fingerprint=1, secret=SECRET),
+            RealRuntime(name, memory=SharedMemory()),
         )
         for index, name in enumerate(("shard-0", "worker-0", "worker-1"), start=1)
     }
@@ -458,7 +462,9 @@ async def keep(stream: Stream) -> None:
 
 async def child() -> None:
     """The other process."""
-    endpoint = ShmEndpoint(Identity("job", "child", os.getpid()), RealRuntime("child", memory=SharedMemory()))
+    endpoint = ShmEndpoint(
+        Identity("job", "child", os.getpid(), secret=SECRET), RealRuntime("child", memory=SharedMemory())
+    )
     endpoint.serve("keep", keep)
     await endpoint.start()
     print(endpoint.address, flush=True)
@@ -477,7 +483,7 @@ async def with_child() -> AsyncIterator[tuple[subprocess.Popen[str], str, ShmEnd
     process = python("import asyncio, test_transport_shm as t; asyncio.run(t.child())")
     assert process.stdout is not None
     endpoint = ShmEndpoint(
-        Identity("job", "mother", os.getpid()), RealRuntime("mother", memory=SharedMemory())
+        Identity("job", "mother", os.getpid(), secret=SECRET), RealRuntime("mother", memory=SharedMemory())
     )
     with process:
         try:

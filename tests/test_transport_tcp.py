@@ -19,7 +19,7 @@ import torch
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
-from gradstream.testing.pairs import tcp_pairs
+from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
 from gradstream.transport import framing, posted, tcp
 from gradstream.transport.base import Identity, Stream
@@ -38,7 +38,7 @@ async def until(fact: Callable[[], object]) -> None:
 
 
 def endpoint(name: str = "node", **options: object) -> TcpEndpoint:
-    return TcpEndpoint(Identity("job", name, 1), RealRuntime(name), **options)  # type: ignore[arg-type]
+    return TcpEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), **options)  # type: ignore[arg-type]
 
 
 @asynccontextmanager

@@ -9,7 +9,6 @@ import dataclasses
 import datetime
 import json
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -40,6 +39,8 @@ from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
+from gradstream.transport.credentials import Credentials
+from gradstream.transport.proof import new_secret
 
 if TYPE_CHECKING:
     from gradstream.remote.gathering import Gathering
@@ -77,8 +78,7 @@ class Launcher:
         self._signals = StopSignals()
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked
-        # Others than this launcher start workers of such runs. Those of other machines have one of their own.
-        self._token = None if on_address or listening or is_script(job) else secrets.token_hex(16)
+        self._credentials = Credentials(new_secret())
         self._given_cluster = cluster
         self._stop = stop
         self._is_trial = stop is not None
@@ -91,6 +91,7 @@ class Launcher:
         self._listening = listening
         self._gathering: Gathering | None = None
         self._on_address = on_address  # where somebody else starts the workers
+        self._handed_out: Path | None = None  # the file of credentials that they read
         events = run_dir / "events.jsonl"
         self._events_read = events.stat().st_size if events.is_file() else 0
         self._torn = b""
@@ -130,6 +131,7 @@ class Launcher:
                 error.args = error.args or ("\n".join(["interrupted", *self._where]),)
             raise
         finally:
+            self._take_back()
             self._read_events()
             self._record_carriers()
 
@@ -201,6 +203,7 @@ class Launcher:
         if self._gathering is not None:
             self._gathering.enrolment.go(int(address.rpartition(":")[2]))
         if self._on_address is not None:
+            self._handed_out = self._credentials.save(self._run_dir)
             self._on_address(self._run_dir / "nodes.json", address)
         for name in self._others:
             if self._gathering is None or self._gathering.is_here(name):
@@ -208,12 +211,20 @@ class Launcher:
 
     def _start_node(self, name: str, *arguments: str) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
-        if self._token is not None:
-            spec += ["--token", self._token]
+        if self._gathering is None:
+            spec += ["--credentials", str(self._credentials)]
+        else:
+            spec += self._gathering.arguments(name)
         if is_script(self._job) and name.startswith("worker"):
             self._cluster.start(name, [*spec, "--script", self._job.spec or ""], main=SCRIPT)
             return
-        self._cluster.start(name, spec if self._gathering is None else spec + self._gathering.arguments(name))
+        self._cluster.start(name, spec)
+
+    def _take_back(self) -> None:
+        """Nobody needs the file of credentials any more."""
+        if self._handed_out is not None:
+            self._handed_out.unlink(missing_ok=True)
+            self._handed_out = None
 
     def _address_of_coordinator(self) -> str:
         deadline_s = self._job.deadlines.join_s + BOOT_S
@@ -339,6 +350,8 @@ class Launcher:
         for line in lines:
             event = json.loads(line)
             self._last[event["event"]] = event
+            if event["event"] == "started":
+                self._take_back()
             if event["event"] == "carriers":
                 self._carriers[event["node"]] = event["by_peer"]
             elif event["event"] == "checkpoint_failed":

@@ -183,11 +183,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", required=True, help="coordinator, shard-0, worker-0, ...")
     parser.add_argument("--coordinator", help="its address, for all other nodes")
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 takes a free one")
-    parser.add_argument("--security", type=Path, help="folder with its certificate and key; else plain text")
+    parser.add_argument("--credentials", required=True, help="as the launcher hands them out")
     parser.add_argument(
         "--insecure", action="store_true", help="plain text on other interfaces than loopback"
     )
-    parser.add_argument("--token", default="", help="secret of the run, for connections in plain text")
     parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
     return parser.parse_args(argv)
 
@@ -237,6 +236,7 @@ async def _run(
 ) -> int:
     # gRPC starts threads when it is imported, so not before the fork.
     from gradstream.transport.carriers import make_endpoint, make_memory
+    from gradstream.transport.credentials import Credentials
     from gradstream.transport.security import Tls
 
     resume = None if spec.resume is None else Resume.of_json(spec.resume)
@@ -245,16 +245,16 @@ async def _run(
     memory = make_memory(job.carrier, given.listen)
     runtime = RealRuntime(name, seed=job.seed, root=root, durable=durable, core=core, memory=memory)
     identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
-    security = None if given.security is None else Tls.read(given.security, name)
+    credentials = Credentials.parse(given.credentials)
+    identity.secret = credentials.secret
     endpoint = make_endpoint(
         identity,
         runtime,
         "grpc" if name == COORDINATOR else job.carrier,
         listen=given.listen,
-        security=security,
+        security=Tls.of(credentials),
         insecure=given.insecure,
         connections=job.connections,
-        token=given.token.encode(),
     )
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
     try:

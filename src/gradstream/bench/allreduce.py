@@ -21,6 +21,7 @@ from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.offers import CHOICES, Choice
+from gradstream.transport.proof import new_secret
 
 __all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
 
@@ -44,6 +45,7 @@ class AllreducePlan:
         times: how often, after two that do not count.
         listen: host of each rank; loopback by default. Elsewhere it is plain text.
         hosts: names of the hosts that the ranks are on; found out by default.
+        secret: of the ranks.
 
     Raises:
         ConfigError: something that cannot be.
@@ -56,6 +58,7 @@ class AllreducePlan:
     times: int = 9
     listen: Sequence[str] = ()
     hosts: Sequence[str] = ()
+    secret: str = field(default_factory=lambda: new_secret().decode(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "elements", "times"):

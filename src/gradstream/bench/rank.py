@@ -59,7 +59,7 @@ class _Rank:
         runtime = RealRuntime(name)
         host = plan.listen[self._rank] if plan.listen else "127.0.0.1"
         endpoint = make_endpoint(
-            Identity(self._folder.name, name, 1),
+            Identity(self._folder.name, name, 1, secret=plan.secret.encode()),
             runtime,
             plan.carrier,
             listen=f"{host}:0",

@@ -168,7 +168,7 @@ class Coordinator:
             reason = str(error).removeprefix(f"{who}: ")
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
         del self._presences[who]
-        self._carry_out(self._membership.lost(who, reason, self._age_s()))
+        self._carry_out(self._membership.lost(who, reason, self._age_s(), stream.certificate))
         self._tell_driver()
         self._ended.ring()
 
@@ -256,6 +256,8 @@ class Coordinator:
             if self._driver is not None and self._drive is not None:
                 work = self._driver.run(self._drive)
                 self._driving = self._runtime.spawn(work, name=f"{self._runtime.node}-drive")
+        nodes = self._membership.nodes
+        self._endpoint.members_changed(nodes.incarnations, nodes.revoked)
         for instruction in instructions:
             if isinstance(instruction, Emit):
                 if isinstance(instruction.event, FailedEvent):

@@ -21,6 +21,7 @@ from gradstream.membership.receipts import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
+from gradstream.wire.dtypes import itemsize_bytes
 
 __all__ = ["Left", "Member", "RunAbortedError", "RunStoppedError"]
 
@@ -360,9 +361,13 @@ class Member:
         for node in notice.nodes:
             if node.name != self.node.name:
                 self._endpoint.know(node.name, node.address)
-        self._endpoint.identity.epoch = notice.epoch
+        identity = self._endpoint.identity
+        identity.epoch = notice.epoch
         if notice.HasField("model"):
-            self._endpoint.identity.fingerprint = notice.model.fingerprint
+            identity.fingerprint = notice.model.fingerprint
+            identity.chunk_bytes = notice.model.chunk_elems * itemsize_bytes(notice.model.dtype)
+        members = {node.name: node.incarnation for node in notice.nodes}
+        self._endpoint.members_changed(members, notice.revoked)
         if self._training_ns is None and notice.phase == v1.Notice.TRAINING:
             self._training_ns = self._runtime.now()
             if self._endpoint.routes:

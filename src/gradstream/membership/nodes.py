@@ -15,11 +15,13 @@ class Nodes:
         num_servers: so many shards are.
 
     Attributes:
+        revoked: SHA-256 of the certificates of members that were lost: whoever shows one is not let in again.
         epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss.
     """
 
     def __init__(self, num_workers: int, num_servers: int) -> None:
         self.epoch = 0
+        self.revoked: list[bytes] = []
         self.num_workers = num_workers
         self.num_servers = num_servers
         self._shards = [f"shard-{rank}" for rank in range(num_servers)]
@@ -31,6 +33,11 @@ class Nodes:
     def missing(self) -> list[str]:
         """Names of the expected nodes that are not in."""
         return [name for name in self._expected if name not in self._nodes]
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """Those of all who are in, by name."""
+        return {name: node.incarnation for name, node in self._nodes.items()}
 
     @property
     def names(self) -> list[str]:

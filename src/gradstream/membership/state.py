@@ -118,6 +118,7 @@ class Membership:
             culprit=self.phases.culprit,
             cut=None if self.cuts.current is None else self.cuts.current.as_notice(),
             drive=None if self.turns is None else self.turns.as_notice(),
+            revoked=self.nodes.revoked,
         )
 
     # ---- nodes --------------------------------------------------------------------------
@@ -159,14 +160,19 @@ class Membership:
             out += self.phases.conclude()
         return out
 
-    def lost(self, who: str, reason: str, at_s: float) -> list[Instruction]:
+    def lost(self, who: str, reason: str, at_s: float, certificate: bytes = b"") -> list[Instruction]:
         """A member is gone: its stream broke, it was silent for too long, or it left.
 
         Its receipts stand. Batches without one are orphans from now on, for others to take.
+
+        Args:
+            certificate: SHA-256 of that of the member, which nobody accepts any more; b"" without TLS.
         """
         node, over = self.nodes.remove(who), self.phases.over
         if node is None:
             return []
+        if certificate and not over:
+            self.nodes.revoked.append(certificate)
         left = LeftEvent(who=who, lost=not over, reason="" if over else reason, epoch=self.nodes.epoch)
         if over:
             return [Emit(left)]

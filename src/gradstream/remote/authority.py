@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gradstream.errors import RefusedError
+from gradstream.transport.credentials import Credentials
 from gradstream.transport.security import Tls
 
 __all__ = ["ENROLMENT", "Authority", "Key", "fingerprint_of"]
@@ -82,6 +83,11 @@ class Authority:
         key = Key()
         certificate = self.sign(name, key.request())
         return Tls(authority=self.certificate, certificate=certificate, key=key.pem)
+
+    def credentials(self, name: str, secret: bytes) -> Credentials:
+        """What a node of the launcher's own machine is given."""
+        tls = self.issue(name)
+        return Credentials(secret, tls.authority, tls.certificate, tls.key)
 
     def sign(self, name: str, request: bytes) -> bytes:
         """The certificate, PEM, of the node `name` with the key of a signing request.

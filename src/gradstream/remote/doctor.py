@@ -18,7 +18,7 @@ from typing import Literal
 
 import gradstream
 from gradstream.errors import GradstreamError
-from gradstream.remote.address import Address
+from gradstream.remote.address import Address, new_token
 from gradstream.remote.authority import ENROLMENT
 from gradstream.remote.enrolment import JOB
 from gradstream.remote.measure import Speed, machine_facts, measure
@@ -69,16 +69,14 @@ class Visit:
 
     Args:
         address: of it.
-        token: shows what only members of the run are shown, and measures; None leaves that out.
+        token: proves that this machine may know about the run; None looks no further than TLS.
         fingerprint: that its certificate should have; None compares nothing.
-        insecure: a launcher in plain text is shown the token too.
         num_bytes: to send each way.
     """
 
     address: Address
     token: str | None = None
     fingerprint: str | None = None
-    insecure: bool = False
     num_bytes: int = MEASURE_BYTES
 
 
@@ -172,24 +170,25 @@ def look_there(visit: Visit) -> Iterator[Finding]:
             return
         odd = text.startswith("none") or "not checked" in text
         yield Finding(what, text, "warning" if odd else "ok")
+    if visit.token is None:
+        text = "not looked at: a launcher tells nothing to whoever does not know its token; give --token"
+        yield Finding("gRPC", text, "warning")
+        return
     yield from asyncio.run(_talk(visit, shown[0]))
 
 
 async def _talk(visit: Visit, certificate: bytes | None) -> list[Finding]:
     runtime = RealRuntime("doctor")
     security = Tls(authority=certificate, mutual=False) if certificate else None
-    endpoint = GrpcEndpoint(Identity(JOB, "doctor", 1), runtime, security=security)
+    identity = Identity(JOB, "machine-doctor", int.from_bytes(os.urandom(8), "little"))
+    identity.secret = new_token(visit.token).encode()
+    endpoint = GrpcEndpoint(identity, runtime, security=security)
     endpoint.know(ENROLMENT, str(visit.address))
     findings: list[Finding] = []
     try:
         findings += await _greet(runtime, endpoint)
-        if visit.token is not None:
-            # Before anybody is shown the token, it must be clear who that is.
-            if not (visit.insecure if certificate is None else visit.fingerprint):
-                text = "not measured: only a known launcher is shown the token; give its --fingerprint"
-                return [*findings, Finding("speed", text, "warning")]
-            speed = await measure(runtime, endpoint, ENROLMENT, token=visit.token, num_bytes=visit.num_bytes)
-            findings += _speed_findings(speed)
+        speed = await measure(runtime, endpoint, ENROLMENT, num_bytes=visit.num_bytes)
+        findings += _speed_findings(speed)
     except GradstreamError as error:
         findings.append(Finding("speed" if findings else "gRPC", str(error), "failed"))
     finally:

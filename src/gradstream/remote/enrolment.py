@@ -64,6 +64,7 @@ class Enrolment:
         on_message: called from the service's thread with what happens:
             {"machine": name, "state": "joined" | "left" | "refused", "address", "workers", "reason"},
             {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}.
+        secret: the token that joins machines: who comes has to prove that it knows it.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Enrolment:
         roster: Roster,
         invitation: Invitation,
         on_message: OnMessage,
+        secret: bytes,
     ) -> None:
+        self._secret = secret
         self.address = listen
         self._authority = authority
         self._roster = roster
@@ -134,7 +137,7 @@ class Enrolment:
     async def _main(self) -> None:
         runtime = RealRuntime(ENROLMENT)
         endpoint = GrpcEndpoint(
-            Identity(JOB, ENROLMENT, 1),
+            Identity(JOB, ENROLMENT, 1, secret=self._secret),
             runtime,
             listen=str(self.address),
             security=self._authority.enrolment if self._authority else None,
@@ -179,8 +182,6 @@ class Enrolment:
 
     async def _measure(self, stream: Stream) -> None:
         request = v1.Measure.FromString(stream.opened.body)
-        if not self._roster.knows(request.token):
-            raise RefusedError(ENROLMENT, "BAD_TOKEN", "the token is not this run's: nothing is measured")
         await serve_measure(stream, request)
 
     async def _enrol(self, stream: Stream) -> None:

@@ -6,7 +6,6 @@ import json
 import shlex
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from gradstream.remote.enrolment import Enrolment, Invitation
 from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.listening import Listening
 from gradstream.remote.roster import Roster
+from gradstream.transport.credentials import Credentials
 
 __all__ = ["Gathering"]
 
@@ -61,19 +61,15 @@ class Gathering:
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
             facts=facts_of(job),
-            token=self._token,
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         invitation = Invitation(json.dumps(spec), {path.name: file_hash(path) for path in files})
-        self.enrolment = Enrolment(listening.address, self._authority, self.roster, invitation, on_message)
-        self._folder = tempfile.TemporaryDirectory(prefix="gradstream-")
+        self.enrolment = Enrolment(
+            listening.address, self._authority, self.roster, invitation, on_message, self._token.encode()
+        )
 
     def __enter__(self) -> Gathering:
-        try:
-            self.enrolment.__enter__()
-        except BaseException:
-            self._folder.cleanup()
-            raise
+        self.enrolment.__enter__()
         return self
 
     def __exit__(
@@ -85,10 +81,7 @@ class Gathering:
             else f"the run has ended: {str(error) or type(error).__name__}"
         )
         self.enrolment.over(0 if error is None else exit_code(error), ended)
-        try:
-            self.enrolment.__exit__(kind, error, trace)
-        finally:
-            self._folder.cleanup()
+        self.enrolment.__exit__(kind, error, trace)
 
     @property
     def invitation(self) -> str:
@@ -154,11 +147,11 @@ class Gathering:
 
     def arguments(self, name: str) -> list[str]:
         """What a node of this machine is told about its network."""
-        listen = ["--listen", str(self.enrolment.address.at(self._port(name))), "--token", self._token]
+        listen = ["--listen", str(self.enrolment.address.at(self._port(name)))]
+        secret = self._token.encode()
         if self._authority is None:
-            return [*listen, "--insecure"]
-        self._authority.issue(name).save(Path(self._folder.name), name)
-        return [*listen, "--security", self._folder.name]
+            return [*listen, "--insecure", "--credentials", str(Credentials(secret))]
+        return [*listen, "--credentials", str(self._authority.credentials(name, secret))]
 
     def _port(self, name: str) -> int:
         first = self._listening.address.port

@@ -7,11 +7,11 @@ certificates. Code and data are its own: it reads its own job file, and is refus
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from gradstream.cluster.machine import num_cores
 from gradstream.config import Job
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.jobfile import load_job
-from gradstream.remote.address import Address, local_address
+from gradstream.remote.address import Address, local_address, new_token
 from gradstream.remote.authority import ENROLMENT, Key
 from gradstream.remote.enrolment import JOB
 from gradstream.remote.facts import facts_of, file_hash
@@ -31,6 +31,7 @@ from gradstream.run import FINAL_MODEL
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Identity, Priority, Stream
+from gradstream.transport.credentials import Credentials
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.security import Tls
 from gradstream.wire import v1
@@ -108,13 +109,14 @@ class _Machine:
     async def run(self) -> int:
         """Enrols, waits, starts nodes and follows them."""
         security = Tls(authority=self._authority, mutual=False) if self._authority else None
-        identity = Identity(JOB, self._name, int.from_bytes(os.urandom(8), "little"))
+        identity = Identity(JOB, f"machine-{self._name}", int.from_bytes(os.urandom(8), "little"))
+        identity.secret = new_token(self._joining.token).encode()
         endpoint = GrpcEndpoint(identity, self._runtime, security=security)
         endpoint.know(ENROLMENT, str(self._joining.address))
         try:
             stream = await endpoint.open(ENROLMENT, "enrol", self._request(), priority=Priority.CONTROL)
             try:
-                grant = (await self._order(stream)).grant
+                grant = (await self._first_order(stream)).grant
                 return await self._take_part(stream, grant)
             except BaseException as error:
                 stream.cancel(f"left: {type(error).__name__}")
@@ -123,9 +125,17 @@ class _Machine:
             await endpoint.close()
             self._runtime.close()
 
+    async def _first_order(self, stream: Stream) -> v1.Order:
+        try:
+            return await self._order(stream)
+        except RefusedError as error:
+            if error.code != "BAD_SECRET":
+                raise
+            text = "the token is not this run's: copy the line that the launcher has printed anew"
+            raise RefusedError(ENROLMENT, error.code, text) from None
+
     def _request(self) -> v1.Enrol:
         return v1.Enrol(
-            token=self._joining.token,
             machine=self._name,
             facts=facts_of(self._job),
             request=self._key.request(),
@@ -147,19 +157,17 @@ class _Machine:
         names = [worker.name for worker in grant.workers]
         self._note(f"in as {grant.machine}, with {', '.join(names)}; {grant.waiting}")
         run_dir = self._make_run_dir(grant.machine)
-        with tempfile.TemporaryDirectory(prefix="gradstream-") as folder:
-            keys = self._save_keys(Path(folder), grant)
-            (run_dir / "nodes.json").write_text(json.dumps(self._spec(grant, run_dir), indent=2) + "\n")
-            with LocalCluster(run_dir / "logs", node_environment(len(names))) as cluster:
-                order = await self._order(stream)
-                if order.HasField("go"):
-                    coordinator = self._joining.address.at(order.go.port)
-                    self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
-                    for name in names:
-                        cluster.start(name, self._arguments(name, run_dir, coordinator, keys))
-                    await self._runtime.gather(self._await_end(stream), self._follow(stream, cluster))
-                else:
-                    self._over = order.over
+        (run_dir / "nodes.json").write_text(json.dumps(self._spec(grant, run_dir), indent=2) + "\n")
+        with LocalCluster(run_dir / "logs", node_environment(len(names))) as cluster:
+            order = await self._order(stream)
+            if order.HasField("go"):
+                coordinator = self._joining.address.at(order.go.port)
+                self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
+                for worker in grant.workers:
+                    cluster.start(worker.name, self._arguments(worker, run_dir, coordinator))
+                await self._runtime.gather(self._await_end(stream), self._follow(stream, cluster))
+            else:
+                self._over = order.over
         assert self._over is not None
         await stream.end()
         self._note(self._over.message)
@@ -168,20 +176,17 @@ class _Machine:
             self._note(f"the final parameters are in {final}")
         return self._over.status
 
-    def _arguments(self, name: str, run_dir: Path, coordinator: Address, keys: Path | None) -> list[str]:
+    def _arguments(self, worker: v1.Certified, run_dir: Path, coordinator: Address) -> list[str]:
+        credentials = Credentials(self._joining.token.encode())
+        if self._authority is not None:
+            pem = {"authority": self._authority, "certificate": worker.certificate, "key": self._key.pem}
+            credentials = dataclasses.replace(credentials, **pem)
+        spec = str(run_dir / "nodes.json")
         return [
-            *("--spec", str(run_dir / "nodes.json"), "--name", name, "--coordinator", str(coordinator)),
-            *("--listen", str(Address(self._address)), "--token", self._joining.token),
-            *(["--insecure"] if keys is None else ["--security", str(keys)]),
+            *("--spec", spec, "--name", worker.name, "--coordinator", str(coordinator)),
+            *("--listen", str(Address(self._address)), "--credentials", str(credentials)),
+            *(["--insecure"] if self._authority is None else []),
         ]
-
-    def _save_keys(self, folder: Path, grant: v1.Grant) -> Path | None:
-        if self._authority is None:
-            return None
-        for worker in grant.workers:
-            tls = Tls(authority=self._authority, certificate=worker.certificate, key=self._key.pem)
-            tls.save(folder, worker.name)
-        return folder
 
     def _spec(self, grant: v1.Grant, run_dir: Path) -> dict[str, Any]:
         """What the nodes of this machine are told: the run's, with this machine's own paths."""

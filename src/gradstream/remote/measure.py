@@ -57,15 +57,15 @@ async def serve_measure(stream: Stream, request: v1.Measure) -> None:
     await stream.send(v1.Frame(body=v1.Body(data=measured.SerializeToString())))
 
 
-async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, token: str, num_bytes: int) -> Speed:
+async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes: int) -> Speed:
     """Sends so many bytes and asks for as many back.
 
     Raises:
-        RefusedError: the token is not the run's.
+        RefusedError: this machine does not know the run's token.
         PeerLostError, DeadlineError: the launcher is gone, or silent.
     """
     chunks = max(1, min(MAX_CHUNKS, num_bytes // CHUNK_BYTES))
-    stream = await endpoint.open(peer, "measure", v1.Measure(token=token, chunks=chunks))
+    stream = await endpoint.open(peer, "measure", v1.Measure(chunks=chunks))
     begun = runtime.now()
     await _send_chunks(stream, chunks)
     await stream.end()

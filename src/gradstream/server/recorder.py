@@ -12,7 +12,7 @@ from gradstream.recording import Asked, Changed, Closed, Decided, Log, Pushed, R
 from gradstream.server.order import AsItComes, Change, Chunks, Fetched, Go, Updating
 from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms
-from gradstream.server.window import SequenceWindow
+from gradstream.wire.window import SequenceWindow
 
 __all__ = ["SUM_EVERY", "ShardRecorder", "crc_of"]
 

@@ -28,7 +28,7 @@ from typing import Literal
 from gradstream.server.clocks import Clocks
 from gradstream.server.quorum import Verdict
 from gradstream.server.rule import Contribution, FetchTerms, Rule, among, completes_of, in_step
-from gradstream.server.window import SequenceWindow
+from gradstream.wire.window import SequenceWindow
 
 __all__ = [
     "Acknowledge",

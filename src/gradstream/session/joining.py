@@ -101,7 +101,8 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
     """Rank 0 runs coordinator and shards as processes of its own, and tells the others where."""
     if rank == 0:
         host = Host(dataclasses.replace(job, workers=size, spec=_script()))
-        assignment = place.Assignment(rank, size, *host.start())
+        spec, coordinator = host.start()
+        assignment = place.Assignment(rank, size, spec, coordinator, place.handed_out(spec))
         torchrun.tell(assignment)
         kept = Path(assignment.spec).parent
         sys.stderr.write(f"gradstream: {size} workers by torchrun, coordinator and servers here; {kept}\n")

@@ -78,7 +78,8 @@ class LoopNode:
         parts: dict[str, Any] = {"model": self._held, "data": own}
         job = dataclasses.replace(place.job(), **parts)
         name = worker_name(place.rank)
-        await take_part(job, ["--spec", place.spec, "--name", name, "--coordinator", place.coordinator])
+        given = ["--spec", place.spec, "--coordinator", place.coordinator, "--credentials", place.credentials]
+        await take_part(job, ["--name", name, *given])
 
 
 def _as_it_happened(error: RunAbortedError) -> GradstreamError:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradstream.checkpoint import Resume
 from gradstream.config import Job
 from gradstream.node import NodeSpec
 from gradstream.roles import worker_name
+from gradstream.transport.credentials import Credentials
 
-__all__ = ["Assignment", "assign", "assigned"]
+__all__ = ["Assignment", "assign", "assigned", "handed_out"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,14 @@ class Assignment:
         world_size: how many there are.
         spec: file with what all nodes of the run are told.
         coordinator: its address.
+        credentials: as the launcher has handed them out.
     """
 
     rank: int
     world_size: int
     spec: str
     coordinator: str
+    credentials: str = field(repr=False)
 
     def told(self) -> NodeSpec:
         """What all nodes of the run are told."""
@@ -42,6 +45,16 @@ class Assignment:
         """How many steps this worker has made before the run was resumed; None where it begins."""
         resume = self.told().resume
         return None if resume is None else Resume.of_json(resume).step_of(worker_name(self.rank))
+
+
+def handed_out(spec: str) -> str:
+    """The credentials of a run whose workers others start: a file of this user's beside the spec.
+
+    Raises:
+        ConfigError: there is none that only this user can have written. So whoever else can say where the
+            spec is, as other users of this machine can through torch's store, gets no code of theirs run.
+    """
+    return str(Credentials.read(Path(spec).parent))
 
 
 _assigned: Assignment | None = None

@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--script", required=True, type=Path)
     parser.add_argument("--name", required=True, help="worker-0, ...")
     parser.add_argument("--coordinator", required=True, help="its address")
+    parser.add_argument("--credentials", required=True, help="as the launcher hands them out")
     parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
     given = parser.parse_args(argv)
     say = say_to(given.report_fd)
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     # As torchrun sets them, for code of the user's that looks.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    assign(Assignment(rank, size, str(given.spec), given.coordinator))
+    assign(Assignment(rank, size, str(given.spec), given.coordinator, given.credentials))
     if rank == 0:
         sys.stdout = _Shown(sys.stdout, say)
     sys.argv = [str(given.script)]

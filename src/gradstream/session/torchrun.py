@@ -16,7 +16,7 @@ import torch
 
 from gradstream.config import Job
 from gradstream.errors import ConfigError, DeadlineError
-from gradstream.session.place import Assignment
+from gradstream.session.place import Assignment, handed_out
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.unix import host_id
 
@@ -91,7 +91,8 @@ def told(rank: int, size: int, job: Job) -> Assignment:
             f"rank {rank} of {size} is on another machine than rank 0: a session whose processes others have "
             "started stays on one machine; for several there is gradstream train --listen"
         )
-    return Assignment(rank, size, str(said["spec"]), str(said["coordinator"]))
+    spec = str(said["spec"])
+    return Assignment(rank, size, spec, str(said["coordinator"]), handed_out(spec))
 
 
 def _store(rank: int, size: int, limit_s: float) -> Any:

@@ -15,12 +15,30 @@ from gradstream.testing.endpoints import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.methods import METHODS, Method
 from gradstream.transport.security import Tls
 from gradstream.transport.shm import ShmEndpoint
 from gradstream.transport.tcp import TcpEndpoint
 from gradstream.wire import v1
 
-__all__ = ["QUIET", "Known", "Run", "grpc_pairs", "memory_pairs", "real_pairs", "shm_pairs", "tcp_pairs"]
+__all__ = [
+    "QUIET",
+    "SECRET",
+    "Known",
+    "Run",
+    "grpc_pairs",
+    "memory_pairs",
+    "real_pairs",
+    "shm_pairs",
+    "tcp_pairs",
+]
+
+SECRET = b"the secret of a test's run"
+
+_METHODS = {
+    name: Method(callers=frozenset({"near", "far"}), members=False, chunks=True)
+    for name in ("echo", "held", "flood", "ping", "reply", "sink", "tensor")
+}
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 """Runs a coroutine to its end, on the kind of time that the carrier needs."""
@@ -44,6 +62,8 @@ class Known(Endpoint, Protocol):
 
 
 def _know(near: Known, far: Known) -> None:
+    near.serve_tensors()
+    far.serve_tensors()
     near.know("far", far.address)
     far.know("near", near.address)
 
@@ -77,7 +97,10 @@ def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakeP
     """
 
     def make(identity: Identity, runtime: RealRuntime) -> GrpcEndpoint:
-        return GrpcEndpoint(identity, runtime, security=security(identity.name) if security else None)
+        tls = security(identity.name) if security else None
+        endpoint = GrpcEndpoint(identity, runtime, security=tls)
+        endpoint.methods = {**METHODS, **_METHODS}
+        return endpoint
 
     return real_pairs(make)
 
@@ -104,8 +127,8 @@ def real_pairs(make: Callable[[Identity, RealRuntime], Known]) -> tuple[Run, Mak
     async def make_pair() -> AsyncIterator[Pair]:
         runtimes = [RealRuntime("near"), RealRuntime("far")]
         near, far = (
-            make(Identity("job", "near", 1), runtimes[0]),
-            make(Identity("job", "far", 2), runtimes[1]),
+            make(Identity("job", "near", 1, secret=SECRET), runtimes[0]),
+            make(Identity("job", "far", 2, secret=SECRET), runtimes[1]),
         )
         await near.start()
         await far.start()

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from gradstream.config import Job
 from gradstream.session.host import Host
 from gradstream.session.job import job as session_job
-from gradstream.session.place import Assignment
+from gradstream.session.place import Assignment, handed_out
 from gradstream.session.session import Session, WorkerSession
 
 __all__ = ["loop_in_threads"]
@@ -43,7 +43,10 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
         )
         host = Host(job, processes=False)
         spec, coordinator = host.start()
-        players = [_Player(loop, Assignment(rank, workers, spec, coordinator)) for rank in range(workers)]
+        given = handed_out(spec)
+        players = [
+            _Player(loop, Assignment(rank, workers, spec, coordinator, given)) for rank in range(workers)
+        ]
         for player in players:
             player.thread.start()
         for player in players:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -52,6 +52,10 @@ class Identity:
         incarnation: differs after each start of the node's process.
         fingerprint: of the registered model; 0 while none is registered.
         epoch: membership epoch; 0 before joining.
+        secret: of the run. Each connection proves both ways that it is known (see `proof`); it is never sent.
+        members: incarnations of the run's members by name, as membership tells them; None before joining.
+        chunk_bytes: the longest chunk of the registered model; 0 while none is registered.
+        revoked: SHA-256 of certificates that are not accepted any more.
     """
 
     job: str
@@ -59,6 +63,10 @@ class Identity:
     incarnation: int
     fingerprint: int = 0
     epoch: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    members: Mapping[str, int] | None = None
+    chunk_bytes: int = 0
+    revoked: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,7 @@ class Stream(Protocol):
 
     peer: str
     opened: v1.Open  # the opening frame: identity, method, request
+    certificate: bytes  # SHA-256 of that of the caller; b"" without TLS
 
     @property
     def failure(self) -> GradstreamError | None:
@@ -217,6 +226,19 @@ class Endpoint(Protocol):
             model: the method touches the model: refuse callers whose fingerprint or
                 membership epoch is not this endpoint's. Protocol version and job are
                 checked always.
+        """
+        ...
+
+    def serve_tensors(self) -> None:
+        """Takes tensors that peers send to this node, for `recv`."""
+        ...
+
+    def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
+        """Who the members of the run are from now on. Nobody else is served, but those who ask to join.
+
+        Args:
+            members: incarnations by name.
+            revoked: SHA-256 of certificates that nobody accepts any more.
         """
         ...
 

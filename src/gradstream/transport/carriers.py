@@ -39,7 +39,6 @@ def make_endpoint(
     security: Tls | None = None,
     insecure: bool = False,
     connections: int = 1,
-    token: bytes = b"",
 ) -> RoutedEndpoint:
     """An endpoint that has not started.
 
@@ -48,7 +47,7 @@ def make_endpoint(
     Args:
         carrier: "auto" offers all that may be used here; "grpc" that alone; another one besides.
         listen, security, insecure: see `GrpcEndpoint`.
-        connections, token: see `SocketEndpoint`.
+        connections: see `SocketEndpoint`.
 
     Raises:
         ConfigError: `listen` is none, or may not be listened on in plain text; the carrier cannot be had.
@@ -72,6 +71,6 @@ def make_endpoint(
     may = security is None and (is_loopback(host) or (insecure and not port))
     if carrier == "tcp" or (carrier == "auto" and may):
         carriers["tcp"] = TcpEndpoint(
-            identity, runtime, listen=f"{host}:0", insecure=insecure, connections=connections, token=token
+            identity, runtime, listen=f"{host}:0", insecure=insecure, connections=connections
         )
     return RoutedEndpoint(carriers, host=host_name)

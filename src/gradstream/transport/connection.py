@@ -14,7 +14,7 @@ from typing import Protocol
 from gradstream.transport import framing
 from gradstream.transport.framing import Inbox, Parcel, Receiver
 from gradstream.transport.silence import Bell
-from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
+from gradstream.wire.frames import FrameError
 
 __all__ = ["Connection", "Owner"]
 
@@ -64,29 +64,7 @@ class Connection:
         self._loop.add_reader(connected, self._readable)
         self._flush_soon()
 
-    def belong(self, owner: Owner, before: Connection) -> None:
-        """Has another owner from here on, who has posted frames to a connection that never started."""
-        self._owner = self.inbox.receiver = owner
-        self.inbox.max_header_bytes = MAX_HEADER_BYTES
-        while before._outbox:
-            self.post(before._outbox.popleft())
-
-    def detach(self) -> socket.socket:
-        """Gives the socket away: reads and writes it no more, and is closed. All that came was read."""
-        connected, self._socket = self._socket, None
-        assert connected is not None
-        self._loop.remove_reader(connected)
-        self._loop.remove_writer(connected)
-        self.close()
-        return connected
-
     # ---- writing ------------------------------------------------------------------------
-
-    def greet(self, parcel: Parcel) -> None:
-        """Sends a frame before all others. The connection has not started yet."""
-        if not self._closed:
-            self._outbox.appendleft(parcel)
-            self.backlog_bytes += parcel.left_bytes
 
     def post(self, parcel: Parcel) -> None:
         """Sends a frame behind those posted before it. Frames of one turn of the loop leave together."""

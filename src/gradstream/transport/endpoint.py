@@ -12,7 +12,7 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -32,8 +32,12 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Handler, Identity, Priority, Stream
 from gradstream.transport.carrier import Carrier, Depot, OutgoingCarrier
+from gradstream.transport.intake import Intakes
 from gradstream.transport.lending import Lending
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.mailbox import Arrival, Mailbox
+from gradstream.transport.methods import COORDINATOR, METHODS, UNLISTED, Method, role_of
+from gradstream.transport.silence import Bell
 from gradstream.transport.stream import StreamCore, code_of
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
@@ -62,6 +66,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 class _Service:
     handler: Handler
     model: bool
+    method: Method
 
 
 class EndpointCore(ABC):
@@ -75,6 +80,7 @@ class EndpointCore(ABC):
 
     address: str = ""
     protected: bool = False
+    methods: Mapping[str, Method] = METHODS
 
     def __init__(self, identity: Identity, runtime: Runtime, *, window: int = WINDOW) -> None:
         if window < 1:
@@ -82,6 +88,7 @@ class EndpointCore(ABC):
         self.identity = identity
         self.runtime = runtime
         self._window = window
+        self.intakes = Intakes(identity, window)
         self._services: dict[str, _Service] = {}
         self._addresses: dict[str, str] = {}
         self._mailbox = Mailbox()
@@ -91,7 +98,7 @@ class EndpointCore(ABC):
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
         self._lending: Lending | None = None
-        self.serve("tensor", self._serve_tensor)
+        self._news = Bell()  # of membership
 
     # ---- what a carrier adds ----------------------------------------------------------
 
@@ -111,8 +118,14 @@ class EndpointCore(ABC):
     async def _shut(self, *, abruptly: bool) -> None:
         """Stops accepting and breaks all connections; unless `abruptly`, what waits is sent first."""
 
+    def _hang_up_on(self, sender: str) -> None:
+        """Closes the connections of a caller that has been refused too much."""
+        del sender
+
     def share(self, other: EndpointCore) -> None:
         """Has handlers, parked tensors and their numbers in common with another endpoint of the same node."""
+        self.intakes = other.intakes
+        self._news = other._news
         self._services = other._services
         self._mailbox = other._mailbox
         self._sequences = other._sequences
@@ -121,7 +134,18 @@ class EndpointCore(ABC):
 
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
         """See `Endpoint.serve`. A method registered again is served by the new handler."""
-        self._services[method] = _Service(handler, model)
+        self._services[method] = _Service(handler, model, self.methods.get(method, UNLISTED))
+
+    def serve_tensors(self) -> None:
+        """See `Endpoint.serve_tensors`."""
+        self.serve("tensor", self._serve_tensor)
+
+    def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
+        """See `Endpoint.members_changed`."""
+        self.identity.revoked = frozenset(revoked)
+        if members != self.identity.members:
+            self.identity.members = dict(members)
+            self._news.ring()
 
     def know(self, peer: str, address: str) -> None:
         """See `Endpoint.know`."""
@@ -328,11 +352,13 @@ class EndpointCore(ABC):
         carrier: Carrier,
         *,
         window: int | None = None,
+        caller: tuple[str, int] | None = None,
         objection: v1.Refuse | None = None,
     ) -> StreamCore:
         """Answers an Open: refuses it, or accepts it and starts its handler.
 
         Args:
+            caller: name and incarnation by which the connection was opened; None where nothing is known.
             objection: why the carrier does not want it, if so.
         """
         stream = StreamCore(
@@ -344,20 +370,24 @@ class EndpointCore(ABC):
             called=True,
             window=self._window if window is None else window,
             depot=partial(self._depot_of, opened.sender, opened.incarnation),
+            intake=self.intakes.of(opened.sender),
+            takes_chunks=self.methods.get(opened.method, UNLISTED).chunks,
         )
-        refuse = objection or self._check(opened)
+        stream.on_refuse = partial(self._count_refusal, opened.sender)
+        refuse = objection or self._check(opened, caller)
         if refuse is not None:
             stream.turn_away(refuse)
             return stream
         self._keep(stream)
-        handler = self._services[opened.method].handler
+        self._count_stream(stream)
+        service = self._services[opened.method]
         name = f"{self.identity.name}: {opened.method} for {opened.sender}"
-        task = self.runtime.spawn(self._handle(handler, stream), name=name)
+        task = self.runtime.spawn(self._handle(service, stream), name=name)
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return stream
 
-    def _check(self, opened: v1.Open) -> v1.Refuse | None:
+    def _check(self, opened: v1.Open, caller: tuple[str, int] | None) -> v1.Refuse | None:
         """Why an Open cannot be served here; None if it can."""
         mine, service = self.identity, self._services.get(opened.method)
         refuse = partial(v1.Refuse, epoch=mine.epoch)
@@ -368,29 +398,68 @@ class EndpointCore(ABC):
         if opened.job != mine.job:
             text = f"{who} belongs to job {opened.job!r}, {mine.name} to {mine.job!r}: check the address"
             return refuse(code=v1.BAD_JOB, message=text)
+        if caller is not None and caller != (opened.sender, opened.incarnation):
+            return refuse(code=v1.BAD_REQUEST, message=f"a stream of {who} on a connection of {caller[0]}")
         if service is None or self._closed:
             known = ", ".join(sorted(self._services))
             text = f"{mine.name} serves no method {opened.method!r}; it serves {known}"
             return refuse(code=v1.UNKNOWN_METHOD, message=text)
-        if not service.model:
-            return None
-        if mine.fingerprint and opened.fingerprint != mine.fingerprint:
+        method = service.method
+        if len(opened.body) > method.request_bytes:
+            most = method.request_bytes
+            text = f"{opened.method}: a request of {len(opened.body)} bytes, expected at most {most}"
+            return refuse(code=v1.BAD_REQUEST, message=text)
+        if self.intakes.of(opened.sender).num_streams >= LIMITS.streams:
+            text = f"{who} has {LIMITS.streams} streams to {mine.name} open already"
+            return refuse(code=v1.OVER_LIMIT, message=text)
+        if (mine.members is not None or self.protected) and role_of(opened.sender) not in method.callers:
+            text = f"{opened.sender} may not call {opened.method!r}: it is a {role_of(opened.sender)}"
+            return refuse(code=v1.FORBIDDEN, message=text)
+        if service.model and mine.fingerprint and opened.fingerprint != mine.fingerprint:
             text = (
                 f"{who} has model fingerprint {opened.fingerprint:016x}, {mine.name} has "
                 f"{mine.fingerprint:016x} (0: none): all nodes must run the same model"
             )
             return refuse(code=v1.BAD_FINGERPRINT, message=text)
-        if opened.epoch < mine.epoch:
+        if service.model and opened.epoch < mine.epoch:
             text = f"{who} is at membership epoch {opened.epoch}, {mine.name} at {mine.epoch}: join again"
             return refuse(code=v1.STALE_EPOCH, message=text)
+        if method.members and not self._is_member(opened) and not self._may_become_member(opened):
+            text = f"{who} is no member of this run, or no longer"
+            return refuse(code=v1.NOT_MEMBER, message=text)
         return None
 
-    async def _handle(self, handler: Handler, stream: StreamCore) -> None:
+    def _is_member(self, opened: v1.Open) -> bool:
+        """Whether the caller is a member, as far as this node has heard; before it has joined, all may be."""
+        members = self.identity.members
+        if members is None or opened.sender == COORDINATOR:
+            return True
+        return members.get(opened.sender) == opened.incarnation
+
+    def _may_become_member(self, opened: v1.Open) -> bool:
+        """Whether the caller has heard of a membership that this node has not heard of yet."""
+        return opened.epoch > self.identity.epoch
+
+    async def _await_member(self, stream: StreamCore) -> None:
+        """Holds a stream whose sender is ahead of this node's own news."""
+        opened, mine = stream.opened, self.identity
+        while not self._is_member(opened):
+            if not self._may_become_member(opened):
+                raise RefusedError(mine.name, "NOT_MEMBER", f"{opened.sender} is no member of this run")
+            try:
+                await self.runtime.within(LIMITS.handshake_s, self._news.wait())
+            except TimeoutError:
+                text = f"{mine.name} has not heard that {opened.sender} is a member of this run"
+                raise RefusedError(mine.name, "NOT_MEMBER", text) from None
+
+    async def _handle(self, service: _Service, stream: StreamCore) -> None:
         """Runs a handler; whatever it raises refuses its stream, and never hurts the endpoint."""
         # An answer that is there at once goes out before the Accept: half the round trip of a call.
         asyncio.get_running_loop().call_soon(stream.accept)
         try:
-            await handler(stream)
+            if service.method.members and not self._is_member(stream.opened):
+                await self._await_member(stream)
+            await service.handler(stream)
         except DecodeError as error:
             stream.refuse(v1.BAD_REQUEST, f"{stream.opened.method}: malformed request: {error}")
         except Exception as error:
@@ -399,6 +468,25 @@ class EndpointCore(ABC):
             stream.refuse(*code_of(error))
         else:
             stream.finish()
+        finally:
+            stream.forget()
+
+    def _count_stream(self, stream: StreamCore) -> None:
+        intake = self.intakes.of(stream.opened.sender)
+        intake.num_streams += 1
+
+        def over() -> None:
+            intake.num_streams -= 1
+
+        stream.on_release(over)
+
+    def _count_refusal(self, sender: str) -> None:
+        """A caller was refused something. One that goes on and on is not listened to for a while."""
+        if self.intakes.of(sender).refused(self.runtime.now()):
+            _log.warning(
+                "%s: too much of what a caller sent was refused; it is hung up on", self.identity.name
+            )
+            asyncio.get_running_loop().call_soon(self._hang_up_on, sender)
 
     def share_memory(self) -> None:
         """From here on, payloads for peers on this host go by reference; once it has started.

@@ -20,7 +20,10 @@ from google.protobuf.message import DecodeError
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
 
-__all__ = ["PIECE_BYTES", "PREFIX", "Inbox", "Parcel", "Place", "Receiver"]
+__all__ = ["GREETING", "PIECE_BYTES", "PREFIX", "Inbox", "Parcel", "Place", "Receiver"]
+
+GREETING = 0
+"""The number of the stream that a connection begins with: no stream, but who is calling (see `greeting`)."""
 
 PIECE_BYTES = 256 << 10
 """The most bytes of one system call: between two, everybody else on the event loop has a turn."""
@@ -123,12 +126,12 @@ class _Incoming:
 
     __slots__ = ("frame", "header_bytes", "number", "payload_bytes", "place", "stream")
 
-    def __init__(self, prefix: bytearray, at: int, max_header_bytes: int) -> None:
+    def __init__(self, prefix: bytearray, at: int) -> None:
         self.stream, self.number, self.header_bytes, self.payload_bytes = PREFIX.unpack_from(prefix, at)
         self.frame: v1.Frame | None = None
         self.place: Place | None = None
         for what, got, most in (
-            ("header", self.header_bytes, max_header_bytes),
+            ("header", self.header_bytes, MAX_HEADER_BYTES),
             ("payload", self.payload_bytes, MAX_SKIP_BYTES),
         ):
             if got > most:
@@ -146,7 +149,6 @@ class Inbox:
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
-        self.max_header_bytes = MAX_HEADER_BYTES
         self._closed = False
         self._buffer = bytearray(_INBOX_BYTES)
         self._view = memoryview(self._buffer)
@@ -198,7 +200,7 @@ class Inbox:
             if self._incoming is None:
                 if left_bytes < PREFIX.size:
                     break
-                self._incoming = _Incoming(self._buffer, self._start, self.max_header_bytes)
+                self._incoming = _Incoming(self._buffer, self._start)
                 self._start += PREFIX.size
             elif left_bytes >= self._incoming.header_bytes:
                 start = self._start

@@ -4,6 +4,10 @@ One stream is one bidirectional call of `/gradstream.v1.Peer/Stream`. Messages c
 so that a payload is copied once on its way out (`wire.frames.encode`) and not at all on its way in.
 Each peer has two connections, one per priority: a ping never queues behind a gradient.
 
+Before its first stream, a connection proves both ways that the run's secret is known: `Challenge`, then
+`Session`, which stays open as long as the connection. Each stream shows a pass of that session. All of this
+goes in metadata, which is short: of a stranger no message is ever read.
+
 The death of a process breaks its connections at once; that of a machine or a cable is noticed by
 keepalive within `KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
 """
@@ -14,33 +18,40 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
 import torch
 
-from gradstream.errors import ConfigError, GradstreamError
+from gradstream.errors import ConfigError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import finish_despite_cancel
+from gradstream.transport import proof
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
-from gradstream.transport.security import Tls, explain
+from gradstream.transport.limits import LIMITS
+from gradstream.transport.security import Shown, Tls, explain
+from gradstream.transport.sessions import BAD_SECRET, CallerSession, Session, Sessions, proved
 from gradstream.transport.silence import Bell
-from gradstream.transport.stream import StreamCore
+from gradstream.transport.stream import StreamCore, refusal_of, refused_by
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_FRAME_BYTES, FrameError, decode, encode, payload_tensor
+from gradstream.wire.frames import MAX_FRAME_BYTES, PROTOCOL, FrameError, decode, encode, payload_tensor
 
-__all__ = ["METHOD", "GrpcEndpoint"]
+__all__ = ["CHALLENGE", "GREETING", "METHOD", "PASS", "SESSION", "GrpcEndpoint"]
 
 METHOD = "/gradstream.v1.Peer/Stream"
 """The one rpc."""
+CHALLENGE = "/gradstream.v1.Peer/Challenge"
+SESSION = "/gradstream.v1.Peer/Session"
+"""Those before it."""
+GREETING, PASS = "gradstream-greeting-bin", "gradstream-pass-bin"
+"""Names of metadata."""
 
 KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # a frame that is too long is refused with a word
-OPEN_SILENCE_S = 10.0  # who connects and says nothing is sent away after this
 HOLD_S = 2e-3  # how long control calls hold a bulk message back, at most
 FLUSH_S = 1.0  # how long `close` lets peers be told
 
@@ -53,6 +64,10 @@ OPTIONS: list[tuple[str, int]] = [
 ]
 SERVER_OPTIONS = [
     *OPTIONS,
+    ("grpc.max_allowed_incoming_connections", LIMITS.connections),
+    ("grpc.max_concurrent_streams", LIMITS.streams + 8),  # one too many is refused with a word
+    ("grpc.max_connection_idle_ms", int(LIMITS.handshake_s * 1e3)),  # strangers': a node's has its session
+    ("grpc.server_handshake_timeout_ms", int(LIMITS.handshake_s * 1e3)),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a lottery
     ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
     ("grpc.http2.max_ping_strikes", 0),
@@ -182,28 +197,168 @@ class _GrpcCarrier:
                 self.stream.arrived(frame, payload)
 
 
+class _Connection:
+    """A channel to a peer, and the session on it.
+
+    Args:
+        endpoint: of this node.
+        peer: its name.
+        channel: of one priority.
+    """
+
+    def __init__(self, endpoint: GrpcEndpoint, peer: str, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._endpoint = endpoint
+        self._peer = peer
+        self._session: CallerSession | None = None
+        self._opening: asyncio.Future[CallerSession] | None = None
+
+    def metadata(self) -> grpc.aio.Metadata | None:
+        """What a stream shows; None while there is no session."""
+        if self._session is None:
+            return None
+        return grpc.aio.Metadata((PASS, self._session.next_pass()))
+
+    async def opened(self) -> None:
+        """Returns once there is a session.
+
+        Raises:
+            RefusedError: the peer does not want this node, or does not know the secret.
+            PeerLostError: it cannot be reached.
+        """
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_future()
+            name = f"{self._endpoint.identity.name}: session with {self._peer}"
+            self._endpoint.background(self._keep(self._opening), name)
+        await asyncio.shield(self._opening)
+
+    def lost(self) -> None:
+        """The peer does not know the session any more."""
+        self._session = None
+
+    async def _keep(self, opening: asyncio.Future[CallerSession]) -> None:
+        """Opens a session, and holds it for as long as its connection lives."""
+        opening.add_done_callback(_look_at)
+        try:
+            greeting = await self._greeting()
+            call = self._channel_call(SESSION, grpc.aio.Metadata((GREETING, greeting.SerializeToString())))
+            session = self._accepted(greeting, await self._first(call))
+            self._session = session
+            opening.set_result(session)
+            await call.read()  # there is nothing to come but the end
+            self._session = None
+        except (RefusedError, PeerLostError) as error:
+            opening.set_exception(error)
+        except asyncio.CancelledError:
+            if not opening.done():
+                opening.set_exception(PeerLostError(self._peer, "the connection was closed by this side"))
+            _reraise_if_cancelled()
+        except _FAILURES as error:
+            if not opening.done():
+                opening.set_exception(_lost(self._peer, error))
+        finally:
+            self._session = self._opening = None
+
+    async def _greeting(self) -> v1.Greeting:
+        mine = self._endpoint.identity
+        frame = await self._first(self._channel_call(CHALLENGE, None))
+        if frame.challenge.protocol != PROTOCOL:
+            text = (
+                f"it speaks protocol {frame.challenge.protocol}, {mine.name} {PROTOCOL}: install one version"
+            )
+            raise RefusedError(self._peer, "BAD_PROTOCOL", text)
+        greeting = v1.Greeting(sender=mine.name, incarnation=mine.incarnation)
+        proof.greet(mine.secret, frame.challenge, greeting, job=mine.job, called=self._peer)
+        return greeting
+
+    def _accepted(self, greeting: v1.Greeting, frame: v1.Frame) -> CallerSession:
+        if frame.HasField("refuse"):
+            raise refused_by(self._peer, frame.refuse)
+        session = proved(self._endpoint.identity, self._peer, greeting, frame.proven)
+        if session is None:
+            text = "who listens at its address does not know this run's secret"
+            raise RefusedError(self._peer, "BAD_SECRET", text)
+        return session
+
+    async def _first(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> v1.Frame:
+        message = await call.read()
+        if message is _EOF:
+            code, details = await call.code(), await call.details()
+            raise PeerLostError(self._peer, f"{code.name}: {explain(details or 'it has ended the call')}")
+        try:
+            return decode(cast(bytes, message))[0]
+        except FrameError as error:
+            raise PeerLostError(
+                self._peer, f"who answers at its address is no node of gradstream: {error}"
+            ) from None
+
+    def _channel_call(
+        self, method: str, metadata: grpc.aio.Metadata | None
+    ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
+        return self.channel.stream_stream(method)(metadata=metadata)  # type: ignore[call-arg]
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    """Nobody may be waiting any more: what failed is no surprise then."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _lost(peer: str, error: BaseException) -> PeerLostError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return PeerLostError(peer, f"{error.code().name}: {explain(error.details() or '')}")
+    return PeerLostError(peer, f"the connection was lost: {error!r}")
+
+
 class _Outgoing(_GrpcCarrier):
     """The caller's end: makes the call."""
 
     def __init__(
-        self, endpoint: GrpcEndpoint, peer: str, channel: grpc.aio.Channel | None, gate: _Gate | None
+        self, endpoint: GrpcEndpoint, peer: str, connection: _Connection | None, gate: _Gate | None
     ) -> None:
         super().__init__(gate)
         self._endpoint = endpoint
         self._peer = peer
-        self._channel = channel
+        self._connection = connection
 
     def connect(self, stream: StreamCore, opened: v1.Open) -> None:
         """See `OutgoingCarrier.connect`."""
         self.stream = stream
-        if self._channel is None:
+        if self._connection is None:
             stream.broken("its address is not known")
             return
         self.transmit(v1.Frame(open=opened), None)
         if opened.urgent:
             self._endpoint.gate.hold(stream)
-        call = self._channel.stream_stream(METHOD)()  # type: ignore[call-arg]
-        name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}"
+        metadata = self._connection.metadata()
+        if metadata is None:
+            name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}, before it begins"
+            self._endpoint.background(self._begin_later(self._connection, stream), name)
+        else:
+            self._begin(self._connection, stream, metadata)
+
+    async def _begin_later(self, connection: _Connection, stream: StreamCore) -> None:
+        """Begins the call once there is a session."""
+        try:
+            await connection.opened()
+        except RefusedError as error:
+            stream.arrived(v1.Frame(refuse=refusal_of(error)), None)
+            return
+        except PeerLostError as error:
+            stream.broken(str(error).removeprefix(f"{self._peer}: "))
+            return
+        except asyncio.CancelledError:
+            stream.broken("the connection was closed by this side")
+            raise
+        metadata = connection.metadata()
+        if metadata is None:
+            stream.broken("the connection was lost at once")
+        elif not self._over:
+            self._begin(connection, stream, metadata)
+
+    def _begin(self, connection: _Connection, stream: StreamCore, metadata: grpc.aio.Metadata) -> None:
+        call = connection.channel.stream_stream(METHOD)(metadata=metadata)  # type: ignore[call-arg]
+        name = f"{self._endpoint.identity.name}: {stream.opened.method} to {self._peer}"
         self._endpoint.background(self._write(call), f"{name}, writer")
         self._endpoint.background(self._read(call, stream), f"{name}, reader")
 
@@ -225,13 +380,20 @@ class _Outgoing(_GrpcCarrier):
                 stream.arrived(v1.Frame(end=v1.End()), None)
                 stream.broken("has finished the call")
             else:
-                stream.broken(f"{code.name}: {explain(details or '')}")
+                self._failed(stream, code, details)
         except grpc.aio.AioRpcError as error:
-            stream.broken(f"{error.code().name}: {explain(error.details() or '')}")
+            self._failed(stream, error.code(), error.details())
         except asyncio.CancelledError:
             stream.broken("the connection was closed by this side")
             call.cancel()
             _reraise_if_cancelled()
+
+    def _failed(self, stream: StreamCore, code: grpc.StatusCode, details: str | None) -> None:
+        if code is grpc.StatusCode.UNAUTHENTICATED and self._connection is not None:
+            self._connection.lost()
+            stream.broken("its session has ended with the connection that it belonged to")
+        else:
+            stream.broken(f"{code.name}: {explain(details or '')}")
 
 
 async def _read(carrier: _GrpcCarrier, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
@@ -249,14 +411,37 @@ def _reraise_if_cancelled() -> None:
 
 
 class _Peers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Routes the one method to the endpoint."""
+    """Routes the methods to the endpoint."""
 
     def __init__(self, endpoint: GrpcEndpoint) -> None:
-        self.handler = grpc.stream_stream_rpc_method_handler(endpoint.answer)
+        self.handlers = {
+            method: grpc.stream_stream_rpc_method_handler(serve)
+            for method, serve in (
+                (METHOD, endpoint.answer),
+                (CHALLENGE, endpoint.challenge),
+                (SESSION, endpoint.session),
+            )
+        }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> _RpcHandler | None:
         """The endpoint's handler; None where the method is another."""
-        return self.handler if handler_call_details.method == METHOD else None
+        return self.handlers.get(handler_call_details.method)
+
+
+def _certificate(context: grpc.aio.ServicerContext[bytes, bytes]) -> Shown | None:
+    """What the caller has shown to TLS."""
+    for pem in context.auth_context().get("x509_pem_cert", ()):
+        try:
+            return Shown.read(pem)
+        except ValueError:
+            continue
+    return None
+
+
+def _shown(context: grpc.aio.ServicerContext[bytes, bytes], key: str) -> bytes:
+    """Metadata that a caller has shown, b"" for none."""
+    found = dict(context.invocation_metadata() or ()).get(key, b"")
+    return found if isinstance(found, bytes) else b""
 
 
 class GrpcEndpoint(EndpointCore):
@@ -273,7 +458,8 @@ class GrpcEndpoint(EndpointCore):
             callers are strangers.
 
     Raises:
-        ConfigError: `listen` is not host:port, or not loopback without `security` or `insecure`.
+        ConfigError: `listen` is not host:port, or not loopback without `security` or `insecure`; or the
+            identity has no secret.
     """
 
     def __init__(
@@ -288,6 +474,9 @@ class GrpcEndpoint(EndpointCore):
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         super().__init__(identity, runtime, window=window)
+        proof.check_secret(identity.secret, identity.name)
+        self._sessions = Sessions(identity)
+        self._contexts: dict[asyncio.Task[Any], Session] = {}  # what serves each open session
         self._max_message_bytes = max_message_bytes
         self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
@@ -296,7 +485,7 @@ class GrpcEndpoint(EndpointCore):
         self.gate = _Gate(runtime)
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
-        self._channels: dict[tuple[str, Priority], grpc.aio.Channel] = {}
+        self._connections: dict[tuple[str, Priority], _Connection] = {}
         self._background: dict[asyncio.Task[None], None] = {}
 
     async def start(self) -> None:
@@ -328,8 +517,44 @@ class GrpcEndpoint(EndpointCore):
         self._background[task] = None
         task.add_done_callback(lambda done: self._background.pop(done, None))
 
+    async def challenge(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """Serves a stranger: something to prove by that it knows the secret. Nothing is kept."""
+        challenge = self._sessions.challenge(self.runtime.now())
+        await context.write(encode(v1.Frame(challenge=challenge)))
+
+    async def session(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        """Serves the session of a caller that has proved to know the secret, until its connection ends."""
+        answered = self._sessions.greeted(_shown(context, GREETING), self.runtime.now())
+        if isinstance(answered, v1.Refuse):
+            await context.write(encode(v1.Frame(refuse=answered)))
+            return
+        session, proven = answered
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            if not self.intakes.of(session.sender).is_closed(self.runtime.now()):
+                self._contexts[task] = session
+                await context.write(encode(v1.Frame(proven=proven)))
+                await asyncio.get_running_loop().create_future()  # cancelled with the connection
+        except _FAILURES:
+            pass
+        finally:
+            self._contexts.pop(task, None)
+            self._sessions.over(session)
+
+    def _hang_up_on(self, sender: str) -> None:
+        for task, session in list(self._contexts.items()):
+            if session.sender == sender:
+                task.cancel()
+        for stream in list(self._streams):
+            if stream.called and stream.opened.sender == sender:
+                stream.refuse(v1.OVER_LIMIT, "it has been refused too much")
+
     async def answer(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serves one incoming call: its first message is Open, the rest is its stream's."""
+        session = self._sessions.passes(_shown(context, PASS))
+        if session is None:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
         try:
             opened = await self._first(context)
         except GradstreamError as error:
@@ -339,7 +564,14 @@ class GrpcEndpoint(EndpointCore):
         if opened is None:
             return
         carrier = _GrpcCarrier(None if opened.urgent else self.gate)
-        stream = carrier.stream = self._incoming(opened, carrier, objection=self._objection(opened, context))
+        stream = carrier.stream = self._incoming(
+            opened,
+            carrier,
+            caller=(session.sender, session.incarnation),
+            objection=self._objection(opened, context),
+        )
+        if self._security is not None and (shown := _certificate(context)) is not None:
+            stream.certificate = shown.digest
         if opened.urgent:
             self.gate.hold(stream)
         name = f"{self.identity.name}: {opened.method} from {opened.sender}, reader"
@@ -361,12 +593,12 @@ class GrpcEndpoint(EndpointCore):
         """Why the certificate of the caller does not allow this stream; None if it does."""
         if self._security is None:
             return None
-        return self._security.objection(context.auth_context().get("x509_common_name", ()), opened)
+        return self._security.objection(_certificate(context), opened, self.identity.revoked)
 
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.call_later(OPEN_SILENCE_S, partial(_send_away, call))
+        timer = self.runtime.call_later(LIMITS.handshake_s, partial(_send_away, call))
         try:
             message = await context.read()
         finally:
@@ -382,10 +614,11 @@ class GrpcEndpoint(EndpointCore):
     def _dial(self, peer: str, address: str | None, priority: Priority) -> _Outgoing:
         if address is None:
             return _Outgoing(self, peer, None, None)
-        channel = self._channels.get((peer, priority))
-        if channel is None:
-            channel = self._channels[peer, priority] = self._channel(peer, address)
-        return _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
+        connection = self._connections.get((peer, priority))
+        if connection is None:
+            connection = _Connection(self, peer, self._channel(peer, address))
+            self._connections[peer, priority] = connection
+        return _Outgoing(self, peer, connection, self.gate if priority is Priority.BULK else None)
 
     def _channel(self, peer: str, address: str) -> grpc.aio.Channel:
         if self._security is None:
@@ -396,9 +629,10 @@ class GrpcEndpoint(EndpointCore):
 
     def _hang_up(self, peer: str) -> None:
         for priority in Priority:
-            channel = self._channels.pop((peer, priority), None)
-            if channel is not None:
-                self.background(channel.close(None), f"{self.identity.name}: hang up on {peer}")
+            connection = self._connections.pop((peer, priority), None)
+            if connection is not None:
+                closing = connection.channel.close(None)
+                self.background(closing, f"{self.identity.name}: hang up on {peer}")
 
     async def _shut(self, *, abruptly: bool) -> None:
         # Cut short, it would leave a server running, and with it a thread of gRPC's that a process
@@ -411,9 +645,11 @@ class GrpcEndpoint(EndpointCore):
                 await self.runtime.within(FLUSH_S, self._quiet())
             except TimeoutError:
                 pass  # a peer that does not read is not waited for
-        for channel in list(self._channels.values()):
-            await channel.close(None)
-        self._channels.clear()
+        for connection in list(self._connections.values()):
+            await connection.channel.close(None)
+        self._connections.clear()
+        for task in list(self._contexts):
+            task.cancel()
         if self._server is not None:
             await self._server.stop(None if abruptly else FLUSH_S)
         await self._quiet()

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.carrier import Posted
 from gradstream.transport.connection import Connection
-from gradstream.transport.framing import Parcel, Place
+from gradstream.transport.framing import GREETING, Parcel, Place
 from gradstream.transport.posted import PostedPayload
 from gradstream.transport.silence import Bell
-from gradstream.transport.stream import StreamCore
+from gradstream.transport.stream import StreamCore, refusal_of
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
@@ -26,10 +27,7 @@ from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
 if TYPE_CHECKING:
     from gradstream.transport.sockets import SocketEndpoint
 
-__all__ = ["GREETING", "Link", "LinkCarrier", "bytes_of"]
-
-GREETING = 0
-"""The number of the stream that a connection begins with: no stream, but who is calling."""
+__all__ = ["Link", "LinkCarrier", "bytes_of"]
 
 AHEAD = 1
 """Payloads of a stream that may wait behind one another."""
@@ -116,6 +114,10 @@ class LinkCarrier:
             if not frame.HasField("chunk"):
                 raise FrameError(f"a payload with a frame of kind {frame.WhichOneof('kind')}")
             check_chunk(frame.chunk, payload_bytes)
+            # Those that are here too early have not been counted yet.
+            early = sum(place is not None for _, place in self._early.values())
+            if not stream.may_bring(early + 1):
+                raise FrameError(f"chunk {frame.chunk.index} without credit")
         except FrameError as error:
             stream.reject(error)
             return None
@@ -123,6 +125,8 @@ class LinkCarrier:
         memory = stream.landing(chunk)
         if memory is not None and _fits(memory, chunk.elems, dtype):
             return Place(memory, landed=True)
+        if not stream.has_room(payload_bytes):
+            return None
         return Place(torch.empty(chunk.elems, dtype=dtype), landed=False)
 
     def opened(self) -> None:
@@ -235,18 +239,16 @@ class Link:
         carrier = self._streams.get(stream)
         if carrier is not None:
             carrier.arrived(number, frame, place)
-        elif stream == GREETING:
-            self._turned_away(frame)
-        elif self._called and frame.HasField("open"):
+        elif self._called and stream != GREETING and frame.HasField("open"):
             self._answer(stream, frame.open)
 
-    def _turned_away(self, frame: v1.Frame) -> None:
-        """The called side has answered the greeting: it does not want this node."""
-        if not self._called and frame.HasField("refuse"):
-            for carrier in list(self._streams.values()):
-                if carrier.stream is not None:
-                    carrier.stream.arrived(frame, None)
-            self.fail(f"it has refused the connection: {frame.refuse.message}")
+    def turned_away(self, error: RefusedError) -> None:
+        """The called side does not want this node, or is not the one that was meant."""
+        refuse = refusal_of(error)
+        for carrier in list(self._streams.values()):
+            if carrier.stream is not None:
+                carrier.stream.arrived(v1.Frame(refuse=refuse), None)
+        self.fail(f"it has refused the connection: {error.reason}")
 
     def lost(self, connection: Connection, message: str) -> None:
         """See `Owner.lost`: one connection is gone, so all of the link is."""

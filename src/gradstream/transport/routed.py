@@ -7,7 +7,7 @@ to one of its carriers.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -66,6 +66,14 @@ class RoutedEndpoint:
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
         """See `Endpoint.serve`."""
         self._main.serve(method, handler, model=model)
+
+    def serve_tensors(self) -> None:
+        """See `Endpoint.serve_tensors`."""
+        self._main.serve_tensors()
+
+    def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
+        """See `Endpoint.members_changed`."""
+        self._main.members_changed(members, revoked)
 
     def know(self, peer: str, address: str) -> None:
         """See `Endpoint.know`.

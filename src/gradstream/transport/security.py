@@ -5,44 +5,29 @@ believed. A node's certificate carries its name, "worker-3", as common name and 
 
 * who dials `shard-0` talks to the holder of the certificate of `shard-0`, at whatever address;
 * who opens a stream as `worker-3` holds the certificate of `worker-3`;
-* the part before the dash is its role, and `CALLERS` says which methods a role may call.
+* the part before the dash is its role, and `methods.METHODS` says what a role may call.
+
+A certificate is looked at again for each stream: one that has expired since the connection was made, or was
+revoked, opens none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import datetime
+from collections.abc import Container
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.x509.oid import NameOID
 
+from gradstream.transport.credentials import Credentials
 from gradstream.wire import v1
 
-__all__ = ["CALLERS", "Tls", "explain", "role_of"]
+__all__ = ["Shown", "Tls", "explain"]
 
-CALLERS: Mapping[str, frozenset[str]] = {
-    "join": frozenset({"worker", "shard"}),
-    "orphans": frozenset({"worker"}),
-    "ending": frozenset({"worker"}),
-    "shares": frozenset({"worker"}),
-    "quorum": frozenset({"shard"}),
-    "push": frozenset({"worker"}),
-    "fetch": frozenset({"worker"}),
-    "command": frozenset({"worker"}),
-    "tensor": frozenset({"worker"}),
-    "exchange": frozenset({"worker"}),
-    "broken": frozenset({"worker"}),
-    "state": frozenset({"worker"}),
-}
-"""The roles that may call a method, besides the coordinator, who may call all of them.
-
-A method that is not listed is the coordinator's alone: forgetting one fails closed.
-"""
-
-
-def role_of(name: str) -> str:
-    """The part before the dash: "worker" of "worker-3"."""
-    return name.partition("-")[0]
+_FORGET = 256  # certificates that have been read are remembered, up to so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,34 +37,20 @@ class Tls:
     Args:
         authority: certificate of the run's authority: what peers are checked against.
         certificate, key: this node's own; None for a node that only dials.
-        mutual: callers have to show a certificate as well, and may do what their role may.
-        callers: which roles may call which method.
+        mutual: callers have to show a certificate as well.
     """
 
     authority: bytes
     certificate: bytes | None = None
     key: bytes | None = field(default=None, repr=False)
     mutual: bool = True
-    callers: Mapping[str, frozenset[str]] = field(default_factory=lambda: CALLERS)
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> Tls:
-        """What `save` has left for a node."""
-        return cls(
-            authority=(folder / "authority.pem").read_bytes(),
-            certificate=(folder / f"{name}.pem").read_bytes(),
-            key=(folder / f"{name}.key").read_bytes(),
-        )
-
-    def save(self, folder: Path, name: str) -> None:
-        """Writes the files that `read` reads. The key is for this user's eyes only."""
-        assert self.certificate is not None
-        assert self.key is not None
-        (folder / "authority.pem").write_bytes(self.authority)
-        (folder / f"{name}.pem").write_bytes(self.certificate)
-        path = folder / f"{name}.key"
-        path.touch(mode=0o600)
-        path.write_bytes(self.key)
+    def of(cls, credentials: Credentials) -> Tls | None:
+        """A node's; None for a run in plain text."""
+        if credentials.authority is None:
+            return None
+        return cls(authority=credentials.authority, certificate=credentials.certificate, key=credentials.key)
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """What an endpoint listens with."""
@@ -94,25 +65,55 @@ class Tls:
         """What an endpoint dials with."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
-    def objection(self, names: Iterable[bytes], opened: v1.Open) -> v1.Refuse | None:
+    def objection(self, shown: Shown | None, opened: v1.Open, revoked: Container[bytes]) -> v1.Refuse | None:
         """Why a caller may not open this stream; None if it may.
 
         Args:
-            names: common names of the certificate that the caller has shown.
+            shown: the certificate of the caller.
             opened: what it asks for, and who it says it is.
+            revoked: digests of certificates that are not accepted any more.
         """
         if not self.mutual:
             return None
-        shown = b", ".join(names).decode(errors="replace")
-        if shown != opened.sender:
-            text = f"a node with the certificate of {shown or 'nobody'} says that it is {opened.sender}"
-            return v1.Refuse(code=v1.BAD_CERTIFICATE, message=text)
-        role = role_of(shown)
-        if role == "coordinator" or role in self.callers.get(opened.method, frozenset()):
-            return None
-        text = f"{shown} may not call {opened.method!r}: its certificate is that of a {role}"
-        return v1.Refuse(code=v1.FORBIDDEN, message=text)
+        name = "nobody" if shown is None else shown.name
+        text = ""
+        if shown is None or name != opened.sender:
+            text = f"a node with the certificate of {name} says that it is {opened.sender}"
+        elif shown.digest in revoked:
+            text = f"the certificate of {name} was revoked: it was lost before, and cannot come back with it"
+        elif datetime.datetime.now(datetime.UTC) > shown.expires:
+            text = f"the certificate of {name} has expired at {shown.expires:%Y-%m-%d %H:%M} UTC"
+        return v1.Refuse(code=v1.BAD_CERTIFICATE, message=text) if text else None
 
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A certificate that a caller has shown, and that TLS has found to be the run's.
+
+    Args:
+        name: the node's.
+        digest: SHA-256 of it.
+        expires: when.
+    """
+
+    name: str
+    digest: bytes
+    expires: datetime.datetime
+
+    @classmethod
+    def read(cls, pem: bytes) -> Shown:
+        """Raises ValueError where that is no certificate."""
+        if pem not in _read:
+            certificate = x509.load_pem_x509_certificate(pem)
+            names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+            name = ", ".join(str(one.value) for one in names)
+            if len(_read) >= _FORGET:
+                _read.clear()
+            _read[pem] = cls(name, certificate.fingerprint(hashes.SHA256()), certificate.not_valid_after_utc)
+        return _read[pem]
+
+
+_read: dict[bytes, Shown] = {}
 
 _SIGNS = (
     ("CERTIFICATE_VERIFY_FAILED", "its certificate was not signed by this run's authority"),

@@ -7,6 +7,7 @@ copied through it. Only processes of the same user, in the same network namespac
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 
 from gradstream.errors import ConfigError
@@ -20,7 +21,7 @@ class ShmEndpoint(SocketEndpoint):
     """An endpoint on Unix sockets and shared memory. What its node sends lies best in `SharedMemory`.
 
     Args:
-        identity, runtime, token, window: see `SocketEndpoint`.
+        identity, runtime, window: see `SocketEndpoint`.
     """
 
     async def start(self) -> None:
@@ -29,7 +30,7 @@ class ShmEndpoint(SocketEndpoint):
         self.share_memory()
 
     def _listen(self) -> tuple[socket.socket, str]:
-        address = f"gradstream/{self.identity.name}/{self.identity.incarnation:x}"
+        address = f"gradstream/{secrets.token_hex(16)}"  # every user can read the names of sockets
         return listen("\0" + address), address
 
     async def _connect(self, address: str) -> socket.socket:

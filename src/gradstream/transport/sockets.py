@@ -1,42 +1,37 @@
 """What carriers over stream sockets have in common: who listens, who dials, who is calling.
 
 A node has a link to each peer that it opens streams to, and one for each priority, so that a ping
-never waits behind a gradient in a socket's buffer. A connection begins with a greeting, which binds
-it to a job, a node and the start of its process, and where the run has a token, proves it known.
+never waits behind a gradient in a socket's buffer. A connection begins with a greeting, which binds it
+to a job, a node and the start of its process, and proves both ways that the run's secret is known.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import socket
-import struct
 from abc import abstractmethod
 from functools import partial
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Identity, Priority
-from gradstream.transport.connection import Connection
 from gradstream.transport.endpoint import WINDOW, EndpointCore
-from gradstream.transport.framing import Parcel, Place
+from gradstream.transport.greeting import answer, greet
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.lines import Lines
-from gradstream.transport.link import GREETING, Link, LinkCarrier
+from gradstream.transport.link import Link, LinkCarrier
+from gradstream.transport.proof import check_secret
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL
+from gradstream.wire.frames import FrameError
 
 __all__ = ["SocketEndpoint"]
 
-GREETING_S = 10.0  # who connects and says nothing is sent away after this
-MAX_GREETING_BYTES = 4 << 10
 CONNECT_S = 10.0
 FLUSH_S = 1.0  # how long `close` lets peers be told
 ACCEPT_AGAIN_S = 0.1  # after running out of descriptors
 MAX_CONNECTIONS = 16  # of one link
-
-_GREETING = struct.Struct("<QII32s")  # link, index and number of its connections, proof
 
 
 class Unreachable:
@@ -63,41 +58,6 @@ class Unreachable:
         """From the beginning."""
 
 
-class _Guest:
-    """A connection of which it is not known yet who is calling."""
-
-    def __init__(self, endpoint: SocketEndpoint, connected: socket.socket) -> None:
-        self._endpoint = endpoint
-        self.connection = Connection(self)
-        self.connection.inbox.max_header_bytes = MAX_GREETING_BYTES
-        self.turned_away = False
-        self.timer = endpoint.runtime.call_later(GREETING_S, self.leave)
-        self.connection.start(connected)
-
-    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
-        """See `Receiver.place`: a greeting has none."""
-        return None
-
-    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
-        """See `Receiver.arrived`."""
-        if self.turned_away:
-            return
-        if stream == GREETING and frame.HasField("open"):
-            self._endpoint.greeted(self, frame.open)
-        else:
-            self.leave()
-
-    def lost(self, connection: Connection, message: str) -> None:
-        """See `Owner.lost`."""
-        self.leave()
-
-    def leave(self) -> None:
-        """Sends it away."""
-        self.timer.cancel()
-        self.connection.close()
-        self._endpoint.guests.pop(self, None)
-
-
 class SocketEndpoint(EndpointCore):
     """Base of endpoints over stream sockets. One of them adds how to listen and how to connect.
 
@@ -105,10 +65,9 @@ class SocketEndpoint(EndpointCore):
         identity, runtime, window: as of every endpoint.
         connections: over how many sockets a link carries bulk: more than one helps where a single
             one cannot fill a long fat line.
-        token: a secret of the run, which callers have to know; empty asks for none.
 
     Raises:
-        ConfigError: more connections than there may be, or none.
+        ConfigError: more connections than there may be, or none; or the identity has no secret.
     """
 
     has_lines = False
@@ -120,15 +79,14 @@ class SocketEndpoint(EndpointCore):
         runtime: Runtime,
         *,
         connections: int = 1,
-        token: bytes = b"",
         window: int = WINDOW,
     ) -> None:
         super().__init__(identity, runtime, window=window)
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ConfigError(f"connections = {connections}: expected from 1 to {MAX_CONNECTIONS}")
-        self.guests: dict[_Guest, None] = {}
+        check_secret(identity.secret, identity.name)
+        self._strangers: dict[asyncio.Task[None], None] = {}
         self._connections = connections
-        self._token = token
         self._listener: socket.socket | None = None
         self._links: dict[tuple[str, Priority], Link] = {}
         self._callers: dict[tuple[str, int, int], Link] = {}  # by name, incarnation and their number
@@ -176,77 +134,64 @@ class SocketEndpoint(EndpointCore):
         except (OSError, ConfigError):
             connected.close()
             return
-        self.guests[_Guest(self, connected)] = None
+        self._hear_out(connected)
 
-    def greeted(self, guest: _Guest, greeting: v1.Open) -> None:
-        """Somebody has said who they are."""
-        link, index, count, proof = 0, 0, 0, b""
-        if len(greeting.body) == _GREETING.size:
-            link, index, count, proof = _GREETING.unpack(greeting.body)
-        refuse = self._objection(greeting, index, count, proof)
-        if refuse is not None:
-            self._turn_away(guest, refuse)
+    def _hear_out(self, connected: socket.socket) -> None:
+        """Hears who is calling, unless too many are calling."""
+        if len(self._callers) + len(self._links) >= LIMITS.connections:
+            connected.close()
             return
-        if greeting.method:
-            guest.timer.cancel()
-            self.guests.pop(guest, None)
-            self._lines.arrived(greeting.sender, greeting.method, guest.connection.detach())
+        if len(self._strangers) >= LIMITS.strangers:
+            next(iter(self._strangers)).cancel()  # the one that has had the most time
+        task = self.runtime.spawn(self._meet(connected), name=f"{self.identity.name}: a caller")
+        self._strangers[task] = None
+        task.add_done_callback(lambda done: self._strangers.pop(done, None))
+
+    async def _meet(self, connected: socket.socket) -> None:
+        try:
+            greeting = await self.runtime.within(LIMITS.handshake_s, answer(connected, self.identity))
+        except (TimeoutError, OSError, FrameError, RefusedError):
+            connected.close()
+        except BaseException:
+            connected.close()
+            raise
+        else:
+            self._greeted(greeting, connected)
+
+    def _greeted(self, greeting: v1.Greeting, connected: socket.socket) -> None:
+        """Somebody who knows the secret has said who it is."""
+        sender, link = greeting.sender, greeting.link
+        if greeting.line:
+            self._lines.arrived(sender, greeting.line, connected)
             return
-        key = (greeting.sender, greeting.incarnation, link)
+        key = (sender, greeting.incarnation, link)
         caller = self._callers.get(key)
         if caller is None:
-            caller = Link(self, greeting.sender, count, called=True, on_lost=partial(self._lost_caller, key))
+            too_many = sum(name == sender for name, _, _ in self._callers) >= LIMITS.sessions
+            malformed = not (greeting.index < greeting.count <= MAX_CONNECTIONS and sender)
+            if malformed or too_many or self.intakes.of(sender).is_closed(self.runtime.now()):
+                connected.close()
+                return
+            lost = partial(self._lost_caller, key)
+            caller = Link(self, sender, greeting.count, called=True, on_lost=lost)
             caller.incarnation = greeting.incarnation
             self._callers[key] = caller
-        guest.timer.cancel()
-        self.guests.pop(guest, None)
-        self._attach(caller, index, guest.connection)
+        self._attach(caller, greeting.index, connected)
 
-    def _attach(self, caller: Link, index: int, connection: Connection) -> None:
-        before = caller.connections[index] if index < len(caller.connections) else None
-        if before is None or before.started:
-            connection.close()  # this one is taken
-            return
-        caller.connections[index] = connection
-        connection.belong(caller, before)
-
-    def _objection(self, greeting: v1.Open, index: int, count: int, proof: bytes) -> v1.Refuse | None:
-        mine = self.identity
-        who = f"{greeting.sender} (incarnation {greeting.incarnation:x})"
-        if greeting.protocol != PROTOCOL:
-            text = f"{who} speaks protocol {greeting.protocol}, {mine.name} {PROTOCOL}: install one version"
-            return v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
-        if greeting.job != mine.job:
-            text = f"{who} belongs to job {greeting.job!r}, {mine.name} to {mine.job!r}: check the address"
-            return v1.Refuse(code=v1.BAD_JOB, message=text)
-        if not (index < count <= MAX_CONNECTIONS and greeting.sender):
-            return v1.Refuse(code=v1.BAD_REQUEST, message=f"the greeting of {who} is malformed")
-        if self._token and not hmac.compare_digest(proof, self._proof(greeting, mine.name)):
-            text = f"{who} does not know the token of this run"
-            return v1.Refuse(code=v1.BAD_TOKEN, message=text)
-        return None
-
-    def _proof(self, greeting: v1.Open, called: str) -> bytes:
-        """Shows that the token is known, and not the token; for this caller and this called node alone."""
-        if not self._token:
-            return bytes(32)
-        said = f"{greeting.job}\n{greeting.sender}\n{greeting.incarnation:x}\n{called}".encode()
-        return hmac.digest(self._token, said, "sha256")
-
-    def _turn_away(self, guest: _Guest, refuse: v1.Refuse) -> None:
-        """Says why, and closes once that has had time to leave."""
-        guest.turned_away = True
-        guest.timer.cancel()
-        guest.timer = self.runtime.call_later(FLUSH_S, guest.leave)
-        guest.connection.post(Parcel(GREETING, 0, v1.Frame(refuse=refuse), on_sent=lambda _: None))
+    def _attach(self, caller: Link, index: int, connected: socket.socket) -> None:
+        if index >= len(caller.connections) or caller.connections[index].started:
+            connected.close()  # this one is taken
+        else:
+            caller.connections[index].start(connected)
 
     def answer(self, link: Link, carrier: LinkCarrier, opened: v1.Open) -> StreamCore:
         """Answers an Open that came over a link that a peer has made."""
-        objection = self._check(opened)
-        if objection is None and (opened.sender, opened.incarnation) != (link.peer, link.incarnation):
-            text = f"a stream of {opened.sender} on a connection of {link.peer}"
-            objection = v1.Refuse(code=v1.BAD_REQUEST, message=text)
-        return self._incoming(opened, carrier, objection=objection)
+        return self._incoming(opened, carrier, caller=(link.peer, link.incarnation))
+
+    def _hang_up_on(self, sender: str) -> None:
+        for (name, _, _), link in list(self._callers.items()):
+            if name == sender:
+                link.fail("it has been refused too much")
 
     def _lost_caller(self, key: tuple[str, int, int], link: Link) -> None:
         del link
@@ -272,20 +217,29 @@ class SocketEndpoint(EndpointCore):
         number = next(self._link_numbers)
         try:
             for index, connection in enumerate(link.connections):
-                connected = await self.runtime.within(CONNECT_S, self._connect(address))
-                connection.greet(self._greeting(link.peer, number, index, len(link.connections)))
-                connection.start(connected)
+                greeting = v1.Greeting(link=number, index=index, count=len(link.connections))
+                connection.start(
+                    await self.runtime.within(CONNECT_S, self._reach(link.peer, address, greeting))
+                )
         except TimeoutError:
             link.fail(f"no connection to {address} within {CONNECT_S:g} s")
+        except RefusedError as error:
+            link.turned_away(error)
+        except FrameError as error:
+            link.fail(f"who answers at {address} is no node of gradstream: {error}")
         except OSError as error:
             link.fail(f"nobody listens at {address} ({error.strerror or error})")
 
-    def _greeting(self, peer: str, number: int, index: int, count: int, line: str = "") -> Parcel:
-        mine = self.identity
-        greeting = v1.Open(protocol=PROTOCOL, job=mine.job, sender=mine.name, incarnation=mine.incarnation)
-        greeting.method = line
-        greeting.body = _GREETING.pack(number, index, count, self._proof(greeting, peer))
-        return Parcel(GREETING, 0, v1.Frame(open=greeting), on_sent=lambda _: None)
+    async def _reach(self, peer: str, address: str, greeting: v1.Greeting) -> socket.socket:
+        """A connection on which both sides know who the other one is."""
+        connected = await self._connect(address)
+        try:
+            greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
+            await greet(connected, greeting, self.identity, peer)
+        except BaseException:
+            connected.close()
+            raise
+        return connected
 
     # ---- lines --------------------------------------------------------------------------
 
@@ -294,21 +248,13 @@ class SocketEndpoint(EndpointCore):
         address = self._addresses.get(peer)
         if not self.has_lines or self._connections > 1 or address is None:
             return None
-        dialled = self._dial_line(peer, address, name) if dial else self._lines.taken(peer, name)
+        dialled = (
+            self._reach(peer, address, v1.Greeting(line=name)) if dial else self._lines.taken(peer, name)
+        )
         try:
             return await self.runtime.within(CONNECT_S, dialled)
-        except (TimeoutError, OSError):
+        except (TimeoutError, OSError, FrameError, RefusedError):
             return None
-
-    async def _dial_line(self, peer: str, address: str, name: str) -> socket.socket:
-        connected = await self._connect(address)
-        try:
-            greeting = self._greeting(peer, 0, 0, 1, name)
-            await asyncio.get_running_loop().sock_sendall(connected, b"".join(greeting.pieces(0)))
-        except BaseException:
-            connected.close()
-            raise
-        return connected
 
     def _lost_link(self, key: tuple[str, Priority], link: Link) -> None:
         if self._links.get(key) is link:
@@ -327,7 +273,7 @@ class SocketEndpoint(EndpointCore):
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
-        for task in list(self._dialling):
+        for task in [*self._dialling, *self._strangers]:
             task.cancel()
         links = [*self._links.values(), *self._callers.values()]
         try:
@@ -341,8 +287,6 @@ class SocketEndpoint(EndpointCore):
         finally:
             for link in links:
                 link.close()
-            for guest in list(self.guests):
-                guest.leave()
             self._lines.close()
             self._links.clear()
             self._callers.clear()

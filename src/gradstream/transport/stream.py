@@ -28,14 +28,24 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Landing, Lent, Received
 from gradstream.transport.carrier import Carrier, Depot, Posted, ReferenceLostError
+from gradstream.transport.intake import Intake
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.silence import Bell, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, payload_tensor
 
-__all__ = ["StreamCore", "code_of"]
+__all__ = ["StreamCore", "code_of", "refusal_of", "refused_by"]
 
 PATIENCE_S = 1.0
 """A carrier has taken a payload over in less; where the peer does not read, by copying it."""
+
+_MISBEHAVIOUR = frozenset(
+    {v1.BAD_REQUEST, v1.UNKNOWN_METHOD, v1.BAD_CERTIFICATE, v1.FORBIDDEN, v1.OVER_LIMIT, v1.NOT_MEMBER}
+)
+"""Refusals that no node meets again and again that goes by the protocol."""
+
+MAX_FREE_BYTES = 4 << 20
+"""Of Bodies that cost no credit, and that nobody has taken yet."""
 
 _CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
 
@@ -71,6 +81,8 @@ class StreamCore:
         called: whether this is the called side.
         window: how many chunks this side holds for its user at most.
         depot: finds the memory that it shares with the peer; None while there is none.
+        intake: what the peer has of this node; None, where this side calls, leaves that to credit.
+        takes_chunks: the method has the peer send some.
     """
 
     def __init__(
@@ -84,9 +96,13 @@ class StreamCore:
         called: bool,
         window: int,
         depot: Callable[[], Depot | None] = _nothing_shared,
+        intake: Intake | None = None,
+        takes_chunks: bool = True,
     ) -> None:
         self.peer = peer
         self.opened = opened
+        self.certificate = b""
+        self._takes_chunks = takes_chunks
         self._me = me
         self._carrier = carrier
         self._called = called
@@ -96,6 +112,8 @@ class StreamCore:
         self._batch = max(1, window // 2)  # credits are returned so many at a time
         self._taken = 0  # chunks taken since credits were returned
         self._queue: deque[Received] = deque()
+        self._intake = intake
+        self._unread_bytes = self._free_bytes = 0  # that wait in the queue; of Bodies that cost no credit
         self._landing: Landing | None = None
         self._ended = self._peer_ended = self._released = False
         self._send_over: Failure | None = None
@@ -104,8 +122,14 @@ class StreamCore:
         self._readable, self._writable = Bell(), Bell()
         self._silence = Silence(runtime, self._readable, self._writable)
         self._on_release: list[Callable[[], object]] = []
+        self.on_refuse: Callable[[], object] = _nothing_shared
 
     # ---- the user's side --------------------------------------------------------------
+
+    @property
+    def called(self) -> bool:
+        """Whether the peer has opened it."""
+        return self._called
 
     @property
     def failed(self) -> bool:
@@ -136,7 +160,7 @@ class StreamCore:
     async def _take_over(
         self, frame: v1.Frame, payload: torch.Tensor | None, silence_s: float | None
     ) -> None:
-        if not frame.HasField("chunk"):
+        if not _costs_credit(frame):
             self._check_sending()
             self._carrier.transmit(frame, payload)
             await self._carrier.drained()
@@ -199,7 +223,8 @@ class StreamCore:
         await self._until(self._readable, self._may_recv, silence_s)
         if self._queue:
             received = self._queue.popleft()
-            if received.frame.HasField("chunk"):
+            self._count(received, -1)
+            if _costs_credit(received.frame):
                 self._return_credit()
             return received
         if self._recv_over is not None:
@@ -242,6 +267,10 @@ class StreamCore:
         if not self._released:
             self._carrier.transmit(v1.Frame(accept=v1.Accept(window=self._window)), None)
 
+    def forget(self) -> None:
+        """Called side: nobody will take what has arrived."""
+        self._forget_queue()
+
     def turn_away(self, refuse: v1.Refuse) -> None:
         """Called side: refuses instead of accepting."""
         self._refuse(refuse)
@@ -280,7 +309,7 @@ class StreamCore:
                 self.reject(error)
                 return
         if kind == "chunk" or kind == "body":
-            self._enqueue(Received(frame, payload, landed), kind == "chunk")
+            self._enqueue(Received(frame, payload, landed))
         elif kind == "credit" or kind == "accept":
             self._credit += frame.credit.frames if kind == "credit" else frame.accept.window
             self._writable.ring()
@@ -295,9 +324,7 @@ class StreamCore:
             closed = partial(ClosedError, self._text(f"cancelled by {self.peer}", reason))
             self._close(closed, drop=not self._peer_ended)
         elif kind == "refuse" and not self._called:
-            refused = frame.refuse
-            code = next((name for name, value in _CODES.items() if value == refused.code), str(refused.code))
-            self._close(partial(RefusedError, self.peer, code, refused.message), drop=False)
+            self._close(partial(refused_by, self.peer, frame.refuse), drop=False)
         else:
             self.reject(FrameError(f"a frame of kind {kind} where none may come"))
 
@@ -332,19 +359,60 @@ class StreamCore:
             raise ReferenceLostError
         return place, True
 
-    def _enqueue(self, received: Received, is_chunk: bool) -> None:
+    def _enqueue(self, received: Received) -> None:
         if self._recv_over is not None:
             return  # a straggler
         if self._peer_ended:
             self.reject(FrameError("a frame after its end"))
             return
-        if is_chunk:
-            if not self._allowed:
-                self.reject(FrameError(f"chunk {received.frame.chunk.index} without credit"))
-                return
-            self._allowed -= 1
+        costs = _costs_credit(received.frame)
+        if (costs and not self._allowed) or (received.frame.HasField("chunk") and not self._takes_chunks):
+            self.reject(FrameError(f"{_name_of(received.frame)} without credit"))
+            return
+        if not self.has_room(_size_bytes(received), free=not costs):
+            return
+        self._allowed -= costs
+        self._count(received, 1)
         self._queue.append(received)
         self._readable.ring()
+
+    def may_bring(self, num_chunks: int) -> bool:
+        """Whether the peer has credit for so many chunks more."""
+        return num_chunks <= self._allowed and self._takes_chunks
+
+    def has_room(self, num_bytes: int, *, free: bool = False) -> bool:
+        """Whether so many bytes more may wait here; if not, the stream is over for both.
+
+        Args:
+            free: of a Body that costs no credit.
+        """
+        unread = self._free_bytes + num_bytes
+        if free and unread > MAX_FREE_BYTES:
+            self.reject(
+                FrameError(f"{unread} bytes of bodies that nobody has taken, at most {MAX_FREE_BYTES}")
+            )
+            return False
+        if self._intake is not None and not self._intake.has_room(num_bytes):
+            text = f"{self.opened.method}: {self.peer} has sent more than {self._me} has taken, by too much"
+            if self._called:
+                self._refuse(v1.Refuse(code=v1.OVER_LIMIT, message=text))
+            else:
+                self._cancel(partial(RefusedError, self._me, "OVER_LIMIT", text), text)
+            return False
+        return True
+
+    def _count(self, received: Received, sign: int) -> None:
+        """A frame waits to be taken, or does not any more."""
+        num_bytes = sign * _size_bytes(received)
+        self._unread_bytes += num_bytes
+        if not _costs_credit(received.frame):
+            self._free_bytes += num_bytes
+        if self._intake is not None:
+            self._intake.unread_bytes += num_bytes
+
+    def _forget_queue(self) -> None:
+        while self._queue:
+            self._count(self._queue.popleft(), -1)
 
     def _return_credit(self) -> None:
         self._taken += 1
@@ -377,7 +445,7 @@ class StreamCore:
 
     def _cancel(self, failure: Failure, reason: str) -> None:
         if self._released:
-            self._queue.clear()
+            self._forget_queue()
             return
         self._carrier.drop()
         self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason)), None)
@@ -387,6 +455,8 @@ class StreamCore:
         assert self._called
         if self._released:
             return
+        if refuse.code in _MISBEHAVIOUR:
+            self.on_refuse()
         self._carrier.transmit(v1.Frame(refuse=refuse), None)
         text = self._text(f"refused by {self._me}", refuse.message)
         self._close(partial(ClosedError, text), drop=True)
@@ -397,7 +467,7 @@ class StreamCore:
             return
         self._send_over = failure
         if drop:
-            self._queue.clear()
+            self._forget_queue()
         if drop or not self._peer_ended:
             self._recv_over = failure
         self._release()
@@ -420,12 +490,42 @@ class StreamCore:
         return f"stream {self.opened.method} between {self._me} and {self.peer}: {what}{why}"
 
 
+def _costs_credit(frame: v1.Frame) -> bool:
+    """Whether it takes room at the receiver that has to be granted: chunks do, and long bodies."""
+    return frame.HasField("chunk") or len(frame.body.data) > LIMITS.free_body_bytes
+
+
+def _size_bytes(received: Received) -> int:
+    """Of memory that the receiver holds for it, beside what is its user's own."""
+    if received.payload is None or received.landed:
+        return len(received.frame.body.data)
+    return received.payload.numel() * received.payload.element_size()
+
+
+def _name_of(frame: v1.Frame) -> str:
+    if frame.HasField("chunk"):
+        return f"chunk {frame.chunk.index}"
+    return f"a body of {len(frame.body.data)} bytes"
+
+
+def refused_by(peer: str, refuse: v1.Refuse) -> RefusedError:
+    """What a refusal means for whoever is refused."""
+    code = next((name for name, value in _CODES.items() if value == refuse.code), str(refuse.code))
+    return RefusedError(peer, code, refuse.message)
+
+
 def _referring(frame: v1.Frame, reference: v1.Reference) -> v1.Frame:
     """The same chunk, with its payload elsewhere."""
     referring = v1.Frame()
     referring.CopyFrom(frame)
     referring.chunk.reference.CopyFrom(reference)
     return referring
+
+
+def refusal_of(error: RefusedError) -> v1.Refuse:
+    """A refusal as the peer would have sent it."""
+    code, message = code_of(error)
+    return v1.Refuse(code=code, message=message)
 
 
 def code_of(error: BaseException) -> tuple[v1.Code, str]:

@@ -1,6 +1,6 @@
 """The `tcp` carrier: frames over plain TCP, for bulk on loopback and on networks that one trusts.
 
-It is neither encrypted nor authenticated beyond the run's token, so off loopback it has to be asked
+It is authenticated when a connection is made, and not encrypted, so off loopback it has to be asked
 for in so many words; where a run has certificates, `grpc` carries what leaves the host.
 
 The death of a process breaks its connections at once; that of a machine or a cable is noticed within
@@ -44,7 +44,7 @@ class TcpEndpoint(SocketEndpoint):
         runtime: a real one.
         listen: host:port; port 0 takes a free one, see `address` after `start`.
         insecure: listen on other interfaces than loopback.
-        connections, token, window: see `SocketEndpoint`.
+        connections, window: see `SocketEndpoint`.
 
     Raises:
         ConfigError: `listen` is not host:port, or not loopback without `insecure`.
@@ -60,10 +60,9 @@ class TcpEndpoint(SocketEndpoint):
         listen: str = "127.0.0.1:0",
         insecure: bool = False,
         connections: int = 1,
-        token: bytes = b"",
         window: int = WINDOW,
     ) -> None:
-        super().__init__(identity, runtime, connections=connections, token=token, window=window)
+        super().__init__(identity, runtime, connections=connections, window=window)
         self._host, self._port = host_and_port(listen)
         if not (insecure or is_loopback(self._host)):
             raise ConfigError(

@@ -26,12 +26,13 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SUPERSEDED: _ClassVar[Code]
     NOT_MEMBER: _ClassVar[Code]
     INTERNAL: _ClassVar[Code]
-    BAD_TOKEN: _ClassVar[Code]
+    BAD_SECRET: _ClassVar[Code]
     BAD_VERSION: _ClassVar[Code]
     BAD_JOB_FILE: _ClassVar[Code]
     BAD_DATA: _ClassVar[Code]
     BAD_CERTIFICATE: _ClassVar[Code]
     FORBIDDEN: _ClassVar[Code]
+    OVER_LIMIT: _ClassVar[Code]
 DTYPE_UNSPECIFIED: DType
 FLOAT32: DType
 FLOAT64: DType
@@ -47,15 +48,16 @@ TOO_OLD: Code
 SUPERSEDED: Code
 NOT_MEMBER: Code
 INTERNAL: Code
-BAD_TOKEN: Code
+BAD_SECRET: Code
 BAD_VERSION: Code
 BAD_JOB_FILE: Code
 BAD_DATA: Code
 BAD_CERTIFICATE: Code
 FORBIDDEN: Code
+OVER_LIMIT: Code
 
 class Frame(_message.Message):
-    __slots__ = ("open", "accept", "chunk", "body", "credit", "waiting", "refuse", "cancel", "end", "payload")
+    __slots__ = ("open", "accept", "chunk", "body", "credit", "waiting", "refuse", "cancel", "end", "challenge", "greeting", "proven", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,9 @@ class Frame(_message.Message):
     REFUSE_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    GREETING_FIELD_NUMBER: _ClassVar[int]
+    PROVEN_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: Open
     accept: Accept
@@ -75,8 +80,11 @@ class Frame(_message.Message):
     refuse: Refuse
     cancel: Cancel
     end: End
+    challenge: Challenge
+    greeting: Greeting
+    proven: Proven
     payload: bytes
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., body: _Optional[_Union[Body, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., body: _Optional[_Union[Body, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., greeting: _Optional[_Union[Greeting, _Mapping]] = ..., proven: _Optional[_Union[Proven, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("protocol", "job", "fingerprint", "sender", "incarnation", "epoch", "method", "window", "body", "urgent")
@@ -101,6 +109,56 @@ class Open(_message.Message):
     body: bytes
     urgent: bool
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., fingerprint: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., method: _Optional[str] = ..., window: _Optional[int] = ..., body: _Optional[bytes] = ..., urgent: bool = ...) -> None: ...
+
+class Challenge(_message.Message):
+    __slots__ = ("protocol", "nonce")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    nonce: bytes
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+
+class Greeting(_message.Message):
+    __slots__ = ("protocol", "challenge", "nonce", "sender", "incarnation", "proof", "link", "index", "count", "line")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    challenge: bytes
+    nonce: bytes
+    sender: str
+    incarnation: int
+    proof: bytes
+    link: int
+    index: int
+    count: int
+    line: str
+    def __init__(self, protocol: _Optional[int] = ..., challenge: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., proof: _Optional[bytes] = ..., link: _Optional[int] = ..., index: _Optional[int] = ..., count: _Optional[int] = ..., line: _Optional[str] = ...) -> None: ...
+
+class Proven(_message.Message):
+    __slots__ = ("proof", "session")
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    session: int
+    def __init__(self, proof: _Optional[bytes] = ..., session: _Optional[int] = ...) -> None: ...
+
+class Pass(_message.Message):
+    __slots__ = ("session", "number", "proof")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    number: int
+    proof: bytes
+    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Accept(_message.Message):
     __slots__ = ("window",)
@@ -491,7 +549,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut", "drive")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut", "drive", "revoked")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -512,6 +570,7 @@ class Notice(_message.Message):
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
     CUT_FIELD_NUMBER: _ClassVar[int]
     DRIVE_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     model: ModelSpec
@@ -520,7 +579,8 @@ class Notice(_message.Message):
     culprit: str
     cut: Cut
     drive: Drive
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., drive: _Optional[_Union[Drive, _Mapping]] = ...) -> None: ...
+    revoked: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., drive: _Optional[_Union[Drive, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Drive(_message.Message):
     __slots__ = ("turns", "phase")
@@ -709,12 +769,10 @@ class Welcome(_message.Message):
     def __init__(self, software: _Optional[str] = ..., state: _Optional[str] = ..., clock_s: _Optional[float] = ...) -> None: ...
 
 class Measure(_message.Message):
-    __slots__ = ("token", "chunks")
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("chunks",)
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
-    token: str
     chunks: int
-    def __init__(self, token: _Optional[str] = ..., chunks: _Optional[int] = ...) -> None: ...
+    def __init__(self, chunks: _Optional[int] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("received_bytes", "facts")
@@ -732,7 +790,7 @@ class Measured(_message.Message):
     def __init__(self, received_bytes: _Optional[int] = ..., facts: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Enrol(_message.Message):
-    __slots__ = ("token", "machine", "facts", "request", "cores", "address", "memory_bytes")
+    __slots__ = ("machine", "facts", "request", "cores", "address", "memory_bytes")
     class FactsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -740,21 +798,19 @@ class Enrol(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     FACTS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    token: str
     machine: str
     facts: _containers.ScalarMap[str, str]
     request: bytes
     cores: int
     address: str
     memory_bytes: int
-    def __init__(self, token: _Optional[str] = ..., machine: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ..., request: _Optional[bytes] = ..., cores: _Optional[int] = ..., address: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, machine: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ..., request: _Optional[bytes] = ..., cores: _Optional[int] = ..., address: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("grant", "go", "over")

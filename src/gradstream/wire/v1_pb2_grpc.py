@@ -19,6 +19,16 @@ class PeerStub(object):
                 request_serializer=gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
                 response_deserializer=gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
                 )
+        self.Challenge = channel.stream_stream(
+                '/gradstream.v1.Peer/Challenge',
+                request_serializer=gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
+                response_deserializer=gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
+                )
+        self.Session = channel.stream_stream(
+                '/gradstream.v1.Peer/Session',
+                request_serializer=gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
+                response_deserializer=gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
+                )
 
 
 class PeerServicer(object):
@@ -30,11 +40,38 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Challenge(self, request_iterator, context):
+        """Before streams, once for each connection. The caller sends no messages: what it says is in the metadata
+        of these calls ("gradstream-greeting-bin": Greeting; "gradstream-pass-bin": Pass), which is short and is
+        looked at before anything else.
+        answered by Frame(challenge)
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Session(self, request_iterator, context):
+        """answered by Frame(proven); open as long as the session
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Stream': grpc.stream_stream_rpc_method_handler(
                     servicer.Stream,
+                    request_deserializer=gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
+                    response_serializer=gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
+            ),
+            'Challenge': grpc.stream_stream_rpc_method_handler(
+                    servicer.Challenge,
+                    request_deserializer=gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
+                    response_serializer=gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
+            ),
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
                     request_deserializer=gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
                     response_serializer=gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
             ),
@@ -60,6 +97,40 @@ class Peer(object):
             timeout=None,
             metadata=None):
         return grpc.experimental.stream_stream(request_iterator, target, '/gradstream.v1.Peer/Stream',
+            gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
+            gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Challenge(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/gradstream.v1.Peer/Challenge',
+            gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
+            gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Session(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/gradstream.v1.Peer/Session',
             gradstream_dot_wire_dot_v1__pb2.Frame.SerializeToString,
             gradstream_dot_wire_dot_v1__pb2.Frame.FromString,
             options, channel_credentials,

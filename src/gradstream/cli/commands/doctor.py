@@ -24,7 +24,6 @@ MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
 @click.argument("address", metavar="[ADDR:PORT]", required=False)
 @token_options
 @click.option("--fingerprint", metavar="sha256:…", help="Of the launcher's certificate.")
-@click.option("--insecure", is_flag=True, help="Show a launcher in plain text the token too.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
@@ -36,7 +35,6 @@ def doctor(
     token: str | None,
     token_file: Path | None,
     fingerprint: str | None,
-    insecure: bool,
     folder: Path,
 ) -> None:
     """Looks for what keeps this machine from training, alone or with the launcher at ADDR.
@@ -60,7 +58,7 @@ def doctor(
         if not where.port:
             raise ConfigError(f"{address}: the port is missing; the launcher has printed host:port")
         known = token_of(token, token_file)
-        visit = Visit(address=where, token=known, fingerprint=fingerprint, insecure=insecure)
+        visit = Visit(address=where, token=known, fingerprint=fingerprint)
         findings = chain(findings, look_there(visit))
     failed = False
     for finding in findings:

@@ -1,0 +1,83 @@
+"""What a node is given to prove who it is: the run's secret, and under TLS its certificate and key.
+
+A launcher hands it to its nodes in memory, so nothing of it is in `ps` or in a log, nor left behind by a run
+that is killed. Only where somebody else starts the workers (torchrun) a file holds it, for this user's eyes
+alone, until all of them have joined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradstream.errors import ConfigError
+
+__all__ = ["FILE", "Credentials"]
+
+FILE = ".credentials"
+"""In the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Of one node.
+
+    Args:
+        secret: of the run.
+        authority, certificate, key: PEM; None for a run in plain text.
+    """
+
+    secret: bytes = field(repr=False)
+    authority: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether connections are encrypted."""
+        return self.authority is not None
+
+    def __str__(self) -> str:
+        """As text, which `parse` reads. Not for logs."""
+        pem = {"authority": self.authority, "certificate": self.certificate, "key": self.key}
+        said = {name: text.decode() for name, text in pem.items() if text is not None}
+        return json.dumps({"secret": self.secret.hex(), **said})
+
+    @classmethod
+    def parse(cls, text: str) -> Credentials:
+        """Raises ConfigError where that is no credentials, without showing them."""
+        try:
+            said = {str(name): str(value) for name, value in json.loads(text).items()}
+            secret = bytes.fromhex(said.pop("secret"))
+            return cls(secret, **{name: value.encode() for name, value in said.items()})
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ConfigError("--credentials: expected what the launcher has handed out, as JSON") from None
+
+    def save(self, run_dir: Path) -> Path:
+        """Leaves them for processes of this user that a launcher does not start."""
+        path = run_dir / FILE
+        path.unlink(missing_ok=True)  # of a run that was killed, and is resumed
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(str(self))
+        return path
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Credentials:
+        """What `save` has left.
+
+        Raises:
+            ConfigError: there are none, or others than this user could have written or read them.
+        """
+        path = run_dir / FILE
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+                found = os.fstat(file.fileno())
+                if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                    raise ConfigError(f"{path}: expected a file of this user that nobody else can read")
+                return cls.parse(file.read(1 << 16))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; a run that has begun takes nobody in") from None

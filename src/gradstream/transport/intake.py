@@ -1,0 +1,77 @@
+"""What one peer has of this node at a time: streams, what it has sent that nobody has taken, refusals.
+
+One for each sender that is a member; all others share one, so that many names are worth no more than one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from gradstream.transport.base import Identity
+from gradstream.transport.limits import LIMITS
+
+__all__ = ["Intake", "Intakes"]
+
+_CHUNK_BYTES = 1 << 20  # of a node that knows of no model: pieces of tagged tensors are as long
+_STREAMS = 4  # pushes or fetches of one peer that are under way at a time, each with a window of chunks
+
+
+class Intake:
+    """What one peer has here.
+
+    Args:
+        allowed_bytes: of Chunks and Bodies that nobody has taken yet.
+    """
+
+    def __init__(self, allowed_bytes: Callable[[], int]) -> None:
+        self.num_streams = 0
+        self.unread_bytes = 0
+        self._allowed_bytes = allowed_bytes
+        self._refusals_ns: deque[int] = deque(maxlen=LIMITS.refusals)
+        self._closed_until_ns = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes more may wait to be taken."""
+        return self.unread_bytes + num_bytes <= self._allowed_bytes()
+
+    def refused(self, now_ns: int) -> bool:
+        """It was refused something. True where that was once too often: it is to be hung up on."""
+        self._refusals_ns.append(now_ns)
+        period_ns = round(LIMITS.refusals_s * 1e9)
+        if len(self._refusals_ns) < LIMITS.refusals or now_ns - self._refusals_ns[0] > period_ns:
+            return False
+        self._refusals_ns.clear()
+        self._closed_until_ns = now_ns + period_ns
+        return True
+
+    def is_closed(self, now_ns: int) -> bool:
+        """Whether it was refused too much lately to be listened to."""
+        return now_ns < self._closed_until_ns
+
+
+class Intakes:
+    """Those of all peers of one endpoint.
+
+    Args:
+        identity: of the endpoint.
+        window: chunks that it holds for each stream.
+    """
+
+    def __init__(self, identity: Identity, window: int) -> None:
+        self._identity = identity
+        self._window = window
+        self._of: dict[str, Intake] = {}
+
+    def of(self, sender: str) -> Intake:
+        """What a sender has here."""
+        members = self._identity.members
+        if members is not None and sender not in members:
+            sender = ""  # not a member, or one no longer
+        elif len(self._of) > LIMITS.sessions and sender not in self._of:
+            self._of = {name: one for name, one in self._of.items() if one.num_streams}
+        return self._of.setdefault(sender, Intake(self._allowed_bytes))
+
+    def _allowed_bytes(self) -> int:
+        chunk_bytes = max(self._identity.chunk_bytes, _CHUNK_BYTES)
+        return LIMITS.unread_bytes + _STREAMS * self._window * chunk_bytes

@@ -1,0 +1,49 @@
+"""What peers and strangers may have of a node at most, in one place.
+
+A *stranger* has not proved yet that it knows the run's secret; an *identity* is a sender, by name, that has.
+Whoever goes beyond a limit is refused or hung up on; nobody else is slowed down for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LIMITS", "Limits"]
+
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one endpoint.
+
+    Args:
+        connections: that an endpoint holds in all, strangers' included.
+        strangers: connections that have not proved to know the secret, at a time; the oldest goes first.
+        handshake_s: how long a stranger has for that.
+        greeting_bytes: of what a stranger may say.
+        sessions: connections of one identity, counting each priority and each start of its process.
+        streams: open streams of one identity.
+        request_bytes: of the request that opens a stream, unless its method may have more.
+        free_body_bytes: a longer Body needs credit as a Chunk does.
+        unread_bytes: Chunks and Bodies of one identity that its handlers have not taken, beyond what credit
+            for the registered model's chunks amounts to.
+        refusals: of one identity, or of strangers in all, within `refusals_s`; more, and its connections are
+            closed, and new ones turned away until `refusals_s` have passed.
+    """
+
+    connections: int = 4096
+    strangers: int = 64
+    handshake_s: float = 10.0
+    greeting_bytes: int = 4 * _KIB
+    sessions: int = 16
+    streams: int = 512
+    request_bytes: int = 64 * _KIB
+    free_body_bytes: int = 64 * _KIB
+    unread_bytes: int = 8 * _MIB
+    refusals: int = 64
+    refusals_s: float = 10.0
+
+
+LIMITS = Limits()
+"""Those of every node."""

@@ -1,0 +1,108 @@
+"""Proof of the run's secret: both sides of a connection show that they know it, and neither shows it.
+
+    called side                                 caller
+    Challenge(nonce) ─────────────────────────▶
+                      ◀───────────────────────── Greeting(nonce, who, proof)
+    Proven(proof) ────────────────────────────▶ streams
+
+A proof is HMAC-SHA-256, keyed with the secret, over both nonces and everything that the greeting says, with
+the job and the name of the called node, which are not sent. So it is good for one connection to one node, and
+what was recorded of a connection opens no other one. The proofs of the two sides differ by a word, so that
+neither can be reflected.
+
+Encryption is another matter: who can alter packets on their way can take over a connection in plain text.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+
+from gradstream.errors import ConfigError
+from gradstream.wire import v1
+from gradstream.wire.frames import PROTOCOL
+
+__all__ = [
+    "MIN_SECRET_BYTES",
+    "NONCE_BYTES",
+    "called_proof",
+    "check_secret",
+    "greet",
+    "knows",
+    "new_nonce",
+    "new_secret",
+    "session_key",
+]
+
+NONCE_BYTES = 32
+MIN_SECRET_BYTES = 16
+
+_LENGTH = struct.Struct("<I")
+
+
+def new_secret() -> bytes:
+    """A secret for a run: 128 random bits, as hexadecimal digits."""
+    return secrets.token_hex(16).encode()
+
+
+def new_nonce() -> bytes:
+    """A number that is used once."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def check_secret(secret: bytes, who: str) -> None:
+    """Raises ConfigError where a node has no secret that is long enough to tell others by."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{who} has a secret of {len(secret)} bytes: expected at least {MIN_SECRET_BYTES}, the same for "
+            "all nodes of the run; Identity(..., secret=gradstream.transport.proof.new_secret()) makes one"
+        )
+
+
+def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job: str, called: str) -> None:
+    """The caller's side: completes a greeting with nonces and proof.
+
+    Args:
+        greeting: what else it says is filled in.
+        job: of the run.
+        called: name of the node that has sent the challenge.
+    """
+    greeting.protocol = PROTOCOL
+    greeting.challenge = challenge.nonce
+    greeting.nonce = new_nonce()
+    greeting.proof = _proof(secret, b"caller", greeting, job, called)
+
+
+def knows(secret: bytes, challenge: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bool:
+    """The called side: whether the caller knows the secret, and means this job, this node, this challenge."""
+    shown, expected = greeting.proof, _proof(secret, b"caller", greeting, job, called)
+    fresh = hmac.compare_digest(greeting.challenge, challenge) and len(greeting.nonce) == NONCE_BYTES
+    return hmac.compare_digest(shown, expected) and fresh
+
+
+def called_proof(secret: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bytes:
+    """What the called side shows in turn, and the caller compares."""
+    return _proof(secret, b"called", greeting, job, called)
+
+
+def session_key(secret: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bytes:
+    """A key that both sides have from then on, and nobody else."""
+    return _proof(secret, b"session", greeting, job, called)
+
+
+def _proof(secret: bytes, side: bytes, greeting: v1.Greeting, job: str, called: str) -> bytes:
+    said = (
+        side,
+        job.encode(),
+        called.encode(),
+        greeting.challenge,
+        greeting.nonce,
+        greeting.sender.encode(),
+        greeting.line.encode(),
+        struct.pack(
+            "<IQQII", greeting.protocol, greeting.incarnation, greeting.link, greeting.index, greeting.count
+        ),
+    )
+    # Each field behind its length: no two greetings say the same.
+    return hmac.digest(secret, b"".join(_LENGTH.pack(len(field)) + field for field in said), "sha256")

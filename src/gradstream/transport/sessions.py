@@ -1,0 +1,163 @@
+"""Sessions of gRPC: who has proved to know the run's secret, and which streams are theirs.
+
+gRPC does not say on which connection a call has come. So a caller proves once for each connection that it
+knows the secret (`proof`), and each of its streams carries a pass: a number that counts up, and its HMAC
+under a key that only the two of them have. A pass is good once, so one that was recorded opens nothing.
+
+Nothing is kept for strangers: a challenge carries its own date and its own proof of having been made here.
+Nothing in here waits or sends.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from gradstream.transport import proof
+from gradstream.transport.base import Identity
+from gradstream.transport.limits import LIMITS
+from gradstream.wire import v1
+from gradstream.wire.frames import PROTOCOL
+from gradstream.wire.window import SequenceWindow
+
+__all__ = ["BAD_SECRET", "CallerSession", "Session", "Sessions", "proved"]
+
+BAD_SECRET = "the caller has not proved that it knows the secret of this run"
+"""All that somebody is told who has not."""
+
+PASS_BYTES = 64
+_STAMP = struct.Struct("<Q16s")  # when a challenge was made, in ns, and something random
+_NUMBER = struct.Struct("<Q")
+
+
+@dataclass(slots=True)
+class Session:
+    """One caller's, as the called side knows it."""
+
+    number: int
+    key: bytes
+    sender: str
+    incarnation: int
+    used: SequenceWindow = field(default_factory=SequenceWindow)
+
+
+class Sessions:
+    """The called side.
+
+    Args:
+        identity: of this node.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._challenge_key = secrets.token_bytes(32)
+        self._answered: dict[
+            bytes, int
+        ] = {}  # challenges that were answered rightly: when they expire, in ns
+        self._sessions: dict[int, Session] = {}
+        self._of = Counter[str]()
+
+    def challenge(self, now_ns: int) -> v1.Challenge:
+        """For a stranger."""
+        stamp = _STAMP.pack(now_ns, secrets.token_bytes(16))
+        return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp))
+
+    def greeted(self, raw: bytes, now_ns: int) -> tuple[Session, v1.Proven] | v1.Refuse:
+        """A stranger answers a challenge: its session and our answer, or a refusal that tells nothing."""
+        refused = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
+        if len(raw) > LIMITS.greeting_bytes:
+            return refused
+        try:
+            greeting = v1.Greeting.FromString(raw)
+        except DecodeError:
+            return refused
+        mine = self._identity
+        if greeting.protocol != PROTOCOL:
+            text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
+            return v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
+        if not (self._is_fresh(greeting.challenge, now_ns) and greeting.sender):
+            return refused
+        if not proof.knows(mine.secret, greeting.challenge, greeting, job=mine.job, called=mine.name):
+            return refused
+        self._answered[greeting.challenge] = now_ns + round(LIMITS.handshake_s * 1e9)
+        if self._of[greeting.sender] >= LIMITS.sessions:
+            text = f"{greeting.sender} has {LIMITS.sessions} connections to {mine.name} already: close some"
+            return v1.Refuse(code=v1.OVER_LIMIT, message=text)
+        key = proof.session_key(mine.secret, greeting, job=mine.job, called=mine.name)
+        session = Session(secrets.randbits(63) | 1, key, greeting.sender, greeting.incarnation)
+        self._sessions[session.number] = session
+        self._of[session.sender] += 1
+        answer = proof.called_proof(mine.secret, greeting, job=mine.job, called=mine.name)
+        return session, v1.Proven(proof=answer, session=session.number)
+
+    def passes(self, raw: bytes) -> Session | None:
+        """Whose stream this is; None where the pass is nobody's, or was used before."""
+        if len(raw) > PASS_BYTES:
+            return None
+        try:
+            shown = v1.Pass.FromString(raw)
+        except DecodeError:
+            return None
+        session = self._sessions.get(shown.session)
+        if session is None or not hmac.compare_digest(shown.proof, _sign(session.key, shown.number)):
+            return None
+        if shown.number in session.used:
+            return None
+        session.used.add(shown.number)
+        return session
+
+    def over(self, session: Session) -> None:
+        """Its connection is gone. Idempotent."""
+        if self._sessions.pop(session.number, None) is not None:
+            self._of[session.sender] -= 1
+            self._of += Counter()  # drops zeros
+
+    def _is_fresh(self, challenge: bytes, now_ns: int) -> bool:
+        """Whether a challenge was made here, not long ago, and was not answered before."""
+        stamp, signature = challenge[: _STAMP.size], challenge[_STAMP.size :]
+        if len(stamp) != _STAMP.size or not hmac.compare_digest(signature, self._sign(stamp)):
+            return False
+        self._answered = {known: expires for known, expires in self._answered.items() if expires > now_ns}
+        age_ns = now_ns - _STAMP.unpack(stamp)[0]
+        return challenge not in self._answered and 0 <= age_ns < LIMITS.handshake_s * 1e9
+
+    def _sign(self, stamp: bytes) -> bytes:
+        return hmac.digest(self._challenge_key, stamp, "sha256")
+
+
+class CallerSession:
+    """The caller's side: makes the passes of its streams.
+
+    Args:
+        session: the number that the called side has given it.
+        key: that both have.
+    """
+
+    def __init__(self, session: int, key: bytes) -> None:
+        self._session = session
+        self._key = key
+        self._number = 0
+
+    def next_pass(self) -> bytes:
+        """For one more stream."""
+        self._number += 1
+        signature = _sign(self._key, self._number)
+        return v1.Pass(session=self._session, number=self._number, proof=signature).SerializeToString()
+
+
+def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession | None:
+    """The session that a greeting was answered with; None where the called side does not know the secret."""
+    expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
+    if not hmac.compare_digest(proven.proof, expected):
+        return None
+    key = proof.session_key(identity.secret, greeting, job=identity.job, called=called)
+    return CallerSession(proven.session, key)
+
+
+def _sign(key: bytes, number: int) -> bytes:
+    return hmac.digest(key, _NUMBER.pack(number), "sha256")
