@@ -103,10 +103,14 @@ class _Meeting:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 connection.connect(self._party.address(rank))
+                check_peer(connection)  # before anything is said to it
                 break
             except (ConnectionRefusedError, BlockingIOError):
                 connection.close()
                 self._wait([], min(_RETRY_MS, self._left_ms(rank)))
+            except BaseException:
+                connection.close()
+                raise
         self._visited[connection] = rank
         self._greet(connection)
 

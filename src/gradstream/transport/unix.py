@@ -17,7 +17,6 @@ from gradstream.errors import ConfigError
 
 __all__ = ["address_of", "check_peer", "host_id", "listen", "recv_descriptors", "send_descriptors"]
 
-_NAME_BYTES = 107 - len("gradstream/")  # sun_path holds 108, the zero in front included
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -36,11 +35,9 @@ def host_id() -> str:
 
 
 def address_of(job: str, node: str, incarnation: int) -> str:
-    """The abstract name that a node listens at; a digest stands for names that are too long for one."""
-    name = f"{job}/{node}/{incarnation:x}"
-    if len(name.encode()) > _NAME_BYTES:
-        name = hashlib.sha256(name.encode()).hexdigest()
-    return f"\0gradstream/{name}"
+    """The abstract name that a node listens at: a digest, since every user of the machine can read names."""
+    digest = hashlib.sha256(f"{job}/{node}/{incarnation:x}".encode()).hexdigest()
+    return f"\0gradstream/{digest}"
 
 
 def listen(address: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:

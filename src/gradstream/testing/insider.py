@@ -1,0 +1,78 @@
+"""A worker that tells: what a member of a run knows, left in a file for a test that attacks that run.
+
+For tests of what a run gives away and withstands. Whoever holds this file is a member gone bad.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gradstream.strategies import Downpour
+from gradstream.strategies.verbs import Worker
+from gradstream.transport.base import Identity
+
+__all__ = ["Insider", "Leak"]
+
+
+_KNOWN = ("job", "name", "incarnation", "fingerprint", "epoch")
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """What a worker knows of its run.
+
+    Args:
+        job, name, incarnation, fingerprint, epoch: its identity.
+        secret: of the run, in hexadecimal.
+        coordinator: address of the coordinator. The run's events tell those of all other nodes.
+    """
+
+    job: str
+    name: str
+    incarnation: int
+    fingerprint: int
+    epoch: int
+    secret: str
+    coordinator: str
+
+    @classmethod
+    def read(cls, path: Path) -> Leak:
+        """What an `Insider` has left."""
+        return cls(**json.loads(path.read_text()))
+
+    def identity(self, **changed: Any) -> Identity:
+        """An identity that is the worker's but for what is changed."""
+        known = {name: getattr(self, name) for name in _KNOWN}
+        return Identity(**(known | {"secret": bytes.fromhex(self.secret)} | changed))
+
+    @property
+    def identifiers(self) -> list[str]:
+        """What nobody outside of the run may be told, as it might be written."""
+        numbers = [self.incarnation, self.fingerprint]
+        return [self.job, self.secret, *(f"{n:x}" for n in numbers), *(str(n) for n in numbers)]
+
+
+@dataclass(frozen=True, slots=True)
+class Insider(Downpour):
+    """Downpour, whose last worker leaves a `Leak` at `path` once it begins to train."""
+
+    path: str = ""
+
+    async def train(self, worker: Worker) -> None:
+        """See `Downpour.train`."""
+        if worker.rank == worker.num_workers - 1:
+            endpoint: Any = worker.server._links.endpoint  # type: ignore[attr-defined]
+            mine = endpoint.identity
+            known = {name: getattr(mine, name) for name in _KNOWN}
+            coordinator = endpoint._main._addresses["coordinator"]
+            _leave(Path(self.path), Leak(**known, secret=mine.secret.hex(), coordinator=coordinator))
+        await Downpour.train(self, worker)
+
+
+def _leave(path: Path, leak: Leak) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(leak)))
+    draft.rename(path)
