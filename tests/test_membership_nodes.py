@@ -272,14 +272,13 @@ def test_a_refused_member_hears_why() -> None:
 
     async def twin(cluster: Cluster) -> None:
         await cluster.virtual.runtime("director").sleep(0.5)
-        endpoint = MemoryEndpoint(
-            Identity("job", "twin", 2), cluster.virtual.runtime("twin"), cluster.network
-        )
+        identity = Identity("job", "worker-9", 2)
+        endpoint = MemoryEndpoint(identity, cluster.virtual.runtime("twin"), cluster.network)
         await endpoint.start()
         endpoint.know("coordinator", cluster.address)
         node = v1.Node(name="worker-0", role="worker", rank=0, address="twin", incarnation=2)
         member = Member(cluster.virtual.runtime("twin"), endpoint, node, software="1", leases=LEASES)
-        with pytest.raises(RefusedError, match="twin asks to join as worker-0"):
+        with pytest.raises(RefusedError, match="worker-9 asks to join as worker-0"):
             await member.join(SPEC)
         endpoint.identity.name = "worker-0"
         with pytest.raises(RefusedError, match="is in already"):

@@ -102,7 +102,7 @@ def test_four_machines_and_everybody_who_is_refused(machines: Machines, tmp_path
     wrong_token = [word.replace(token, "0" * 32) for word in words]
     wrong_certificate = [word.replace(fingerprint, "sha256:" + "0" * 64) for word in words]
     refused = {
-        "BAD_TOKEN": Command(machines[1], tmp_path / "token", *wrong_token),
+        "BAD_SECRET": Command(machines[1], tmp_path / "token", *wrong_token),
         "BAD_JOB_FILE": Command(machines[2], tmp_path / "file", *words, job=JOB + "\n# changed\n"),
         "BAD_CERTIFICATE": Command(machines[3], tmp_path / "certificate", *wrong_certificate),
         "TLS": Command(machines[3], tmp_path / "plain", *words[:5], "--insecure"),

@@ -13,6 +13,7 @@ import pytest
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import Immediate, ShardConfig, ShardService
+from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
@@ -22,7 +23,22 @@ from gradstream.wire import v1_pb2_grpc
 FINGERPRINT = 77
 ELEMS = 100  # two chunks: 64 and 36
 
-Script = Callable[[v1_pb2_grpc.PeerStub], Coroutine[Any, Any, None]]
+CALLER = Bare(Identity("job", "worker-5", 9, FINGERPRINT, epoch=3, secret=SECRET), called="shard-0")
+
+
+class Stub:
+    """The generated stub, and the session that its streams belong to."""
+
+    def __init__(self, channel: grpc.aio.Channel, session: BareSession) -> None:
+        self._stub = v1_pb2_grpc.PeerStub(channel)  # type: ignore[no-untyped-call]
+        self._session = session
+
+    def Stream(self, *requests: Any) -> Any:
+        """One more stream."""
+        return self._stub.Stream(*requests, metadata=self._session.metadata())
+
+
+Script = Callable[[Stub], Coroutine[Any, Any, None]]
 
 
 def with_shard(script: Script) -> None:
@@ -35,7 +51,7 @@ def with_shard(script: Script) -> None:
         await endpoint.start()
         try:
             async with grpc.aio.insecure_channel(endpoint.address) as channel:
-                await script(v1_pb2_grpc.PeerStub(channel))  # type: ignore[no-untyped-call]
+                await script(Stub(channel, await open_session(channel, CALLER)))
         finally:
             await endpoint.close()
             runtime.close()
@@ -44,18 +60,7 @@ def with_shard(script: Script) -> None:
 
 
 def opening(method: str, body: Any, /, **changes: Any) -> v1.Frame:
-    identity = {
-        "protocol": 1,
-        "job": "job",
-        "fingerprint": FINGERPRINT,
-        "sender": "worker-5",
-        "incarnation": 9,
-        "epoch": 3,
-        "method": method,
-        "window": 4,
-        "body": body.SerializeToString(),
-    }
-    return v1.Frame(open=v1.Open(**{**identity, **changes}))
+    return CALLER.opening(changes.pop("method", method), body.SerializeToString(), **changes)
 
 
 def chunk(index: int, values: list[float], sequence: int) -> v1.Frame:
@@ -63,7 +68,7 @@ def chunk(index: int, values: list[float], sequence: int) -> v1.Frame:
     return v1.Frame(chunk=header, payload=struct.pack(f"<{len(values)}f", *values))
 
 
-async def exchange(stub: v1_pb2_grpc.PeerStub, *frames: v1.Frame) -> list[v1.Frame]:
+async def exchange(stub: Stub, *frames: v1.Frame) -> list[v1.Frame]:
     """Sends frames and takes everything that comes until the shard has said everything."""
 
     async def requests() -> AsyncIterator[v1.Frame]:
@@ -78,7 +83,7 @@ async def exchange(stub: v1_pb2_grpc.PeerStub, *frames: v1.Frame) -> list[v1.Fra
     return answers
 
 
-async def push(stub: v1_pb2_grpc.PeerStub, sequence: int, value: float, **request: Any) -> list[int]:
+async def push(stub: Stub, sequence: int, value: float, **request: Any) -> list[int]:
     answers = await exchange(
         stub,
         opening("push", v1.Push(sequence=sequence, learning_rate=1.0, samples=1, **request)),
@@ -92,7 +97,7 @@ async def push(stub: v1_pb2_grpc.PeerStub, sequence: int, value: float, **reques
     return [result.outcome for result in results]
 
 
-async def fetch(stub: v1_pb2_grpc.PeerStub) -> tuple[list[float], set[int]]:
+async def fetch(stub: Stub) -> tuple[list[float], set[int]]:
     answers = await exchange(stub, opening("fetch", v1.Fetch()), v1.Frame(end=v1.End()))
     values, versions = [0.0] * ELEMS, set()
     for frame in answers:
@@ -104,7 +109,7 @@ async def fetch(stub: v1_pb2_grpc.PeerStub) -> tuple[list[float], set[int]]:
 
 
 def test_assign_push_fetch_and_retry() -> None:
-    async def script(stub: v1_pb2_grpc.PeerStub) -> None:
+    async def script(stub: Stub) -> None:
         applied, duplicate = v1.PushResult.APPLIED, v1.PushResult.DUPLICATE
         assert await push(stub, 1, 10.0, command=v1.Push.ASSIGN) == [applied, applied]
         assert await fetch(stub) == ([10.0] * ELEMS, {0})
@@ -126,7 +131,7 @@ def test_assign_push_fetch_and_retry() -> None:
     ],
 )
 def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: v1.Code) -> None:
-    async def script(stub: v1_pb2_grpc.PeerStub) -> None:
+    async def script(stub: Stub) -> None:
         answers = await exchange(stub, opening("fetch", v1.Fetch(), **changes))
         assert [frame.WhichOneof("kind") for frame in answers] == ["refuse"]
         assert answers[0].refuse.code == code
@@ -137,7 +142,7 @@ def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: v1.Code) 
 
 @pytest.mark.parametrize("values", [[1.0] * 63, [float("nan")] + [1.0] * 63, [float("inf")] * 64])
 def test_chunk_that_does_not_fit_is_refused_and_changes_nothing(values: list[float]) -> None:
-    async def script(stub: v1_pb2_grpc.PeerStub) -> None:
+    async def script(stub: Stub) -> None:
         await push(stub, 1, 10.0, command=v1.Push.ASSIGN)
         request = opening("push", v1.Push(sequence=2, learning_rate=1.0))
         answers = await exchange(stub, request, chunk(0, values, 2), v1.Frame(end=v1.End()))
@@ -149,7 +154,7 @@ def test_chunk_that_does_not_fit_is_refused_and_changes_nothing(values: list[flo
 
 
 def test_who_must_wait_is_told_for_whom() -> None:
-    async def script(stub: v1_pb2_grpc.PeerStub) -> None:
+    async def script(stub: Stub) -> None:
         call = stub.Stream()
         await call.write(opening("fetch", v1.Fetch()))
         kinds = []
@@ -168,7 +173,7 @@ def test_who_must_wait_is_told_for_whom() -> None:
 
 
 def test_chunks_are_sent_only_under_credit() -> None:
-    async def script(stub: v1_pb2_grpc.PeerStub) -> None:
+    async def script(stub: Stub) -> None:
         await push(stub, 1, 10.0, command=v1.Push.ASSIGN)
         call = stub.Stream()
         await call.write(opening("fetch", v1.Fetch(), window=1))

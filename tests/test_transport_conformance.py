@@ -78,7 +78,7 @@ def _deaf(stream: StreamCore, error: FrameError) -> None:
     """Lets what breaks the protocol pass."""
 
 
-def _no_refusal(endpoint: EndpointCore, opened: v1.Open) -> v1.Refuse | None:
+def _no_refusal(endpoint: EndpointCore, opened: v1.Open, caller: tuple[str, int] | None) -> v1.Refuse | None:
     """Serves everybody."""
     known = opened.method in endpoint._services
     return None if known else v1.Refuse(code=v1.UNKNOWN_METHOD, message=f"no {opened.method}")

@@ -18,9 +18,11 @@ import torch
 
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.runtime import RealRuntime
+from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import MAX_MESSAGE_BYTES, METHOD, GrpcEndpoint
+from gradstream.transport.methods import Method
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 from gradstream.wire.v1_pb2_grpc import PeerStub
@@ -169,18 +171,24 @@ async def read(call: grpc.aio.StreamStreamCall[object, object]) -> v1.Frame:
     return v1.Frame.FromString(message)
 
 
-def opening(method: str, **fields: object) -> v1.Frame:
-    known: dict[str, object] = {"protocol": 1, "job": "job", "sender": "stub", "window": 4, **fields}
-    return v1.Frame(open=v1.Open(method=method, **known))  # type: ignore[arg-type]
+STUB = Bare(Identity("job", "stub", 3, secret=SECRET), called="server")
+opening = STUB.opening
+
+
+@asynccontextmanager
+async def greeted(server: GrpcEndpoint) -> AsyncIterator[tuple[grpc.aio.Channel, BareSession]]:
+    """A channel of somebody else's program, and a session on it."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        yield channel, await open_session(channel, STUB)
 
 
 def test_bare_stubs_get_along() -> None:
     """Generated code and nothing else: payload as a plain protobuf field, both ways."""
 
     async def main() -> None:
-        async with serving("echo", echo) as server, grpc.aio.insecure_channel(server.address) as channel:
+        async with serving("echo", echo) as server, greeted(server) as (channel, session):
             payload = torch.arange(6.0).numpy().tobytes()
-            call = PeerStub(channel).Stream()  # type: ignore[no-untyped-call]
+            call = PeerStub(channel).Stream(metadata=session.metadata())  # type: ignore[no-untyped-call]
             await call.write(opening("echo"))
             accept = await call.read()
             assert accept.accept.window == 16
@@ -207,14 +215,16 @@ def test_bare_stubs_get_along() -> None:
         (opening("echo", protocol=2).SerializeToString(), "BAD_PROTOCOL"),
         (opening("echo", job="other").SerializeToString(), "BAD_JOB"),
         (opening("echo", fingerprint=5).SerializeToString(), "BAD_FINGERPRINT"),
+        (opening("echo", sender="another").SerializeToString(), "BAD_REQUEST"),
+        (opening("echo", incarnation=4).SerializeToString(), "BAD_REQUEST"),
         (opening("nonsense").SerializeToString(), "UNKNOWN_METHOD"),
     ],
 )
-def test_strangers_are_refused(first: bytes, code: str) -> None:
+def test_first_frames_are_checked(first: bytes, code: str) -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, grpc.aio.insecure_channel(server.address) as channel:
+        async with serving("echo", echo) as server, greeted(server) as (channel, session):
             server.identity.fingerprint = 7
-            call = channel.stream_stream(METHOD)()  # type: ignore[call-arg]
+            call = channel.stream_stream(METHOD)(metadata=session.metadata())  # type: ignore[call-arg]
             await call.write(first)
             refuse = (await read(call)).refuse
             assert v1.Code.Name(refuse.code) == code
@@ -233,9 +243,11 @@ def test_garbage_in_the_middle_and_chunks_without_credit() -> None:
         await asyncio.get_running_loop().create_future()
 
     async def main() -> None:
-        async with serving("hold", hold) as server, grpc.aio.insecure_channel(server.address) as channel:
+        async with serving("hold", hold) as server, greeted(server) as (channel, session):
+            server.methods = {"hold": Method(members=False, chunks=True)}
+            server.serve("hold", hold)
             for messages in ([b"\xff\xff"], [chunk] * 17):
-                call = channel.stream_stream(METHOD)()  # type: ignore[call-arg]
+                call = channel.stream_stream(METHOD)(metadata=session.metadata())  # type: ignore[call-arg]
                 for message in [opening("hold").SerializeToString(), *messages]:
                     await call.write(message)
                 kinds = list[v1.Frame]()
@@ -310,7 +322,7 @@ def test_two_connections_per_peer() -> None:
                 peers.add(context.peer())
                 await answer(request, context)
 
-            far._routes.handler = grpc.stream_stream_rpc_method_handler(spy)
+            far._routes.handlers[METHOD] = grpc.stream_stream_rpc_method_handler(spy)
             stream = await pair.near.open("far", "echo", v1.Tensor())
             await stream.send(v1.Frame(body=v1.Body()))
             await stream.recv(20)

@@ -133,6 +133,7 @@ def test_each_pair_takes_its_own_carrier() -> None:
 def test_tagged_tensors_meet_by_whichever_carrier_they_come() -> None:
     async def main() -> None:
         async with nodes(a="tcp", b="tcp", c="grpc") as (a, b, c):
+            a.serve_tensors()
             got = [Vector("got", torch.zeros(300_000)) for _ in range(2)]
             sent = [Vector("sent", torch.full((300_000,), float(value))) for value in (1, 2)]
             await a.runtime.gather(
@@ -155,6 +156,7 @@ def test_a_peer_that_comes_back_elsewhere_is_reached_by_what_it_has_then() -> No
             again = made("b", "grpc")
             await again.start()
             again.serve("reply", reply_once)
+            again.serve_tensors()
             a.know("b", again.address)
             assert a.routes == {"b": "grpc"}
             await a.call("b", "reply", v1.Tensor(), v1.Tensor)

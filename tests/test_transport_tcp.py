@@ -7,28 +7,28 @@ import os
 import random
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
-from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
+from gradstream.errors import ClosedError, ConfigError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
+from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
 from gradstream.transport import framing, posted, tcp
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.framing import PREFIX, Inbox, Parcel, Place
+from gradstream.transport.greeting import answer
 from gradstream.transport.tcp import TcpEndpoint, choose_congestion_control
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_PAYLOAD_BYTES, PROTOCOL
-
-GREETING = struct.Struct("<QII32s")
+from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
 
 async def until(fact: Callable[[], object]) -> None:
@@ -62,65 +62,16 @@ async def still_serves(server: TcpEndpoint, **options: object) -> None:
     await client.close()
 
 
-def packed(stream: int, number: int, frame: v1.Frame, payload: bytes = b"", promised: int = 0) -> bytes:
-    header = frame.SerializeToString()
-    return PREFIX.pack(stream, number, len(header), promised or len(payload)) + header + payload
+RAW = Bare(Identity("job", "raw", 5, secret=SECRET), called="server")
+opening = RAW.opening
 
 
-def greeting(proof: bytes = bytes(32), count: int = 1, **fields: object) -> bytes:
-    known: dict[str, object] = {
-        "protocol": PROTOCOL,
-        "job": "job",
-        "sender": "raw",
-        "incarnation": 5,
-        **fields,
-    }
-    opened = v1.Open(body=GREETING.pack(1, 0, count, proof), **known)  # type: ignore[arg-type]
-    return packed(0, 0, v1.Frame(open=opened))
-
-
-def opening(method: str, **fields: object) -> v1.Frame:
-    known: dict[str, object] = {
-        "protocol": PROTOCOL,
-        "job": "job",
-        "sender": "raw",
-        "incarnation": 5,
-        "window": 4,
-        **fields,
-    }
-    return v1.Frame(open=v1.Open(method=method, **known))  # type: ignore[arg-type]
-
-
-class Raw:
-    """A program of somebody else's: bytes over a socket."""
-
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._place = (host, int(port))
-
-    async def __aenter__(self) -> Raw:
-        self.reader, self.writer = await asyncio.open_connection(*self._place)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.writer.close()
-
-    async def say(self, *data: bytes) -> None:
-        self.writer.write(b"".join(data))
-        await self.writer.drain()
-
-    async def hear(self) -> tuple[int, v1.Frame]:
-        stream, _, header_bytes, payload_bytes = PREFIX.unpack(await self.reader.readexactly(PREFIX.size))
-        frame = v1.Frame.FromString(await self.reader.readexactly(header_bytes))
-        await self.reader.readexactly(payload_bytes)
-        return stream, frame
-
-    async def closed(self) -> None:
-        try:
-            while await self.reader.read(1 << 16):
-                pass
-        except ConnectionError:
-            pass
+@asynccontextmanager
+async def greeted(server: TcpEndpoint) -> AsyncIterator[BareSocket]:
+    """A connection of a program of somebody else's that knows the secret."""
+    async with BareSocket(server.address) as raw:
+        await raw.greet(RAW)
+        yield raw
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:7000"])
@@ -173,7 +124,7 @@ def test_numbers_of_connections(count: int) -> None:
 )
 def test_strangers_are_sent_away(said: bytes) -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, Raw(server.address) as raw:
+        async with serving("echo", echo) as server, BareSocket(server.address) as raw:
             await raw.say(said)
             await raw.closed()
             await still_serves(server)
@@ -182,44 +133,33 @@ def test_strangers_are_sent_away(said: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("bare", "said", "code"),
     [
-        ({"job": "other"}, v1.BAD_JOB),
-        ({"protocol": PROTOCOL + 1}, v1.BAD_PROTOCOL),
-        ({"count": 99}, v1.BAD_REQUEST),
-        ({"sender": ""}, v1.BAD_REQUEST),
+        (replace(RAW, identity=replace(RAW.identity, job="other")), {}, v1.BAD_SECRET),
+        (replace(RAW, called="another"), {}, v1.BAD_SECRET),
+        (RAW, {"count": 99}, v1.BAD_REQUEST),
+        (RAW, {"count": 0}, v1.BAD_REQUEST),
+        (RAW, {"index": 1}, v1.BAD_REQUEST),
+        (RAW, {"sender": ""}, v1.BAD_REQUEST),
     ],
 )
-def test_greetings_are_checked(said: dict[str, object], code: int) -> None:
+def test_greetings_are_checked(bare: Bare, said: dict[str, object], code: v1.Code) -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, Raw(server.address) as raw:
-            await raw.say(greeting(**said), packed(1, 0, opening("echo")))  # type: ignore[arg-type]
-            stream, frame = await raw.hear()
-            assert (stream, frame.refuse.code) == (0, code)
-            assert frame.refuse.message
-
-    asyncio.run(main())
-
-
-def test_the_token_is_asked_for() -> None:
-    async def main() -> None:
-        async with serving("reply", reply_once, token=b"secret") as server:
-            await still_serves(server, token=b"secret")
-            for token in (b"", b"guessed"):
-                client = endpoint("client", token=token)
-                client.know("server", server.address)
-                with pytest.raises(RefusedError, match="does not know the token") as refused:
-                    await client.call("server", "reply", v1.Tensor(), v1.Tensor)
-                assert refused.value.code == "BAD_TOKEN"
-                await client.close()
+        async with serving("echo", echo) as server, BareSocket(server.address) as raw:
+            with pytest.raises(Refused) as refused:
+                await raw.greet(bare, **said)
+            assert refused.value.refuse.code == code
+            assert refused.value.refuse.message
+            await raw.closed()
+            await still_serves(server)
 
     asyncio.run(main())
 
 
 def test_a_connection_belongs_to_who_greeted() -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, Raw(server.address) as raw:
-            await raw.say(greeting(), packed(1, 0, opening("echo", sender="worker-0")))
+        async with serving("echo", echo) as server, greeted(server) as raw:
+            await raw.say(packed(1, 0, opening("echo", sender="worker-0")))
             assert (await raw.hear())[1].refuse.code == v1.BAD_REQUEST
             await raw.say(packed(2, 0, opening("echo", incarnation=6)))
             assert (await raw.hear())[1].refuse.code == v1.BAD_REQUEST
@@ -235,13 +175,13 @@ def test_a_connection_belongs_to_who_greeted() -> None:
         b"\xff" * 64,
         PREFIX.pack(1, 1, 4, 0) + b"\xff\xff\xff\xff",
         PREFIX.pack(1, 1, 6 << 20, 0),
-        packed(1, 1, chunk_frame(0, 1), b"\x00", promised=1 << 30),
+        packed(1, 1, chunk_frame(0, 1), b"\x00", promised_bytes=1 << 30),
     ],
 )
 def test_garbage_later_breaks_the_connection(said: bytes) -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, Raw(server.address) as raw:
-            await raw.say(greeting(), packed(1, 0, opening("echo")))
+        async with serving("echo", echo) as server, greeted(server) as raw:
+            await raw.say(packed(1, 0, opening("echo")))
             await raw.hear()
             await raw.say(said)
             await raw.closed()
@@ -252,8 +192,8 @@ def test_garbage_later_breaks_the_connection(said: bytes) -> None:
 
 def test_payloads_that_do_not_fit_are_skipped_and_others_go_on() -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, Raw(server.address) as raw:
-            await raw.say(greeting(), packed(1, 0, opening("echo")), packed(2, 0, opening("echo")))
+        async with serving("echo", echo) as server, greeted(server) as raw:
+            await raw.say(packed(1, 0, opening("echo")), packed(2, 0, opening("echo")))
             await raw.say(
                 packed(1, 1, chunk_frame(0, 1), bytes(MAX_PAYLOAD_BYTES + 4))
             )  # more than a chunk may have
@@ -268,8 +208,8 @@ def test_payloads_that_do_not_fit_are_skipped_and_others_go_on() -> None:
 
 def test_frames_out_of_order_are_put_in_order_and_twice_is_refused() -> None:
     async def main() -> None:
-        async with serving("echo", echo) as server, Raw(server.address) as raw:
-            await raw.say(greeting(), packed(1, 0, opening("echo")))
+        async with serving("echo", echo) as server, greeted(server) as raw:
+            await raw.say(packed(1, 0, opening("echo")))
             assert (await raw.hear())[1].HasField("accept")
             for number in (3, 2, 1):
                 await raw.say(packed(1, number, chunk_frame(number, 1), bytes(4)))
@@ -295,12 +235,13 @@ class Landed:
         await self.released.wait()
 
 
-async def half_a_chunk(raw: Raw, held: Landed) -> Stream:
+async def half_a_chunk(raw: BareSocket, held: Landed) -> Stream:
     """Sends half of a chunk's payload, and returns when some of it has landed."""
-    await raw.say(greeting(), packed(1, 0, opening("held")))
+    await raw.greet(RAW)
+    await raw.say(packed(1, 0, opening("held")))
     await held.opened.wait()
     payload = bytes(torch.ones(1000).numpy())
-    await raw.say(packed(1, 1, chunk_frame(0, 1000), payload[:2000], promised=4000))
+    await raw.say(packed(1, 1, chunk_frame(0, 1000), payload[:2000], promised_bytes=4000))
     await until(lambda: held.memory.any())
     assert held.stream is not None
     return held.stream
@@ -309,7 +250,7 @@ async def half_a_chunk(raw: Raw, held: Landed) -> Stream:
 def test_memory_is_not_touched_after_a_cancel() -> None:
     async def main() -> None:
         held = Landed(torch.zeros(1000))
-        async with serving("held", held) as server, Raw(server.address) as raw:
+        async with serving("held", held) as server, BareSocket(server.address) as raw:
             stream = await half_a_chunk(raw, held)
             stream.cancel("enough")
             held.memory.fill_(5)
@@ -365,6 +306,7 @@ class Deaf:
     async def accept(self, window: int) -> socket.socket:
         loop = asyncio.get_running_loop()
         connected, _ = await loop.sock_accept(self.listener)
+        await answer(connected, Identity("job", "deaf", 1, secret=SECRET), lambda greeting: None)
         accept = packed(1, 0, v1.Frame(accept=v1.Accept(window=window)))
         await loop.sock_sendall(connected, accept)
         return connected

@@ -443,14 +443,19 @@ class EndpointCore(ABC):
     async def _await_member(self, stream: StreamCore) -> None:
         """Holds a stream whose sender is ahead of this node's own news."""
         opened, mine = stream.opened, self.identity
-        while not self._is_member(opened):
-            if not self._may_become_member(opened):
-                raise RefusedError(mine.name, "NOT_MEMBER", f"{opened.sender} is no member of this run")
-            try:
-                await self.runtime.within(LIMITS.handshake_s, self._news.wait())
-            except TimeoutError:
-                text = f"{mine.name} has not heard that {opened.sender} is a member of this run"
-                raise RefusedError(mine.name, "NOT_MEMBER", text) from None
+
+        async def heard() -> None:
+            while not self._is_member(opened) and self._may_become_member(opened) and not stream.failed:
+                await self._news.wait()
+
+        stream.on_release(self._news.ring)  # a caller that has given up is not waited for
+        try:
+            await self.runtime.within(LIMITS.handshake_s, heard())
+        except TimeoutError:
+            pass
+        if not self._is_member(opened):
+            text = f"{mine.name} has not heard that {opened.sender} is a member of this run"
+            raise RefusedError(mine.name, "NOT_MEMBER", text)
 
     async def _handle(self, service: _Service, stream: StreamCore) -> None:
         """Runs a handler; whatever it raises refuses its stream, and never hurts the endpoint."""
@@ -487,6 +492,14 @@ class EndpointCore(ABC):
                 "%s: too much of what a caller sent was refused; it is hung up on", self.identity.name
             )
             asyncio.get_running_loop().call_soon(self._hang_up_on, sender)
+
+    def _not_heard(self, sender: str) -> v1.Refuse | None:
+        """Why connections of a caller that knows the secret are turned away for now; None if they are not."""
+        if not self.intakes.of(sender).is_closed(self.runtime.now()):
+            return None
+        again = f"it listens again within {LIMITS.refusals_s:g} s"
+        text = f"{self.identity.name} has refused too much to {sender}: {again}"
+        return v1.Refuse(code=v1.OVER_LIMIT, message=text)
 
     def share_memory(self) -> None:
         """From here on, payloads for peers on this host go by reference; once it has started.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
+from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
@@ -37,7 +38,7 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
         FrameError: who answers is no node of gradstream.
         OSError: the connection is gone.
     """
-    challenge = await _read(connected, "challenge")
+    challenge = await _read(connected, "challenge", "refuse")
     if challenge.HasField("refuse"):
         raise refused_by(called, challenge.refuse)
     if (theirs := challenge.challenge.protocol) != PROTOCOL:
@@ -45,7 +46,7 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
         raise RefusedError(called, "BAD_PROTOCOL", text)
     proof.greet(identity.secret, challenge.challenge, greeting, job=identity.job, called=called)
     await _write(connected, v1.Frame(greeting=greeting))
-    answer = await _read(connected, "proven")
+    answer = await _read(connected, "proven", "refuse")
     if answer.HasField("refuse"):
         raise refused_by(called, answer.refuse)
     expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
@@ -53,28 +54,35 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
         raise RefusedError(called, "BAD_SECRET", "who listens at its address does not know this run's secret")
 
 
-async def answer(connected: socket.socket, identity: Identity) -> v1.Greeting:
+Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
+
+
+async def answer(connected: socket.socket, identity: Identity, objection: Objection) -> v1.Greeting:
     """The called side: the greeting of a caller that has proved to know the secret.
 
     Whoever has not is told that, and nothing else.
 
+    Args:
+        objection: why this node does not want a caller that knows the secret; None if it does.
+
     Raises:
-        RefusedError: the caller has not.
+        RefusedError: the caller does not know the secret, or this node does not want it.
         FrameError: the caller is no node of gradstream.
         OSError: the connection is gone.
     """
     challenge = proof.new_nonce()
     await _write(connected, v1.Frame(challenge=v1.Challenge(protocol=PROTOCOL, nonce=challenge)))
     greeting = (await _read(connected, "greeting")).greeting
-    code, text = v1.CODE_UNSPECIFIED, ""
     if greeting.protocol != PROTOCOL:
-        code = v1.BAD_PROTOCOL
         text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
+        refuse: v1.Refuse | None = v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
     elif not proof.knows(identity.secret, challenge, greeting, job=identity.job, called=identity.name):
-        code, text = v1.BAD_SECRET, BAD_SECRET
-    if text:
-        await _write(connected, v1.Frame(refuse=v1.Refuse(code=code, message=text)))
-        raise RefusedError(identity.name, v1.Code.Name(code), text)
+        refuse = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
+    else:
+        refuse = objection(greeting)
+    if refuse is not None:
+        await _write(connected, v1.Frame(refuse=refuse))
+        raise refused_by(identity.name, refuse)
     shown = proof.called_proof(identity.secret, greeting, job=identity.job, called=identity.name)
     await _write(connected, v1.Frame(proven=v1.Proven(proof=shown)))
     return greeting
@@ -86,8 +94,8 @@ async def _write(connected: socket.socket, frame: v1.Frame) -> None:
     await asyncio.get_running_loop().sock_sendall(connected, data)
 
 
-async def _read(connected: socket.socket, kind: str) -> v1.Frame:
-    """The next frame, which is of this kind or a refusal."""
+async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
+    """The next frame, which is of one of these kinds."""
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
         raise FrameError(f"bytes that are no {kind}")
@@ -95,7 +103,7 @@ async def _read(connected: socket.socket, kind: str) -> v1.Frame:
         frame = v1.Frame.FromString(await _exactly(connected, header_bytes))
     except DecodeError as error:
         raise FrameError(f"bytes that are no {kind}: {error}") from None
-    if frame.WhichOneof("kind") not in (kind, "refuse"):
+    if frame.WhichOneof("kind") not in (kind, *others):
         raise FrameError(f"a frame of kind {frame.WhichOneof('kind')}: expected {kind}")
     return frame
 

@@ -18,7 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -31,23 +31,28 @@ from gradstream.transport import proof
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.grpc_connection import (
+    CHALLENGE,
+    EOF,
+    FAILURES,
+    GREETING,
+    PASS,
+    SESSION,
+    GrpcConnection,
+    is_cancelled,
+)
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls, explain
-from gradstream.transport.sessions import BAD_SECRET, CallerSession, Session, Sessions, proved
+from gradstream.transport.sessions import BAD_SECRET, CallerSession, Sessions
 from gradstream.transport.silence import Bell
-from gradstream.transport.stream import StreamCore, refusal_of, refused_by
+from gradstream.transport.stream import StreamCore, refusal_of
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_FRAME_BYTES, PROTOCOL, FrameError, decode, encode, payload_tensor
+from gradstream.wire.frames import MAX_FRAME_BYTES, FrameError, decode, encode, payload_tensor
 
-__all__ = ["CHALLENGE", "GREETING", "METHOD", "PASS", "SESSION", "GrpcEndpoint"]
+__all__ = ["METHOD", "GrpcEndpoint"]
 
 METHOD = "/gradstream.v1.Peer/Stream"
 """The one rpc."""
-CHALLENGE = "/gradstream.v1.Peer/Challenge"
-SESSION = "/gradstream.v1.Peer/Session"
-"""Those before it."""
-GREETING, PASS = "gradstream-greeting-bin", "gradstream-pass-bin"
-"""Names of metadata."""
 
 KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
@@ -81,9 +86,7 @@ CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-_EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
-_FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
 class _Gate:
@@ -176,7 +179,7 @@ class _GrpcCarrier:
                 if self._over:
                     return
                 await self._filled.wait()
-        except _FAILURES:
+        except FAILURES:
             pass  # the reader finds out why, after what had still arrived
         finally:
             self._stopped = True
@@ -185,7 +188,7 @@ class _GrpcCarrier:
     async def read_all(self, read: Callable[[], Awaitable[Any]]) -> None:
         """Feeds the stream with messages until there are no more."""
         assert self.stream is not None
-        while (message := await read()) is not _EOF:
+        while (message := await read()) is not EOF:
             if self._gate is not None:
                 await self._gate.passed()
             try:
@@ -197,129 +200,18 @@ class _GrpcCarrier:
                 self.stream.arrived(frame, payload)
 
 
-class _Connection:
-    """A channel to a peer, and the session on it.
-
-    Args:
-        endpoint: of this node.
-        peer: its name.
-        channel: of one priority.
-    """
-
-    def __init__(self, endpoint: GrpcEndpoint, peer: str, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-        self._endpoint = endpoint
-        self._peer = peer
-        self._session: CallerSession | None = None
-        self._opening: asyncio.Future[CallerSession] | None = None
-
-    def metadata(self) -> grpc.aio.Metadata | None:
-        """What a stream shows; None while there is no session."""
-        if self._session is None:
-            return None
-        return grpc.aio.Metadata((PASS, self._session.next_pass()))
-
-    async def opened(self) -> None:
-        """Returns once there is a session.
-
-        Raises:
-            RefusedError: the peer does not want this node, or does not know the secret.
-            PeerLostError: it cannot be reached.
-        """
-        if self._opening is None:
-            self._opening = asyncio.get_running_loop().create_future()
-            name = f"{self._endpoint.identity.name}: session with {self._peer}"
-            self._endpoint.background(self._keep(self._opening), name)
-        await asyncio.shield(self._opening)
-
-    def lost(self) -> None:
-        """The peer does not know the session any more."""
-        self._session = None
-
-    async def _keep(self, opening: asyncio.Future[CallerSession]) -> None:
-        """Opens a session, and holds it for as long as its connection lives."""
-        opening.add_done_callback(_look_at)
-        try:
-            greeting = await self._greeting()
-            call = self._channel_call(SESSION, grpc.aio.Metadata((GREETING, greeting.SerializeToString())))
-            session = self._accepted(greeting, await self._first(call))
-            self._session = session
-            opening.set_result(session)
-            await call.read()  # there is nothing to come but the end
-            self._session = None
-        except (RefusedError, PeerLostError) as error:
-            opening.set_exception(error)
-        except asyncio.CancelledError:
-            if not opening.done():
-                opening.set_exception(PeerLostError(self._peer, "the connection was closed by this side"))
-            _reraise_if_cancelled()
-        except _FAILURES as error:
-            if not opening.done():
-                opening.set_exception(_lost(self._peer, error))
-        finally:
-            self._session = self._opening = None
-
-    async def _greeting(self) -> v1.Greeting:
-        mine = self._endpoint.identity
-        frame = await self._first(self._channel_call(CHALLENGE, None))
-        if frame.challenge.protocol != PROTOCOL:
-            text = (
-                f"it speaks protocol {frame.challenge.protocol}, {mine.name} {PROTOCOL}: install one version"
-            )
-            raise RefusedError(self._peer, "BAD_PROTOCOL", text)
-        greeting = v1.Greeting(sender=mine.name, incarnation=mine.incarnation)
-        proof.greet(mine.secret, frame.challenge, greeting, job=mine.job, called=self._peer)
-        return greeting
-
-    def _accepted(self, greeting: v1.Greeting, frame: v1.Frame) -> CallerSession:
-        if frame.HasField("refuse"):
-            raise refused_by(self._peer, frame.refuse)
-        session = proved(self._endpoint.identity, self._peer, greeting, frame.proven)
-        if session is None:
-            text = "who listens at its address does not know this run's secret"
-            raise RefusedError(self._peer, "BAD_SECRET", text)
-        return session
-
-    async def _first(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> v1.Frame:
-        message = await call.read()
-        if message is _EOF:
-            code, details = await call.code(), await call.details()
-            raise PeerLostError(self._peer, f"{code.name}: {explain(details or 'it has ended the call')}")
-        try:
-            return decode(cast(bytes, message))[0]
-        except FrameError as error:
-            raise PeerLostError(
-                self._peer, f"who answers at its address is no node of gradstream: {error}"
-            ) from None
-
-    def _channel_call(
-        self, method: str, metadata: grpc.aio.Metadata | None
-    ) -> grpc.aio.StreamStreamCall[bytes, bytes]:
-        return self.channel.stream_stream(method)(metadata=metadata)  # type: ignore[call-arg]
-
-
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """Nobody may be waiting any more: what failed is no surprise then."""
-    if not future.cancelled():
-        future.exception()
-
-
-def _lost(peer: str, error: BaseException) -> PeerLostError:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return PeerLostError(peer, f"{error.code().name}: {explain(error.details() or '')}")
-    return PeerLostError(peer, f"the connection was lost: {error!r}")
-
-
 class _Outgoing(_GrpcCarrier):
-    """The caller's end: makes the call."""
+    """The caller's end: makes the call, once the connection has a session."""
 
     def __init__(
-        self, endpoint: GrpcEndpoint, peer: str, connection: _Connection | None, gate: _Gate | None
+        self, endpoint: GrpcEndpoint, peer: str, connection: GrpcConnection | None, gate: _Gate | None
     ) -> None:
         super().__init__(gate)
         self._endpoint = endpoint
         self._peer = peer
         self._connection = connection
+        self._session: CallerSession | None = None  # that the call belongs to
+        self._waiting: asyncio.Task[None] | None = None
 
     def connect(self, stream: StreamCore, opened: v1.Open) -> None:
         """See `OutgoingCarrier.connect`."""
@@ -330,34 +222,45 @@ class _Outgoing(_GrpcCarrier):
         self.transmit(v1.Frame(open=opened), None)
         if opened.urgent:
             self._endpoint.gate.hold(stream)
-        metadata = self._connection.metadata()
-        if metadata is None:
-            name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}, before it begins"
-            self._endpoint.background(self._begin_later(self._connection, stream), name)
-        else:
-            self._begin(self._connection, stream, metadata)
+        if self._connection.session is not None:
+            self._begin(self._connection, self._connection.session, stream)
+            return
+        name = f"{self._endpoint.identity.name}: {opened.method} to {self._peer}, before it begins"
+        self._waiting = self._endpoint.background(self._begin_later(self._connection, stream), name)
 
-    async def _begin_later(self, connection: _Connection, stream: StreamCore) -> None:
-        """Begins the call once there is a session."""
+    def over(self) -> None:
+        """See `Carrier.over`. Of a call that has not begun, nothing goes out any more."""
+        super().over()
+        if self._session is None:
+            self._stopped = True
+            self._emptied.ring()
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+    async def _begin_later(self, connection: GrpcConnection, stream: StreamCore) -> None:
         try:
-            await connection.opened()
+            session = await connection.opened()
         except RefusedError as error:
+            self._waiting = None
             stream.arrived(v1.Frame(refuse=refusal_of(error)), None)
-            return
         except PeerLostError as error:
+            self._waiting = None
             stream.broken(str(error).removeprefix(f"{self._peer}: "))
-            return
         except asyncio.CancelledError:
+            self._waiting = None
             stream.broken("the connection was closed by this side")
             raise
-        metadata = connection.metadata()
-        if metadata is None:
-            stream.broken("the connection was lost at once")
-        elif not self._over:
-            self._begin(connection, stream, metadata)
+        else:
+            if not self._over:
+                self._begin(connection, session, stream)
 
-    def _begin(self, connection: _Connection, stream: StreamCore, metadata: grpc.aio.Metadata) -> None:
-        call = connection.channel.stream_stream(METHOD)(metadata=metadata)  # type: ignore[call-arg]
+    def _begin(self, connection: GrpcConnection, session: CallerSession, stream: StreamCore) -> None:
+        self._session, self._waiting = session, None
+        try:
+            call = connection.call(METHOD, PASS, session.next_pass())
+        except FAILURES:
+            stream.broken("the connection was closed by this side")
+            return
         name = f"{self._endpoint.identity.name}: {stream.opened.method} to {self._peer}"
         self._endpoint.background(self._write(call), f"{name}, writer")
         self._endpoint.background(self._read(call, stream), f"{name}, reader")
@@ -366,11 +269,12 @@ class _Outgoing(_GrpcCarrier):
         try:
             await self.write_all(call.write)
             await call.done_writing()
-        except _FAILURES:
+        except FAILURES:
             pass
         except asyncio.CancelledError:
             call.cancel()
-            _reraise_if_cancelled()
+            if is_cancelled():
+                raise
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes], stream: StreamCore) -> None:
         try:
@@ -386,11 +290,12 @@ class _Outgoing(_GrpcCarrier):
         except asyncio.CancelledError:
             stream.broken("the connection was closed by this side")
             call.cancel()
-            _reraise_if_cancelled()
+            if is_cancelled():
+                raise
 
     def _failed(self, stream: StreamCore, code: grpc.StatusCode, details: str | None) -> None:
-        if code is grpc.StatusCode.UNAUTHENTICATED and self._connection is not None:
-            self._connection.lost()
+        if code is grpc.StatusCode.UNAUTHENTICATED and self._connection is not None and self._session:
+            self._connection.lost(self._session)
             stream.broken("its session has ended with the connection that it belonged to")
         else:
             stream.broken(f"{code.name}: {explain(details or '')}")
@@ -399,15 +304,8 @@ class _Outgoing(_GrpcCarrier):
 async def _read(carrier: _GrpcCarrier, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
     try:
         await carrier.read_all(context.read)
-    except _FAILURES:
+    except FAILURES:
         pass  # the call itself is cancelled when its caller is gone
-
-
-def _reraise_if_cancelled() -> None:
-    """A call that was cancelled looks like a cancelled task: tells the two apart."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 class _Peers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -476,7 +374,7 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         proof.check_secret(identity.secret, identity.name)
         self._sessions = Sessions(identity)
-        self._contexts: dict[asyncio.Task[Any], Session] = {}  # what serves each open session
+        self._ends: dict[int, tuple[str, asyncio.Future[None]]] = {}  # of sessions: sender, and how to end it
         self._max_message_bytes = max_message_bytes
         self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
@@ -485,7 +383,7 @@ class GrpcEndpoint(EndpointCore):
         self.gate = _Gate(runtime)
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
-        self._connections: dict[tuple[str, Priority], _Connection] = {}
+        self._connections: dict[tuple[str, Priority], GrpcConnection] = {}
         self._background: dict[asyncio.Task[None], None] = {}
 
     async def start(self) -> None:
@@ -511,11 +409,12 @@ class GrpcEndpoint(EndpointCore):
             return server.add_insecure_port(self._listen)
         return server.add_secure_port(self._listen, self._security.server_credentials())
 
-    def background(self, work: Any, name: str) -> None:
+    def background(self, work: Any, name: str) -> asyncio.Task[None]:
         """Spawns a task that `close` waits for."""
-        task = self.runtime.spawn(work, name=name)
+        task: asyncio.Task[None] = self.runtime.spawn(work, name=name)
         self._background[task] = None
         task.add_done_callback(lambda done: self._background.pop(done, None))
+        return task
 
     async def challenge(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serves a stranger: something to prove by that it knows the secret. Nothing is kept."""
@@ -529,26 +428,31 @@ class GrpcEndpoint(EndpointCore):
             await context.write(encode(v1.Frame(refuse=answered)))
             return
         session, proven = answered
-        task = asyncio.current_task()
-        assert task is not None
         try:
-            if not self.intakes.of(session.sender).is_closed(self.runtime.now()):
-                self._contexts[task] = session
-                await context.write(encode(v1.Frame(proven=proven)))
-                await asyncio.get_running_loop().create_future()  # cancelled with the connection
-        except _FAILURES:
+            if (refuse := self._not_heard(session.sender)) is not None:
+                await context.write(encode(v1.Frame(refuse=refuse)))
+                return
+            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._ends[session.number] = session.sender, ended
+            await context.write(encode(v1.Frame(proven=proven)))
+            await ended  # or cancelled with the connection
+        except FAILURES:
             pass
         finally:
-            self._contexts.pop(task, None)
+            self._ends.pop(session.number, None)
             self._sessions.over(session)
 
     def _hang_up_on(self, sender: str) -> None:
-        for task, session in list(self._contexts.items()):
-            if session.sender == sender:
-                task.cancel()
+        self._end_sessions(sender)
         for stream in list(self._streams):
             if stream.called and stream.opened.sender == sender:
                 stream.refuse(v1.OVER_LIMIT, "it has been refused too much")
+
+    def _end_sessions(self, sender: str | None = None) -> None:
+        """Those of one caller, or all."""
+        for of, ended in self._ends.values():
+            if sender in (of, None) and not ended.done():
+                ended.set_result(None)
 
     async def answer(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serves one incoming call: its first message is Open, the rest is its stream's."""
@@ -563,6 +467,8 @@ class GrpcEndpoint(EndpointCore):
             return
         if opened is None:
             return
+        if session.number not in self._ends:  # ended while the Open was on its way
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
         carrier = _GrpcCarrier(None if opened.urgent else self.gate)
         stream = carrier.stream = self._incoming(
             opened,
@@ -603,7 +509,7 @@ class GrpcEndpoint(EndpointCore):
             message = await context.read()
         finally:
             timer.cancel()
-        if message is _EOF:
+        if message is EOF:
             return None
         assert isinstance(message, bytes)
         frame, _ = decode(message)
@@ -616,7 +522,8 @@ class GrpcEndpoint(EndpointCore):
             return _Outgoing(self, peer, None, None)
         connection = self._connections.get((peer, priority))
         if connection is None:
-            connection = _Connection(self, peer, self._channel(peer, address))
+            channel = self._channel(peer, address)
+            connection = GrpcConnection(self.identity, self.runtime, peer, channel)
             self._connections[peer, priority] = connection
         return _Outgoing(self, peer, connection, self.gate if priority is Priority.BULK else None)
 
@@ -631,8 +538,7 @@ class GrpcEndpoint(EndpointCore):
         for priority in Priority:
             connection = self._connections.pop((peer, priority), None)
             if connection is not None:
-                closing = connection.channel.close(None)
-                self.background(closing, f"{self.identity.name}: hang up on {peer}")
+                self.background(connection.close(), f"{self.identity.name}: hang up on {peer}")
 
     async def _shut(self, *, abruptly: bool) -> None:
         # Cut short, it would leave a server running, and with it a thread of gRPC's that a process
@@ -646,10 +552,9 @@ class GrpcEndpoint(EndpointCore):
             except TimeoutError:
                 pass  # a peer that does not read is not waited for
         for connection in list(self._connections.values()):
-            await connection.channel.close(None)
+            await connection.close()
         self._connections.clear()
-        for task in list(self._contexts):
-            task.cancel()
+        self._end_sessions()
         if self._server is not None:
             await self._server.stop(None if abruptly else FLUSH_S)
         await self._quiet()

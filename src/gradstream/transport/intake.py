@@ -31,6 +31,11 @@ class Intake:
         self._refusals_ns: deque[int] = deque(maxlen=LIMITS.refusals)
         self._closed_until_ns = 0
 
+    @property
+    def is_blank(self) -> bool:
+        """Whether nothing would be lost with it."""
+        return not (self.num_streams or self.unread_bytes or self._refusals_ns or self._closed_until_ns)
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether so many bytes more may wait to be taken."""
         return self.unread_bytes + num_bytes <= self._allowed_bytes()
@@ -68,8 +73,10 @@ class Intakes:
         members = self._identity.members
         if members is not None and sender not in members:
             sender = ""  # not a member, or one no longer
-        elif len(self._of) > LIMITS.sessions and sender not in self._of:
-            self._of = {name: one for name, one in self._of.items() if one.num_streams}
+        elif sender not in self._of and len(self._of) > LIMITS.sessions:
+            self._of = {name: one for name, one in self._of.items() if not one.is_blank}
+            if members is None and len(self._of) > LIMITS.sessions:
+                sender = ""  # before the members are known, many names are worth no more than these
         return self._of.setdefault(sender, Intake(self._allowed_bytes))
 
     def _allowed_bytes(self) -> int:

@@ -56,6 +56,10 @@ class Lines:
         finally:
             del self._awaited[key]
 
+    def num_unclaimed(self, peer: str) -> int:
+        """How many lines of a peer wait for somebody to take them."""
+        return sum(of == peer for of, _ in self._arrived)
+
     def close(self) -> None:
         """Hangs up what nobody has taken."""
         for connected in self._arrived.values():

@@ -149,7 +149,8 @@ class SocketEndpoint(EndpointCore):
 
     async def _meet(self, connected: socket.socket) -> None:
         try:
-            greeting = await self.runtime.within(LIMITS.handshake_s, answer(connected, self.identity))
+            heard = answer(connected, self.identity, self._objection)
+            greeting = await self.runtime.within(LIMITS.handshake_s, heard)
         except (TimeoutError, OSError, FrameError, RefusedError):
             connected.close()
         except BaseException:
@@ -158,31 +159,47 @@ class SocketEndpoint(EndpointCore):
         else:
             self._greeted(greeting, connected)
 
-    def _greeted(self, greeting: v1.Greeting, connected: socket.socket) -> None:
-        """Somebody who knows the secret has said who it is."""
-        sender, link = greeting.sender, greeting.link
+    def _objection(self, greeting: v1.Greeting) -> v1.Refuse | None:
+        """Why a connection of a caller that knows the secret is not wanted; None if it is."""
+        sender, caller = greeting.sender, self._callers.get(_key_of(greeting))
+        if not sender:
+            return v1.Refuse(code=v1.BAD_REQUEST, message="a greeting of a node without a name")
+        if (refuse := self._not_heard(sender)) is not None:
+            return refuse
         if greeting.line:
-            self._lines.arrived(sender, greeting.line, connected)
+            num_open = self._lines.num_unclaimed(sender)
+        elif caller is None:
+            num_open = sum(name == sender for name, _, _ in self._callers)
+        else:
+            num_open = 0
+        if num_open >= LIMITS.sessions:
+            text = f"{sender} has {num_open} connections to {self.identity.name} already: close some"
+            return v1.Refuse(code=v1.OVER_LIMIT, message=text)
+        count = greeting.count if caller is None else len(caller.connections)
+        if not greeting.line and not greeting.index < greeting.count == count <= MAX_CONNECTIONS:
+            most = count if caller is not None else MAX_CONNECTIONS
+            text = f"connection {greeting.index} of {greeting.count}: expected at most {most} of a link"
+            return v1.Refuse(code=v1.BAD_REQUEST, message=text)
+        if caller is not None and caller.connections[greeting.index].started:
+            text = f"connection {greeting.index} of link {greeting.link} of {sender} is there already"
+            return v1.Refuse(code=v1.BAD_REQUEST, message=text)
+        return None
+
+    def _greeted(self, greeting: v1.Greeting, connected: socket.socket) -> None:
+        """A caller that knows the secret, and that this node wants, has said who it is."""
+        if self._closed or self._objection(greeting) is not None:  # since it was answered
+            connected.close()
             return
-        key = (sender, greeting.incarnation, link)
-        caller = self._callers.get(key)
-        if caller is None:
-            too_many = sum(name == sender for name, _, _ in self._callers) >= LIMITS.sessions
-            malformed = not (greeting.index < greeting.count <= MAX_CONNECTIONS and sender)
-            if malformed or too_many or self.intakes.of(sender).is_closed(self.runtime.now()):
-                connected.close()
-                return
+        if greeting.line:
+            self._lines.arrived(greeting.sender, greeting.line, connected)
+            return
+        key = _key_of(greeting)
+        if key not in self._callers:
             lost = partial(self._lost_caller, key)
-            caller = Link(self, sender, greeting.count, called=True, on_lost=lost)
+            caller = Link(self, greeting.sender, greeting.count, called=True, on_lost=lost)
             caller.incarnation = greeting.incarnation
             self._callers[key] = caller
-        self._attach(caller, greeting.index, connected)
-
-    def _attach(self, caller: Link, index: int, connected: socket.socket) -> None:
-        if index >= len(caller.connections) or caller.connections[index].started:
-            connected.close()  # this one is taken
-        else:
-            caller.connections[index].start(connected)
+        self._callers[key].connections[greeting.index].start(connected)
 
     def answer(self, link: Link, carrier: LinkCarrier, opened: v1.Open) -> StreamCore:
         """Answers an Open that came over a link that a peer has made."""
@@ -290,3 +307,7 @@ class SocketEndpoint(EndpointCore):
             self._lines.close()
             self._links.clear()
             self._callers.clear()
+
+
+def _key_of(greeting: v1.Greeting) -> tuple[str, int, int]:
+    return greeting.sender, greeting.incarnation, greeting.link

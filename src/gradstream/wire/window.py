@@ -33,10 +33,10 @@ class SequenceWindow:
         """Puts a number in. Adding it again changes nothing."""
         if number <= self.low:
             return
+        ahead = number - self.low - self.WIDTH
+        if ahead > 0:  # before the bit is set: how long the bitmap gets is not the sender's to say
+            self._raise_low(ahead)
         self._above |= 1 << (number - self.low - 1)
-        excess = self._above.bit_length() - self.WIDTH
-        if excess > 0:
-            self._raise_low(excess)
         self._raise_low((self._above ^ (self._above + 1)).bit_length() - 1)  # trailing ones
 
     def _raise_low(self, count: int) -> None:
