@@ -17,6 +17,7 @@ from gradstream.transport.base import Identity
 __all__ = ["Insider", "Leak"]
 
 
+_PEM = ("authority", "certificate", "key")
 _KNOWN = ("job", "name", "incarnation", "fingerprint", "epoch")
 
 
@@ -27,6 +28,7 @@ class Leak:
     Args:
         job, name, incarnation, fingerprint, epoch: its identity.
         secret: of the run, in hexadecimal.
+        tls: PEM of its authority, certificate and key, by name; empty for a run in plain text.
         coordinator: address of the coordinator. The run's events tell those of all other nodes.
     """
 
@@ -37,6 +39,7 @@ class Leak:
     epoch: int
     secret: str
     coordinator: str
+    tls: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Leak:
@@ -68,7 +71,10 @@ class Insider(Downpour):
             mine = endpoint.identity
             known = {name: getattr(mine, name) for name in _KNOWN}
             coordinator = endpoint._main._addresses["coordinator"]
-            _leave(Path(self.path), Leak(**known, secret=mine.secret.hex(), coordinator=coordinator))
+            security = endpoint._main._security
+            pem = {name: getattr(security, name).decode() for name in _PEM} if security is not None else {}
+            leak = Leak(**known, secret=mine.secret.hex(), coordinator=coordinator, tls=pem)
+            _leave(Path(self.path), leak)
         await Downpour.train(self, worker)
 
 
