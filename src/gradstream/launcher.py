@@ -38,6 +38,7 @@ from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
+from gradstream.run_files import read_record
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 
@@ -169,7 +170,7 @@ class Launcher:
         """Adds to run.json what nodes have agreed on."""
         if self._carriers:
             storage = DiskStorage(self._run_dir)
-            info = json.loads(storage.read("run.json")) | {"carriers": self._carriers}
+            info = read_record(self._run_dir / "run.json") | {"carriers": self._carriers}
             storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
 
     # ---- other machines -----------------------------------------------------------------

@@ -169,7 +169,7 @@ class Keeper:
                 opened.draft.discard()
                 raise
             try:
-                prune(storage, keeping.policy)
+                prune(storage, keeping.policy, fresh=folder)
             except OSError:
                 pass  # tried again after the next one
             return folder

@@ -127,7 +127,10 @@ class LogReader:
                 if stop == len(data):  # a power cut may leave the length and not all of what it counts
                     self.torn_bytes = stop - at
                     return
-                raise DataError(f"{self._name}: the block at byte {at} was altered: its CRC-32 is another")
+                raise DataError(
+                    f"{self._name}: the block at byte {at} was altered: its CRC-32 is another; put the file back "
+                    "from a copy: a recording that was altered cannot be replayed"
+                )
             try:
                 yield zlib.decompress(packed)
             except zlib.error as error:
@@ -150,10 +153,12 @@ def read_log(data: bytes, name: str) -> Part:
     first = next(blocks, b"")
     try:
         header = json.loads(first)
-        number = header.pop("format")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{name} is not a recording, or nothing of it was written") from error
+        number, node = header.pop("format"), str(header["node"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{name} is not a recording, or nothing of it was written; put it back from a copy"
+        ) from error
     if number != FORMAT:
         raise DataError(f"{name} has format {number}, this gradstream reads {FORMAT}")
     entries = [entry for block in blocks for entry in decode(block)]
-    return Part(str(header["node"]), header, entries, reader.torn_bytes)
+    return Part(node, header, entries, reader.torn_bytes)
