@@ -13,10 +13,11 @@ import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
@@ -24,7 +25,9 @@ from gradstream.cluster.machine import git_commit
 from gradstream.cluster.signals import StopSignals
 from gradstream.config import Job, is_script
 from gradstream.errors import (
+    ConfigError,
     DeadlineError,
+    DiskError,
     GradstreamError,
     Interrupted,
     PeerLostError,
@@ -33,12 +36,13 @@ from gradstream.errors import (
 from gradstream.events import Event, FailedEvent, encode
 from gradstream.failures import typed_error
 from gradstream.jobfile import digest_of
-from gradstream.node import NodeSpec, play
+from gradstream.node import EVENTS, NodeSpec, play
 from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
 from gradstream.run_files import read_record
+from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 
@@ -52,6 +56,9 @@ OnAddress = Callable[[Path, str], None]
 
 SCRIPT = "gradstream.session.script:main"
 """A worker that is a script with a training loop of its own."""
+
+DISK_AGAIN_S = 60.0
+"""After so long without a word about the disk, it is said once more that it is full."""
 
 POLL_S = 0.2
 """Between two looks at what has been recorded. What nodes say is heard at once."""
@@ -92,8 +99,12 @@ class Launcher:
         self._listening = listening
         self._gathering: Gathering | None = None
         self._on_address = on_address  # where somebody else starts the workers
-        events = run_dir / "events.jsonl"
-        self._events_read = events.stat().st_size if events.is_file() else 0
+        self._events = run_dir / EVENTS
+        self._events_read = self._events.stat().st_size if self._events.is_file() else 0
+        self._log = EventLog(
+            DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self._say_of_disk
+        )
+        self._disk_said: dict[str, int] = {}  # what was said of the disk, and when, in nanoseconds
         self._torn = b""
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
         self._carriers: dict[str, Mapping[str, str]] = {}  # by which each node reaches the others
@@ -106,9 +117,16 @@ class Launcher:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
         here = self._listening.workers_per_machine if self._listening else self._job.workers
         environment = {} if self._as_threads else node_environment(here)
-        self._write_records(environment)
         try:
-            with self._signals, self._make_cluster(environment) as cluster:
+            self._write_records(environment)
+            made = self._make_cluster(environment)
+        except OSError as error:
+            raise DiskError(
+                f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
+                "started: make room, or name another with run_dir=, or --run-dir"
+            ) from error
+        try:
+            with self._signals, made as cluster:
                 self._cluster: Cluster = cluster
                 with self._gathered():
                     self._start_nodes()
@@ -167,11 +185,18 @@ class Launcher:
         storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
 
     def _record_carriers(self) -> None:
-        """Adds to run.json what nodes have agreed on."""
-        if self._carriers:
-            storage = DiskStorage(self._run_dir)
+        """Adds to run.json what nodes have agreed on. Nothing fails because it cannot be written."""
+        if not self._carriers:
+            return
+        try:
             info = read_record(self._run_dir / "run.json") | {"carriers": self._carriers}
-            storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
+            DiskStorage(self._run_dir).write("run.json", json.dumps(info, indent=2).encode() + b"\n")
+        except OSError as error:
+            self._say_of_disk(
+                f"run.json does not say by which carrier nodes were reached: {disk_error(error)}"
+            )
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
 
     # ---- other machines -----------------------------------------------------------------
 
@@ -287,6 +312,10 @@ class Launcher:
                 self._ended.setdefault(worker, 1)
         elif "output" in message:
             sys.stderr.write(message["output"])
+        elif "disk" in message:
+            self._say_of_disk(message["disk"])
+        elif "unwritten" in message:
+            self._take_events(message["unwritten"].encode().splitlines())
         return message
 
     def _follow(self) -> None:
@@ -329,14 +358,18 @@ class Launcher:
     # ---- events and errors --------------------------------------------------------------
 
     def _read_events(self) -> None:
-        path = self._run_dir / "events.jsonl"
-        if not path.is_file():
-            return
-        with open(path, "rb") as file:
-            file.seek(self._events_read)
-            data = file.read()
-        self._events_read += len(data)
-        *lines, self._torn = (self._torn + data).split(b"\n")
+        try:
+            with open(self._events, "rb") as file:
+                file.seek(self._events_read)
+                data = file.read()
+        except OSError:
+            return  # not there yet, or the disk is broken
+        # What is behind the last whole line is read again: a full disk takes it back.
+        *lines, self._torn = data.split(b"\n")
+        self._events_read += len(data) - len(self._torn)
+        self._take_events(lines)
+
+    def _take_events(self, lines: Iterable[bytes]) -> None:
         for line in lines:
             event = json.loads(line)
             self._last[event["event"]] = event
@@ -344,9 +377,24 @@ class Launcher:
                 self._carriers[event["node"]] = event["by_peer"]
             elif event["event"] == "checkpoint_failed":
                 kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-                sys.stderr.write(f"no checkpoint ({event['who']}: {event['message']}); {kept}\n")
+                text = f"no checkpoint ({event['who']}: {event['message']}); {kept}"
+                if any(f"[Errno {number}]" in text for number in DISK_ERRORS):
+                    self._say_of_disk(text)
+                else:
+                    sys.stderr.write(f"{text}\n")
+            elif event["event"] == "disk" and event["state"] == "waiting":
+                self._say_of_disk(event["message"])
             if self._on_event is not None:
                 self._on_event(event)
+
+    def _say_of_disk(self, text: str) -> None:
+        """Says once what several nodes may notice of one disk; what is about other files is said besides."""
+        about = text if text.startswith("the final") else ""
+        now_ns, said_ns = monotonic_ns(), self._disk_said.get(about)
+        if said_ns is None or now_ns - said_ns > DISK_AGAIN_S * 1e9:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+        self._disk_said[about] = now_ns
 
     def _error(self) -> GradstreamError:
         """What the run failed with, by the coordinator's word or by what became of it."""
@@ -371,9 +419,12 @@ class Launcher:
         if "failed" in self._last:
             return
         if self._torn:  # the coordinator was killed as it wrote: our line is not to go on with its last
-            self._events_read -= len(self._torn)
             self._torn = b""
-            os.truncate(self._run_dir / "events.jsonl", self._events_read)
+            try:
+                os.truncate(self._events, self._events_read)
+            except OSError as broken:
+                self._say_of_disk(f"{EVENTS} does not say how the run ended: {disk_error(broken)}")
+                return
         culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
         event = FailedEvent(
             culprit=culprit,
@@ -384,8 +435,7 @@ class Launcher:
         self._emit(event)
 
     def _emit(self, event: Event) -> None:
-        with open(self._run_dir / "events.jsonl", "ab") as file:
-            file.write(encode(event, node="launcher", time_s=0.0))
+        self._log.append(encode(event, node="launcher", time_s=0.0))
 
 
 def _ended_how(status: int) -> str:

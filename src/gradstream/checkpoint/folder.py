@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -367,10 +367,14 @@ def _is_sound(storage: Storage, folder: str) -> bool:
     return True
 
 
-def sweep(storage: Storage) -> None:
-    """Removes drafts of processes that were killed. For who alone has the run directory."""
+def sweep(storage: Storage, but: Collection[str] = ()) -> None:
+    """Removes drafts that nobody writes. For who alone has the run directory.
+
+    Args:
+        but: folders of drafts that are being written.
+    """
     for name in storage.names(FOLDER):
-        if _DRAFT.fullmatch(name):
+        if _DRAFT.fullmatch(name) and f"{FOLDER}/{name}" not in but:
             storage.remove(f"{FOLDER}/{name}")
 
 

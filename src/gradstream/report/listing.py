@@ -15,7 +15,10 @@ __all__ = ["RunEntry", "list_runs"]
 
 
 class RunEntry(TypedDict):
-    """One run. What its events do not tell is None; `damaged` says which file is, and what to do, or is ""."""
+    """One run. What its events do not tell is None.
+
+    `damaged` names a file that is damaged, and says what to do; it is "" where none is.
+    """
 
     path: Path
     status: Status | Literal["damaged"]
