@@ -117,14 +117,7 @@ class Launcher:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
         here = self._listening.workers_per_machine if self._listening else self._job.workers
         environment = {} if self._as_threads else node_environment(here)
-        try:
-            self._write_records(environment)
-            made = self._make_cluster(environment)
-        except OSError as error:
-            raise DiskError(
-                f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
-                "started: make room, or name another with run_dir=, or --run-dir"
-            ) from error
+        made = self._prepared(environment)
         try:
             with self._signals, made as cluster:
                 self._cluster: Cluster = cluster
@@ -151,6 +144,19 @@ class Launcher:
         finally:
             self._read_events()
             self._record_carriers()
+
+    def _prepared(
+        self, environment: Mapping[str, str]
+    ) -> AbstractContextManager[LocalCluster | ThreadCluster]:
+        """Writes what nodes read, and gives what starts them. Raises DiskError where there is no room."""
+        try:
+            self._write_records(environment)
+            return self._make_cluster(environment)
+        except OSError as error:
+            raise DiskError(
+                f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
+                "started: make room, or name another with run_dir=, or --run-dir"
+            ) from error
 
     def _make_cluster(
         self, environment: Mapping[str, str]

@@ -361,6 +361,8 @@ class Member:
             if node.name != self.node.name:
                 self._endpoint.know(node.name, node.address)
         self._endpoint.identity.epoch = notice.epoch
+        if notice.phase == v1.Notice.TRAINING:
+            self._endpoint.keep_senders({(node.name, node.incarnation) for node in notice.nodes})
         if notice.HasField("model"):
             self._endpoint.identity.fingerprint = notice.model.fingerprint
         if self._training_ns is None and notice.phase == v1.Notice.TRAINING:

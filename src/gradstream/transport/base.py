@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -222,6 +222,14 @@ class Endpoint(Protocol):
 
     def know(self, peer: str, address: str) -> None:
         """Teaches the address of a peer; a changed address drops old connections."""
+        ...
+
+    def keep_senders(self, members: Collection[tuple[str, int]]) -> None:
+        """Only these are members of the run, by name and incarnation. Others' tagged sends are refused.
+
+        What is kept of others, to deliver each send once, is freed. A sender of a later epoch than this
+        endpoint's is taken: it may have joined before this endpoint has heard of it.
+        """
         ...
 
     async def open(

@@ -12,7 +12,7 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -131,6 +131,10 @@ class EndpointCore(ABC):
             if self._lending is not None:
                 self._lending.hang_up(peer)
             self._hang_up(peer)
+
+    def keep_senders(self, members: Collection[tuple[str, int]]) -> None:
+        """See `Endpoint.keep_senders`."""
+        self._mailbox.keep_senders(members)
 
     @property
     def routes(self) -> Mapping[str, str]:
@@ -424,6 +428,10 @@ class EndpointCore(ABC):
     async def _serve_tensor(self, stream: Stream) -> None:
         assert isinstance(stream, StreamCore)
         request, opened = v1.Tensor.FromString(stream.opened.body), stream.opened
+        gone = not self._mailbox.knows(opened.sender, opened.incarnation)
+        if gone and opened.epoch <= self.identity.epoch:  # one of a later epoch is not known here yet
+            text = f"{opened.sender} (incarnation {opened.incarnation:x}) has left the run; join again"
+            raise RefusedError(self.identity.name, "NOT_MEMBER", text)
         if not self._mailbox.first_time(opened.sender, opened.incarnation, request.sequence):
             raise self._bad(f"tensor {request.tag} number {request.sequence} was delivered before")
         key, arrival = (opened.sender, request.tag), Arrival(stream, request)

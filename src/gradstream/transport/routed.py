@@ -7,7 +7,7 @@ to one of its carriers.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -66,6 +66,10 @@ class RoutedEndpoint:
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
         """See `Endpoint.serve`."""
         self._main.serve(method, handler, model=model)
+
+    def keep_senders(self, members: Collection[tuple[str, int]]) -> None:
+        """See `Endpoint.keep_senders`. The carriers share one mailbox."""
+        self._main.keep_senders(members)
 
     def know(self, peer: str, address: str) -> None:
         """See `Endpoint.know`.
