@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import subprocess
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -306,3 +310,138 @@ def test_final_parameters_that_find_no_room_are_an_error_that_names_the_disk() -
     assert "after 60 s" in str(error)
     assert "resume the run from its newest checkpoint" in str(error)
     assert "checkpoints/final/model.safetensors" not in storage.files
+
+
+# ---- processes on a disk of 6 MB ------------------------------------------------------------
+
+JOB_FILE = """
+import time
+import numpy as np
+import gradstream as gs
+
+rng = np.random.default_rng(0)
+X = rng.standard_normal((64, 40_000)).astype("float32")
+Y = X[:, :4].sum(1)
+
+def gradients(p, x, y):
+    time.sleep(0.02)
+    error = x @ p["w"] - y
+    return float(error @ error) / len(y), {"w": 2e-5 * error @ x / len(y)}
+
+def job():
+    model = gs.from_functions(
+        init=lambda seed: {"w": np.zeros(40_000)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
+    )
+    return gs.Job(
+        model, gs.from_arrays(X, Y), strategy="downpour", workers=2, servers=1, batch_size=8, epochs=100_000,
+        optimizer=gs.SGD(lr=0.01), checkpoint_every="1s", record=True,
+    )
+"""
+
+ON_SMALL_DISK = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+from gradstream.train import load_job, train
+
+run_dir, full_s = Path(sys.argv[2]), float(sys.argv[3])
+made, told, stop = [], {}, threading.Event()
+
+def fill(file):
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError as error:
+        told["filled_with"] = error.errno
+
+def hold():  # nothing that is freed meanwhile is left free
+    with open(run_dir / "filler", "wb", buffering=0) as file:
+        fill(file)
+        told["full_s"] = time.monotonic()
+        end_s = told["full_s"] + full_s
+        while time.monotonic() < end_s:
+            fill(file)
+            stop.wait(0.05)
+    os.unlink(run_dir / "filler")
+    told["room_s"] = time.monotonic()
+
+holder = threading.Thread(target=hold)
+
+def on_event(event):
+    if event["event"] != "checkpoint":
+        return
+    made.append(time.monotonic())
+    if len(made) == 2:
+        holder.start()
+    elif "room_s" in told and "ended" not in told and made[-1] > told["room_s"] + 3:
+        told["ended"] = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+try:
+    train(load_job(sys.argv[1]), run_dir=run_dir, on_event=on_event)
+    status = 0
+except SystemExit as error:
+    status = error.code
+holder.join()
+record = {**told, "status": status, "made": made}
+print(json.dumps(record), flush=True)
+"""
+
+
+def small_disk(tmp_path: Path, size: str) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a Python program that sees a disk of this size at `tmp_path/disk`; skips where that cannot be."""
+    if not sys.platform.startswith("linux") or shutil.which("unshare") is None:
+        pytest.skip("a small disk needs Linux and `unshare`")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size={size} tmpfs {disk}"
+    unshare = (
+        ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    )
+    tried = subprocess.run([*unshare, "sh", "-c", mount], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {tried.stderr.strip()}")
+
+    def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "program.py").write_text(program)
+        words = [sys.executable, str(tmp_path / "program.py"), *map(str, arguments)]
+        script = f'{mount} && "$@"; status=$?; cp -r {disk} {tmp_path}/kept; exit $status'
+        return subprocess.run([*unshare, "sh", "-c", script, "sh", *words], capture_output=True, text=True)
+
+    return run
+
+
+@pytest.mark.limit_s(300)
+def test_processes_on_a_disk_that_is_full_for_ten_seconds(tmp_path: Path) -> None:
+    run = small_disk(tmp_path, "6m")
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB_FILE))
+    ended = run(ON_SMALL_DISK, tmp_path / "job.py", tmp_path / "disk" / "run", 10)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout.splitlines()[-1])
+    assert told["filled_with"] == errno.ENOSPC  # the fault was there
+    assert told["status"] == 75  # the run was asked to stop, with a checkpoint
+    assert ended.stderr.count("ENOSPC") + ended.stderr.count("[Errno 28]") == 1, ended.stderr
+    later = [at_s - told["room_s"] for at_s in told["made"] if at_s > told["room_s"]]
+    assert later[0] <= 2 * 1.0 + 3.0, (
+        "the next checkpoint within two intervals, and what this machine is late"
+    )
+    kept = tmp_path / "kept" / "run"
+    lines = (kept / "events.jsonl").read_bytes()
+    assert lines.endswith(b"\n")
+    events = [json.loads(line) for line in lines.splitlines()]
+    (over,) = [event for event in events if event["event"] == "disk"]
+    assert over["error"].startswith("ENOSPC")
+    assert over["late_events"] > 0
+    assert over["lost_events"] == 0
+    for rank in (0, 1):  # none is missing between the first and the last
+        steps = [event["step"] for event in events if event["event"] == "step" and event["rank"] == rank]
+        assert steps == list(range(len(steps)))
+    assert any(event["event"] == "checkpoint_failed" for event in events)
+    assert not [path.name for path in (kept / "checkpoints").iterdir() if path.name.startswith(".")]
+    assert events[-1]["event"] in ("left", "stopped") or "stopped" in {event["event"] for event in events}
+    from gradstream.checkpoint import newest
+
+    assert newest(DiskStorage(kept), lambda error: pytest.fail(str(error))) is not None
+    from gradstream.recording import read_log
+
+    for part in kept.rglob("*.rec"):
+        assert read_log(part.read_bytes(), part.name).torn_bytes == 0

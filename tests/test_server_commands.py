@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ class There:
             assert received.payload is not None
             lent = self.service.readers._lent.get(received.frame.chunk.index, ())
             self.num_by_reference += any(not one.returned for one in lent)
-            low, high = await asyncio.to_thread(lambda payload=received.payload: torch.aminmax(payload))
+            low, high = await asyncio.to_thread(partial(torch.aminmax, received.payload))
             assert low == high, f"chunk {received.frame.chunk.index} is from {low} to {high}"
             found.append((received.frame.chunk.version, float(low)))
         stream.cancel("done")

@@ -15,6 +15,7 @@ from gradstream.checkpoint.folder import FOLDER
 from gradstream.config import Job, build_model
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
+from gradstream.names import check_name
 from gradstream.node import NodeSpec
 from gradstream.run import FINAL_MODEL, Run
 from gradstream.run_files import read_record
@@ -59,7 +60,9 @@ def job_of_run(path: Path) -> Job:
 def spec_of_run(path: Path) -> NodeSpec:
     """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
     try:
-        return NodeSpec(**read_record(path / "nodes.json"))
+        spec = NodeSpec(**read_record(path / "nodes.json"))
+        check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
+        return spec
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
     except TypeError as error:

@@ -6,6 +6,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradstream.errors import ConfigError
+from gradstream.names import check_name
 from gradstream.remote.facts import difference
 from gradstream.wire import v1
 
@@ -80,6 +82,10 @@ class Roster:
                 code=v1.BAD_TOKEN,
                 message="the token is not this run's: copy the line that the launcher has printed anew",
             )
+        try:
+            check_name(request.machine or "machine", "the machine's name (--name)")
+        except ConfigError as error:
+            return v1.Refuse(code=v1.BAD_REQUEST, message=str(error))
         differs = difference(self._facts, dict(request.facts), request.machine)
         if differs is not None:
             return v1.Refuse(code=differs.code, message=differs.message)
