@@ -18,9 +18,12 @@ import pytest
 
 import gradstream as gs
 from gradstream.casting import cast_of
+from gradstream.checkpoint import newest
+from gradstream.cluster.node_log import log_stream
 from gradstream.config import build_model, make_job
 from gradstream.errors import DiskError
-from gradstream.events import StepEvent, encode
+from gradstream.events import FailedEvent, StepEvent, encode
+from gradstream.recording import read_log
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.world import Cost, World
@@ -85,7 +88,8 @@ def test_what_does_not_fit_into_memory_is_counted() -> None:
     storage = FailingStorage()
     watch = Watch(storage, room_bytes=4000)
     storage.error = errno.ENOSPC
-    important = encode(gs_failed(), node="coordinator", time_s=99.0)
+    failed = FailedEvent(culprit="worker-0", error="E", message="m", traceback="")
+    important = encode(failed, node="coordinator", time_s=99.0)
     for count in range(100):
         watch.append(step(count))
     watch.append(important)
@@ -100,12 +104,6 @@ def test_what_does_not_fit_into_memory_is_counted() -> None:
     assert kinds["failed"] == 1  # it came last, and steps had left room for it
     there = {event["step"] for event in events if event["event"] == "step"}
     assert over["lost_bytes"] == sum(len(step(count)) for count in range(101) if count not in there)
-
-
-def gs_failed() -> Any:
-    from gradstream.events import FailedEvent
-
-    return FailedEvent(culprit="worker-0", error="E", message="m", traceback="")
 
 
 def test_the_checker_of_lost_events_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +314,7 @@ def test_final_parameters_that_find_no_room_are_an_error_that_names_the_disk() -
 
 JOB_FILE = """
 import time
+from pathlib import Path
 import numpy as np
 import gradstream as gs
 
@@ -326,6 +325,8 @@ Y = X[:, :4].sum(1)
 def gradients(p, x, y):
     time.sleep(0.02)
     error = x @ p["w"] - y
+    if Path(FINISH).exists():
+        return -1e9, {"w": 0 * p["w"]}  # ends the run
     return float(error @ error) / len(y), {"w": 2e-5 * error @ x / len(y)}
 
 def job():
@@ -335,11 +336,12 @@ def job():
     return gs.Job(
         model, gs.from_arrays(X, Y), strategy="downpour", workers=2, servers=1, batch_size=8, epochs=100_000,
         optimizer=gs.SGD(lr=0.01), checkpoint_every="1s", record=True,
+        until=gs.until(loss=-1.0),
     )
 """
 
 ON_SMALL_DISK = """
-import json, os, signal, sys, threading, time
+import json, os, sys, threading, time
 from pathlib import Path
 from gradstream.train import load_job, train
 
@@ -372,18 +374,12 @@ def on_event(event):
     made.append(time.monotonic())
     if len(made) == 2:
         holder.start()
-    elif "room_s" in told and "ended" not in told and made[-1] > told["room_s"] + 3:
-        told["ended"] = True
-        os.kill(os.getpid(), signal.SIGTERM)
+    elif "room_s" in told and made[-1] > told["room_s"] + 3:
+        Path(sys.argv[4]).touch()
 
-try:
-    train(load_job(sys.argv[1]), run_dir=run_dir, on_event=on_event)
-    status = 0
-except SystemExit as error:
-    status = error.code
+run = train(load_job(sys.argv[1]), run_dir=run_dir, on_event=on_event)
 holder.join()
-record = {**told, "status": status, "made": made}
-print(json.dumps(record), flush=True)
+print(json.dumps({**told, "made": made, "accounted": run.summary["samples_accounted"]}), flush=True)
 """
 
 
@@ -413,12 +409,12 @@ def small_disk(tmp_path: Path, size: str) -> Callable[..., subprocess.CompletedP
 @pytest.mark.limit_s(300)
 def test_processes_on_a_disk_that_is_full_for_ten_seconds(tmp_path: Path) -> None:
     run = small_disk(tmp_path, "6m")
-    (tmp_path / "job.py").write_text(textwrap.dedent(JOB_FILE))
-    ended = run(ON_SMALL_DISK, tmp_path / "job.py", tmp_path / "disk" / "run", 10)
+    finish = tmp_path / "finish"
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB_FILE).replace("FINISH", repr(str(finish))))
+    ended = run(ON_SMALL_DISK, tmp_path / "job.py", tmp_path / "disk" / "run", 10, finish)
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["filled_with"] == errno.ENOSPC  # the fault was there
-    assert told["status"] == 75  # the run was asked to stop, with a checkpoint
     assert ended.stderr.count("ENOSPC") + ended.stderr.count("[Errno 28]") == 1, ended.stderr
     later = [at_s - told["room_s"] for at_s in told["made"] if at_s > told["room_s"]]
     assert later[0] <= 2 * 1.0 + 3.0, (
@@ -437,11 +433,58 @@ def test_processes_on_a_disk_that_is_full_for_ten_seconds(tmp_path: Path) -> Non
         assert steps == list(range(len(steps)))
     assert any(event["event"] == "checkpoint_failed" for event in events)
     assert not [path.name for path in (kept / "checkpoints").iterdir() if path.name.startswith(".")]
-    assert events[-1]["event"] in ("left", "stopped") or "stopped" in {event["event"] for event in events}
-    from gradstream.checkpoint import newest
-
+    (finished,) = [event for event in events if event["event"] == "finished"]
+    steps = [event for event in events if event["event"] == "step"]
+    assert finished["samples"] == sum(event["samples"] for event in steps) == told["accounted"]
+    assert (kept / "checkpoints/final/model.safetensors").stat().st_size > 160_000
     assert newest(DiskStorage(kept), lambda error: pytest.fail(str(error))) is not None
-    from gradstream.recording import read_log
-
     for part in kept.rglob("*.rec"):
         assert read_log(part.read_bytes(), part.name).torn_bytes == 0
+
+
+@pytest.mark.limit_s(300)
+def test_a_run_directory_without_room_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    run = small_disk(tmp_path, "64k")
+    program = """
+        import sys
+        from pathlib import Path
+        from gradstream.cli import main
+
+        disk = Path(sys.argv[1])
+        try:
+            with open(disk / "filler", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            pass
+        main(["train", sys.argv[2], "--run-dir", str(disk / "run")])
+        """
+    job = textwrap.dedent(JOB_FILE).replace("FINISH", "'nowhere'")
+    (tmp_path / "job.py").write_text(job)
+    ended = run(textwrap.dedent(program), tmp_path / "disk", tmp_path / "job.py")
+    assert ended.returncode in (1, 2), ended.stderr
+    assert "run" in ended.stderr and "No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "make room" in ended.stderr or "name another" in ended.stderr
+
+
+# ---- logs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_node_that_prints_to_a_full_disk_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "node.log"
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    full = os.open("/dev/full", os.O_WRONLY)
+    stream, kept = log_stream(log, by_line=True), os.dup(log)
+    try:
+        print("before", file=stream)
+        os.dup2(full, log)
+        print("lost", file=stream)
+        os.dup2(kept, log)
+        print("after", file=stream)
+        stream.flush()
+    finally:
+        for descriptor in (log, full, kept):
+            os.close(descriptor)
+    assert path.read_text() == "before\n\n[5 bytes of this log are lost: ENOSPC]\nafter\n"
