@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
@@ -33,16 +31,17 @@ from gradstream.errors import (
     PeerLostError,
     UserCodeError,
 )
-from gradstream.events import Event, FailedEvent, encode
+from gradstream.events import FailedEvent
 from gradstream.failures import typed_error
+from gradstream.followed_events import FollowedEvents, OnEvent
 from gradstream.jobfile import digest_of
-from gradstream.node import EVENTS, NodeSpec, play
+from gradstream.node import NodeSpec, play
 from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
 from gradstream.run_files import read_record
-from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
+from gradstream.runtime.event_log import disk_error
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 
@@ -51,14 +50,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Launcher", "OnAddress", "OnEvent"]
 
-OnEvent = Callable[[Mapping[str, Any]], None]
 OnAddress = Callable[[Path, str], None]
 
 SCRIPT = "gradstream.session.script:main"
 """A worker that is a script with a training loop of its own."""
-
-DISK_AGAIN_S = 60.0
-"""After so long without a word about the disk, it is said once more that it is full."""
 
 POLL_S = 0.2
 """Between two looks at what has been recorded. What nodes say is heard at once."""
@@ -94,20 +89,11 @@ class Launcher:
         self._cast = cast
         self._run_dir = run_dir
         self._earlier = earlier
-        self._on_event = on_event
         self._as_threads = as_threads
         self._listening = listening
         self._gathering: Gathering | None = None
         self._on_address = on_address  # where somebody else starts the workers
-        self._events = run_dir / EVENTS
-        self._events_read = self._events.stat().st_size if self._events.is_file() else 0
-        self._log = EventLog(
-            DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self._say_of_disk
-        )
-        self._disk_said: dict[str, int] = {}  # what was said of the disk, and when, in nanoseconds
-        self._torn = b""
-        self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
-        self._carriers: dict[str, Mapping[str, str]] = {}  # by which each node reaches the others
+        self._events = FollowedEvents(run_dir, on_event)
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
         self._ended: dict[str, int] = {}
         elsewhere = [worker_name(rank) for rank in range(cast.workers)] if on_address else []
@@ -137,12 +123,12 @@ class Launcher:
                 error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
             raise
         except KeyboardInterrupt as error:  # the second Ctrl-C
-            self._read_events()
+            self._events.read()
             if not self._is_trial:
                 error.args = error.args or ("\n".join(["interrupted", *self._where]),)
             raise
         finally:
-            self._read_events()
+            self._events.read()
             self._record_carriers()
 
     def _prepared(
@@ -192,13 +178,13 @@ class Launcher:
 
     def _record_carriers(self) -> None:
         """Adds to run.json what nodes have agreed on. Nothing fails because it cannot be written."""
-        if not self._carriers:
+        if not self._events.carriers:
             return
         try:
-            info = read_record(self._run_dir / "run.json") | {"carriers": self._carriers}
+            info = read_record(self._run_dir / "run.json") | {"carriers": self._events.carriers}
             DiskStorage(self._run_dir).write("run.json", json.dumps(info, indent=2).encode() + b"\n")
         except OSError as error:
-            self._say_of_disk(
+            self._events.say_of_disk(
                 f"run.json does not say by which carrier nodes were reached: {disk_error(error)}"
             )
         except ConfigError as error:
@@ -216,14 +202,14 @@ class Launcher:
         from gradstream.remote.gathering import Gathering
 
         spec = dataclasses.asdict(NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=()))
-        with Gathering(self._listening, self._job, spec, self._cluster.post, self._emit) as gathering:
+        with Gathering(self._listening, self._job, spec, self._cluster.post, self._events.emit) as gathering:
             self._gathering = gathering
             gathering.wait(self._hear_and_show)
             yield
 
     def _hear_and_show(self) -> None:
         self._hear()
-        self._read_events()
+        self._events.read()
 
     # ---- nodes --------------------------------------------------------------------------
 
@@ -287,7 +273,7 @@ class Launcher:
         """The newest checkpoint, as far as is known; "" without one."""
         resumed = self._cast.resume
         first = "" if resumed is None else resumed.folder
-        last: str = self._last.get("checkpoint", {}).get("folder", first)
+        last: str = self._events.last.get("checkpoint", {}).get("folder", first)
         return last
 
     @property
@@ -319,9 +305,9 @@ class Launcher:
         elif "output" in message:
             sys.stderr.write(message["output"])
         elif "disk" in message:
-            self._say_of_disk(message["disk"])
+            self._events.say_of_disk(message["disk"])
         elif "unwritten" in message:
-            self._take_events(message["unwritten"].encode().splitlines())
+            self._events.take(message["unwritten"].encode().splitlines())
         return message
 
     def _follow(self) -> None:
@@ -329,18 +315,18 @@ class Launcher:
         others_gone = 0
         while COORDINATOR not in self._ended:
             silent = self._hear() is None
-            self._read_events()
-            if self._ended and not {"started", "failed", "stopped"} & set(self._last):
+            self._events.read()
+            if self._ended and not {"started", "failed", "stopped"} & set(self._events.last):
                 raise self._error_of_ended()
             if silent and len(self._ended) == len(self._others) and self._on_address is None:
                 others_gone += 1  # it has been told by broken connections; it has a lease to conclude
                 if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
                     raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
-        self._read_events()
-        if "stopped" in self._last:
+        self._events.read()
+        if "stopped" in self._events.last:
             self._let_leave()
             raise self._interrupted()
-        if "finished" not in self._last:
+        if "finished" not in self._events.last:
             if is_script(self._job):
                 self._let_leave()  # scripts of the user's may have something to put away
             raise self._error()
@@ -363,48 +349,9 @@ class Launcher:
 
     # ---- events and errors --------------------------------------------------------------
 
-    def _read_events(self) -> None:
-        try:
-            with open(self._events, "rb") as file:
-                file.seek(self._events_read)
-                data = file.read()
-        except OSError:
-            return  # not there yet, or the disk is broken
-        # What is behind the last whole line is read again: a full disk takes it back.
-        *lines, self._torn = data.split(b"\n")
-        self._events_read += len(data) - len(self._torn)
-        self._take_events(lines)
-
-    def _take_events(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            event = json.loads(line)
-            self._last[event["event"]] = event
-            if event["event"] == "carriers":
-                self._carriers[event["node"]] = event["by_peer"]
-            elif event["event"] == "checkpoint_failed":
-                kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-                text = f"no checkpoint ({event['who']}: {event['message']}); {kept}"
-                if any(f"[Errno {number}]" in text for number in DISK_ERRORS):
-                    self._say_of_disk(text)
-                else:
-                    sys.stderr.write(f"{text}\n")
-            elif event["event"] == "disk" and event["state"] == "waiting":
-                self._say_of_disk(event["message"])
-            if self._on_event is not None:
-                self._on_event(event)
-
-    def _say_of_disk(self, text: str) -> None:
-        """Says once what several nodes may notice of one disk; what is about other files is said besides."""
-        about = text if text.startswith("the final") else ""
-        now_ns, said_ns = monotonic_ns(), self._disk_said.get(about)
-        if said_ns is None or now_ns - said_ns > DISK_AGAIN_S * 1e9:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
-        self._disk_said[about] = now_ns
-
     def _error(self) -> GradstreamError:
         """What the run failed with, by the coordinator's word or by what became of it."""
-        failed = self._last.get("failed")
+        failed = self._events.last.get("failed")
         if failed is not None:
             return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
         return self._error_of_ended(COORDINATOR)
@@ -421,16 +368,11 @@ class Launcher:
 
     def _note_failure(self, error: GradstreamError) -> None:
         """Makes sure that the run's events say how it ended."""
-        self._read_events()
-        if "failed" in self._last:
+        self._events.read()
+        if "failed" in self._events.last:
             return
-        if self._torn:  # the coordinator was killed as it wrote: our line is not to go on with its last
-            self._torn = b""
-            try:
-                os.truncate(self._events, self._events_read)
-            except OSError as broken:
-                self._say_of_disk(f"{EVENTS} does not say how the run ended: {disk_error(broken)}")
-                return
+        if not self._events.mend():
+            return
         culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
         event = FailedEvent(
             culprit=culprit,
@@ -438,10 +380,7 @@ class Launcher:
             message=str(error),
             traceback=getattr(error, "traceback_text", ""),
         )
-        self._emit(event)
-
-    def _emit(self, event: Event) -> None:
-        self._log.append(encode(event, node="launcher", time_s=0.0))
+        self._events.emit(event)
 
 
 def _ended_how(status: int) -> str:
