@@ -22,10 +22,12 @@ from gradstream.checkpoint import newest
 from gradstream.cluster.node_log import log_stream
 from gradstream.config import build_model, make_job
 from gradstream.errors import DiskError
-from gradstream.events import FailedEvent, StepEvent, encode
+from gradstream.events import FailedEvent, FinishedEvent, StepEvent, encode
+from gradstream.node import write_rest
 from gradstream.recording import read_log
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
+from gradstream.runtime.virtual import VirtualCluster
 from gradstream.runtime.world import Cost, World
 from gradstream.simulate.cluster import SimulatedCluster
 from gradstream.testing.runs import QUICK, least_squares
@@ -308,6 +310,28 @@ def test_final_parameters_that_find_no_room_are_an_error_that_names_the_disk() -
     assert "after 60 s" in str(error)
     assert "resume the run from its newest checkpoint" in str(error)
     assert "checkpoints/final/model.safetensors" not in storage.files
+
+
+def test_what_never_finds_room_is_said_and_told_to_the_launcher() -> None:
+    storage, said = FailingStorage(), list[dict[str, str]]()
+    cluster = VirtualCluster()
+    runtime = cluster.runtime("coordinator")
+    log = EventLog(storage, "events.jsonl", node="coordinator", now=runtime.now, tell=lambda _: None)
+    storage.error = errno.ENOSPC
+    finished = encode(FinishedEvent(samples=1, train_s=1.0), node="coordinator", time_s=2.0)
+    log.append(step(1) + finished)
+    cluster.run(write_rest(log, runtime, 5.0, lambda **message: said.append(message)))
+    assert runtime.now() == 5e9
+    size_bytes = len(step(1) + finished)
+    lacks = (
+        f"events.jsonl lacks 2 events ({size_bytes} bytes) from 1.0 s on: ENOSPC: No space left on device\n"
+    )
+    assert said == [{"output": lacks}, {"unwritten": finished.decode()}]
+    storage.error = 0
+    said.clear()
+    cluster.run(write_rest(log, runtime, 5.0, lambda **message: said.append(message)))
+    assert said == []
+    assert {event["event"] for event in events_in(storage)} == {"step", "finished", "disk"}
 
 
 # ---- processes on a disk of 6 MB ------------------------------------------------------------

@@ -36,6 +36,7 @@ from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.overrides import overrides, with_overrides
 from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
+from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
@@ -53,6 +54,7 @@ __all__ = [
     "say_to",
     "take_part",
     "traceback_of",
+    "write_rest",
 ]
 
 OK, FAILED, ABORTED = 0, 1, 3
@@ -313,18 +315,18 @@ async def _coordinate(
     outcome = await coordinator.run()
     for event in runtime.vitals(COORDINATOR):
         coordinator.emit(event)
-    await _write_rest(log, runtime, cast.leases.lease_s, say)
+    await write_rest(log, runtime, cast.leases.lease_s, say)
     if outcome.notice.phase == v1.Notice.STOPPED:
         return RESUMABLE
     return OK if outcome.failed is None else ABORTED
 
 
-async def _write_rest(log: EventLog, runtime: RealRuntime, wait_s: float, say: Say) -> None:
+async def write_rest(log: EventLog, runtime: Runtime, wait_s: float, say: Say) -> None:
     """Waits for room for the last events; in the end tells the launcher what the file lacks."""
     give_up_ns = runtime.now() + round(wait_s * 1e9)
     while not log.flush():
         if runtime.now() >= give_up_ns:
-            say(disk=log.why_short())
+            say(output=f"{log.why_short()}\n")
             say(unwritten=b"".join(line for line in log.waiting if line.startswith(_ENDS)).decode())
             return
         await runtime.sleep(RETRY_S)
