@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
+from gradstream.testing.storage import FailingStorage
 
 WORLD = World(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
@@ -77,22 +79,32 @@ def test_what_a_killed_node_left_half_written_is_cut_off() -> None:
         assert part.torn_bytes == last - torn
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_run(capsys: pytest.CaptureFixture[str]) -> None:
-    class Full(MemoryStorage):
-        def append(self, path: str, data: bytes) -> None:
-            if len(self.files.get(path, b"")) > 200:
-                super().append(path, data[:3])
-                raise OSError(28, "No space left on device")
-            super().append(path, data)
-
-    storage = Full()
-    log = Log(storage, "one.rec", {"node": "shard-0"})
-    for entry in 20 * ENTRIES:
-        log.add(entry)
+@pytest.mark.parametrize("room_bytes", [1 << 20, 100])
+def test_a_full_disk_delays_a_recording_or_ends_it_and_not_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, room_bytes: int
+) -> None:
+    monkeypatch.setattr("gradstream.recording.log.ROOM_BYTES", room_bytes)
+    storage = FailingStorage()
+    log, before, meanwhile, after = Log(storage, "one.rec", {"node": "shard-0"}), 5, 20, 5
+    for number in range(before + meanwhile + after):
+        storage.error = errno.ENOSPC if before <= number < before + meanwhile else 0
+        for entry in ENTRIES:
+            log.add(entry)
         log.flush()
+    assert storage.num_failed > 0
     part = read_log(storage.files["one.rec"], "one.rec")
-    assert part.torn_bytes == 3 and part.entries == (20 * ENTRIES)[: len(part.entries)]
-    assert capsys.readouterr().err == "one.rec: the recording ends here: [Errno 28] No space left on device\n"
+    waits = (
+        "one.rec: the recording waits for room on the disk: [Errno 28] No space left on device: 'one.rec'\n"
+    )
+    if room_bytes > 100:
+        assert part.entries == 30 * ENTRIES
+        assert capsys.readouterr().err == waits
+    else:
+        assert log.ended
+        assert part.entries == before * ENTRIES
+        assert "the recording ends here" in capsys.readouterr().err
+    assert part.torn_bytes == 0
+    assert log.size_bytes == len(storage.files["one.rec"])
 
 
 def test_a_block_that_was_altered_is_refused() -> None:

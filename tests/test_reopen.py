@@ -79,7 +79,7 @@ def keep(run: Path, name: str, w: list[float]) -> None:
     data = save({"w": np.array(w, "float32")})
     (folder / "model.safetensors").write_bytes(data)
     manifest = Manifest(
-        step=1,
+        step=int(name.removeprefix("step-").removeprefix(".step-").partition(".")[0]),
         rounds=1,
         steps={},
         done=Done(),

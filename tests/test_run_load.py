@@ -97,7 +97,7 @@ def test_a_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(directory: P
     assert len(Run.load(directory).events) == 1
     with (directory / "events.jsonl").open("a") as file:
         file.write("\n")
-    with pytest.raises(ConfigError, match="not a file of events"):
+    with pytest.raises(ConfigError, match=r"events.jsonl, line 2: not an event"):
         Run.load(directory)
 
 

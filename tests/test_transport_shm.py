@@ -352,7 +352,7 @@ class Served:
 
     async def kept(self) -> tuple[Stream, Received]:
         """The first chunk, lent to the other worker, who keeps it."""
-        await self.service.readers.all_gone()
+        await self.service.readers.gone(0)
         for _ in range(100):  # until it is lent what it reads
             stream = await self.idler.open("shard-0", "fetch", v1.Fetch(), window=1)
             kept = await take_chunk(stream)

@@ -14,6 +14,7 @@ from gradstream.config import Job, is_open_ended
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.membership.goal import Until
+from gradstream.names import check_name
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.overrides import plain
@@ -43,6 +44,8 @@ def check(job: Job) -> None:
             f"model is a torch module, {type(job.model).__name__}; expected a function that builds it, and a "
             "loss: gradstream.from_torch(build, loss)"
         )
+    if job.name is not None:
+        check_name(job.name, "name, or else that of the job file,")
     _check_numbers(job)
     if not is_open_ended(job):
         _check_length(job)

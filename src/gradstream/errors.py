@@ -11,6 +11,7 @@
     │   └── DataError (ValueError)      you: a data set that cannot be read
     ├── PeerLostError (ConnectionError) the machine or process of a peer is gone
     ├── DeadlineError (TimeoutError)    a peer was silent for longer than allowed
+    ├── DiskError (OSError)             the disk of the run directory is full or broken
     ├── DivergedError                   a replay is not the run that was recorded; says where
     ├── RefusedError                    a peer understood the request and said no
     ├── ClosedError                     used after it was closed
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DeadlineError",
+    "DiskError",
     "DivergedError",
     "GradientError",
     "GradstreamError",
@@ -164,6 +166,10 @@ class RefusedError(GradstreamError):
         self.peer = peer
         self.code = code
         self.reason = message
+
+
+class DiskError(GradstreamError, OSError):
+    """The disk of the run directory is full, broken or read-only; the message says what is lost."""
 
 
 class ClosedError(GradstreamError):

@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointEvent",
     "CheckpointFailedEvent",
     "CpuEvent",
+    "DiskEvent",
     "DriveEvent",
     "EvaluatedEvent",
     "Event",
@@ -374,6 +375,26 @@ class CheckpointFailedEvent(Event):
     who: str
     message: str
     kept: str  # folder of the newest that is there, "" for none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskEvent(Event):
+    """The disk of the run directory is full or broken (worker), or has been (coordinator, launcher).
+
+    `state` is "waiting" while a worker waits for room to write what it must not lose, and "over" once
+    everything that could be kept is written. The counts are those of events; lost ones are nowhere.
+    """
+
+    name: ClassVar[str] = "disk"
+    what: str  # what could not be written: "events", "final parameters"
+    state: str
+    error: str  # "ENOSPC: No space left on device"
+    message: str
+    from_s: float = 0.0  # `time_s` of the first event that could not be written at once
+    to_s: float = 0.0  # of the last
+    late_events: int = 0  # written later than they came
+    lost_events: int = 0
+    lost_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from gradstream.errors import (
     ConfigError,
     DataError,
     DeadlineError,
+    DiskError,
     GradientError,
     GradstreamError,
     InternalError,
@@ -36,7 +37,7 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
     if error == "RefusedError" and (found := re.match(r"(\S+) refused \((\w+)\): (.*)", message, re.DOTALL)):
         return RefusedError(found[1], found[2], found[3])
     kind = getattr(errors, error, None)
-    for base in (InternalError, ConfigError, GradstreamError):
+    for base in (InternalError, ConfigError, DiskError, GradstreamError):
         if isinstance(kind, type) and issubclass(kind, base):
             made = (kind if base is InternalError else base)(f"{culprit}: {message}")
             if base is InternalError and traceback_text:

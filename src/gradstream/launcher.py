@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import os
 import shlex
 import signal
 import sys
@@ -23,20 +22,25 @@ from gradstream.cluster.machine import git_commit
 from gradstream.cluster.signals import StopSignals
 from gradstream.config import Job, is_script
 from gradstream.errors import (
+    ConfigError,
     DeadlineError,
+    DiskError,
     GradstreamError,
     Interrupted,
     PeerLostError,
     UserCodeError,
 )
-from gradstream.events import Event, FailedEvent, encode
+from gradstream.events import FailedEvent
 from gradstream.failures import typed_error
+from gradstream.followed_events import FollowedEvents, OnEvent
 from gradstream.jobfile import digest_of
 from gradstream.node import NodeSpec, play
 from gradstream.recording import FOLDER, JOB_FILE
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
+from gradstream.run_files import read_record
+from gradstream.runtime.event_log import disk_error
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 from gradstream.transport.credentials import Credentials
@@ -47,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Launcher", "OnAddress", "OnEvent"]
 
-OnEvent = Callable[[Mapping[str, Any]], None]
 OnAddress = Callable[[Path, str], None]
 
 SCRIPT = "gradstream.session.script:main"
@@ -86,17 +89,12 @@ class Launcher:
         self._cast = cast
         self._run_dir = run_dir
         self._earlier = earlier
-        self._on_event = on_event
         self._as_threads = as_threads
         self._listening = listening
         self._gathering: Gathering | None = None
         self._on_address = on_address  # where somebody else starts the workers
         self._handed_out: Path | None = None  # the file of credentials that they read
-        events = run_dir / "events.jsonl"
-        self._events_read = events.stat().st_size if events.is_file() else 0
-        self._torn = b""
-        self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
-        self._carriers: dict[str, Mapping[str, str]] = {}  # by which each node reaches the others
+        self._events = FollowedEvents(run_dir, on_event)
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
         self._ended: dict[str, int] = {}
         elsewhere = [worker_name(rank) for rank in range(cast.workers)] if on_address else []
@@ -106,9 +104,9 @@ class Launcher:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
         here = self._listening.workers_per_machine if self._listening else self._job.workers
         environment = {} if self._as_threads else node_environment(here)
-        self._write_records(environment)
+        made = self._prepared(environment)
         try:
-            with self._signals, self._make_cluster(environment) as cluster:
+            with self._signals, made as cluster:
                 self._cluster: Cluster = cluster
                 with self._gathered():
                     self._start_nodes()
@@ -126,14 +124,29 @@ class Launcher:
                 error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
             raise
         except KeyboardInterrupt as error:  # the second Ctrl-C
-            self._read_events()
+            self._events.read()
+            if "started" in self._events.last:
+                self._take_back()
             if not self._is_trial:
                 error.args = error.args or ("\n".join(["interrupted", *self._where]),)
             raise
         finally:
             self._take_back()
-            self._read_events()
+            self._events.read()
             self._record_carriers()
+
+    def _prepared(
+        self, environment: Mapping[str, str]
+    ) -> AbstractContextManager[LocalCluster | ThreadCluster]:
+        """Writes what nodes read, and gives what starts them. Raises DiskError where there is no room."""
+        try:
+            self._write_records(environment)
+            return self._make_cluster(environment)
+        except OSError as error:
+            raise DiskError(
+                f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
+                "started: make room, or name another with run_dir=, or --run-dir"
+            ) from error
 
     def _make_cluster(
         self, environment: Mapping[str, str]
@@ -168,11 +181,18 @@ class Launcher:
         storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
 
     def _record_carriers(self) -> None:
-        """Adds to run.json what nodes have agreed on."""
-        if self._carriers:
-            storage = DiskStorage(self._run_dir)
-            info = json.loads(storage.read("run.json")) | {"carriers": self._carriers}
-            storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
+        """Adds to run.json what nodes have agreed on. Nothing fails because it cannot be written."""
+        if not self._events.carriers:
+            return
+        try:
+            info = read_record(self._run_dir / "run.json") | {"carriers": self._events.carriers}
+            DiskStorage(self._run_dir).write("run.json", json.dumps(info, indent=2).encode() + b"\n")
+        except OSError as error:
+            self._events.say_of_disk(
+                f"run.json does not say by which carrier nodes were reached: {disk_error(error)}"
+            )
+        except ConfigError as error:
+            sys.stderr.write(f"{error}\n")
 
     # ---- other machines -----------------------------------------------------------------
 
@@ -186,14 +206,14 @@ class Launcher:
         from gradstream.remote.gathering import Gathering
 
         spec = dataclasses.asdict(NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=()))
-        with Gathering(self._listening, self._job, spec, self._cluster.post, self._emit) as gathering:
+        with Gathering(self._listening, self._job, spec, self._cluster.post, self._events.emit) as gathering:
             self._gathering = gathering
             gathering.wait(self._hear_and_show)
             yield
 
     def _hear_and_show(self) -> None:
         self._hear()
-        self._read_events()
+        self._events.read()
 
     # ---- nodes --------------------------------------------------------------------------
 
@@ -266,7 +286,7 @@ class Launcher:
         """The newest checkpoint, as far as is known; "" without one."""
         resumed = self._cast.resume
         first = "" if resumed is None else resumed.folder
-        last: str = self._last.get("checkpoint", {}).get("folder", first)
+        last: str = self._events.last.get("checkpoint", {}).get("folder", first)
         return last
 
     @property
@@ -297,6 +317,10 @@ class Launcher:
                 self._ended.setdefault(worker, 1)
         elif "output" in message:
             sys.stderr.write(message["output"])
+        elif "disk" in message:
+            self._events.say_of_disk(message["disk"])
+        elif "unwritten" in message:
+            self._events.take(message["unwritten"].encode().splitlines())
         return message
 
     def _follow(self) -> None:
@@ -304,18 +328,18 @@ class Launcher:
         others_gone = 0
         while COORDINATOR not in self._ended:
             silent = self._hear() is None
-            self._read_events()
-            if self._ended and not {"started", "failed", "stopped"} & set(self._last):
+            self._events.read()
+            if self._ended and not {"started", "failed", "stopped"} & set(self._events.last):
                 raise self._error_of_ended()
             if silent and len(self._ended) == len(self._others) and self._on_address is None:
                 others_gone += 1  # it has been told by broken connections; it has a lease to conclude
                 if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
                     raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
-        self._read_events()
-        if "stopped" in self._last:
+        self._events.read()
+        if "stopped" in self._events.last:
             self._let_leave()
             raise self._interrupted()
-        if "finished" not in self._last:
+        if "finished" not in self._events.last:
             if is_script(self._job):
                 self._let_leave()  # scripts of the user's may have something to put away
             raise self._error()
@@ -338,31 +362,9 @@ class Launcher:
 
     # ---- events and errors --------------------------------------------------------------
 
-    def _read_events(self) -> None:
-        path = self._run_dir / "events.jsonl"
-        if not path.is_file():
-            return
-        with open(path, "rb") as file:
-            file.seek(self._events_read)
-            data = file.read()
-        self._events_read += len(data)
-        *lines, self._torn = (self._torn + data).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
-            self._last[event["event"]] = event
-            if event["event"] == "started":
-                self._take_back()
-            if event["event"] == "carriers":
-                self._carriers[event["node"]] = event["by_peer"]
-            elif event["event"] == "checkpoint_failed":
-                kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-                sys.stderr.write(f"no checkpoint ({event['who']}: {event['message']}); {kept}\n")
-            if self._on_event is not None:
-                self._on_event(event)
-
     def _error(self) -> GradstreamError:
         """What the run failed with, by the coordinator's word or by what became of it."""
-        failed = self._last.get("failed")
+        failed = self._events.last.get("failed")
         if failed is not None:
             return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
         return self._error_of_ended(COORDINATOR)
@@ -379,13 +381,11 @@ class Launcher:
 
     def _note_failure(self, error: GradstreamError) -> None:
         """Makes sure that the run's events say how it ended."""
-        self._read_events()
-        if "failed" in self._last:
+        self._events.read()
+        if "failed" in self._events.last:
             return
-        if self._torn:  # the coordinator was killed as it wrote: our line is not to go on with its last
-            self._events_read -= len(self._torn)
-            self._torn = b""
-            os.truncate(self._run_dir / "events.jsonl", self._events_read)
+        if not self._events.mend():
+            return
         culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
         event = FailedEvent(
             culprit=culprit,
@@ -393,11 +393,7 @@ class Launcher:
             message=str(error),
             traceback=getattr(error, "traceback_text", ""),
         )
-        self._emit(event)
-
-    def _emit(self, event: Event) -> None:
-        with open(self._run_dir / "events.jsonl", "ab") as file:
-            file.write(encode(event, node="launcher", time_s=0.0))
+        self._events.emit(event)
 
 
 def _ended_how(status: int) -> str:

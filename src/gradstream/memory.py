@@ -217,6 +217,13 @@ class Memory:
         self.allocated_bytes[name] = used_bytes + elems * dtype.itemsize
         return self._allocate(elems, dtype, name, exchanged=exchanged, lead_bytes=lead_bytes)
 
+    def free(self, vector: Vector) -> None:
+        """Takes a vector off the bill that its holder is letting go of."""
+        left_bytes = self.allocated_bytes.get(vector.name, 0) - vector.tensor.nbytes
+        self.allocated_bytes[vector.name] = left_bytes
+        if left_bytes <= 0:
+            del self.allocated_bytes[vector.name]
+
     def _allocate(
         self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool, lead_bytes: int
     ) -> Vector:

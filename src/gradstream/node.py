@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import copy
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -29,16 +30,20 @@ from gradstream.cluster.machine import SWITCH_INTERVAL_S
 from gradstream.config import Job, build_model, is_script
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
+from gradstream.events import FailedEvent, FinishedEvent, StartedEvent, StoppedEvent
 from gradstream.jobfile import load_job
 from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.overrides import overrides, with_overrides
 from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
+from gradstream.runtime.base import Runtime
+from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
 __all__ = [
+    "EVENTS",
     "LOCK",
     "LOCK_S",
     "SWITCH_INTERVAL_S",
@@ -49,6 +54,7 @@ __all__ = [
     "say_to",
     "take_part",
     "traceback_of",
+    "write_rest",
 ]
 
 OK, FAILED, ABORTED = 0, 1, 3
@@ -125,6 +131,12 @@ class NodeSpec:
 Say = Callable[..., None]
 WhenAsked = Callable[[Callable[[], None]], None]
 
+EVENTS = "events.jsonl"
+_ENDS = tuple(
+    b'{"event":"%s"' % kind.name.encode() for kind in (StartedEvent, FailedEvent, FinishedEvent, StoppedEvent)
+)
+"""What the launcher goes by, and has to be told past a disk that stays full."""
+
 LOCK = ".lock"
 LOCK_S = 20.0
 """A run directory belongs to one coordinator; that of a killed run may take a moment to die."""
@@ -162,8 +174,14 @@ async def play(
         own = dataclasses.replace(job, model=copy.deepcopy(build_model(job)))
         return await _run(spec, own, given, say, core, when_asked)
     except Exception as error:
-        with log.open("a") as file:
-            return _failed(error, given.name, say, file)
+        told = io.StringIO()
+        status = _failed(error, given.name, say, told)
+        try:
+            with log.open("a") as file:
+                file.write(told.getvalue())
+        except OSError:
+            pass  # the launcher was told; the disk is full
+        return status
 
 
 async def take_part(job: Job, argv: Sequence[str]) -> None:
@@ -287,19 +305,31 @@ def _on_sigterm(stop: Callable[[], None]) -> None:
 async def _coordinate(
     cast: Cast, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
 ) -> int:
-    def on_events(lines: bytes) -> None:
-        runtime.storage.append("events.jsonl", lines)
-
-    coordinator = cast.coordinator(runtime, endpoint, on_events)
+    log = EventLog(
+        runtime.storage, EVENTS, node=COORDINATOR, now=runtime.now, tell=lambda text: say(disk=text)
+    )
+    coordinator = cast.coordinator(runtime, endpoint, log.append)
     when_asked(coordinator.stop)
     await endpoint.start()
     say(address=endpoint.address)
     outcome = await coordinator.run()
     for event in runtime.vitals(COORDINATOR):
         coordinator.emit(event)
+    await write_rest(log, runtime, cast.leases.lease_s, say)
     if outcome.notice.phase == v1.Notice.STOPPED:
         return RESUMABLE
     return OK if outcome.failed is None else ABORTED
+
+
+async def write_rest(log: EventLog, runtime: Runtime, wait_s: float, say: Say) -> None:
+    """Waits for room for the last events; in the end tells the launcher what the file lacks."""
+    give_up_ns = runtime.now() + round(wait_s * 1e9)
+    while not log.flush():
+        if runtime.now() >= give_up_ns:
+            say(output=f"{log.why_short()}\n")
+            say(unwritten=b"".join(line for line in log.waiting if line.startswith(_ENDS)).decode())
+            return
+        await runtime.sleep(RETRY_S)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from pathlib import Path
 
@@ -15,9 +14,11 @@ from gradstream.checkpoint import newest, verify
 from gradstream.checkpoint.folder import FOLDER
 from gradstream.config import Job, build_model
 from gradstream.data.base import Dataset
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, DataError
+from gradstream.names import check_name
 from gradstream.node import NodeSpec
 from gradstream.run import FINAL_MODEL, Run
+from gradstream.run_files import read_record
 from gradstream.runtime.storage import DiskStorage
 
 __all__ = ["job_of_run", "kept_parameters", "reopen", "spec_of_run"]
@@ -59,12 +60,15 @@ def job_of_run(path: Path) -> Job:
 def spec_of_run(path: Path) -> NodeSpec:
     """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
     try:
-        return NodeSpec(**json.loads((path / "nodes.json").read_text()))
+        spec = NodeSpec(**read_record(path / "nodes.json"))
+        check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
+        return spec
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
-    except (ValueError, TypeError) as error:
+    except TypeError as error:
         raise ConfigError(
-            f"{path / 'nodes.json'}: written by another version of gradstream: {error}"
+            f"{path / 'nodes.json'} is damaged, or another version of gradstream wrote it: {error}; put it "
+            "back from a copy, or use the version that run.json names"
         ) from error
 
 
@@ -75,13 +79,19 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
 
     Raises:
         ConfigError: there is none, or none of this name.
-        DataError: the one of this name was torn or altered.
+        DataError: the one of this name was torn or altered, or all of them.
     """
     storage = DiskStorage(path)
     if checkpoint is None and (path / FINAL_MODEL).is_file():
         return path / FINAL_MODEL
     if checkpoint is None:
-        found = newest(storage, lambda error: warnings.warn(f"{error}; the one before is used", stacklevel=2))
+        damaged: list[DataError] = []
+        found = newest(storage, damaged.append)
+        if found is None and damaged:
+            named = "".join(f"\n  {error}" for error in damaged)
+            raise DataError(f"{path} has no parameters: every checkpoint of it is damaged:{named}")
+        for error in damaged:
+            warnings.warn(f"{error}; the one before is used", stacklevel=2)
         if found is None:
             raise ConfigError(f"{path} has no parameters: the run did not finish, and no checkpoint was kept")
         return path / found[0] / FINAL_MODEL.name

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from gradstream.casting import cast_of
-from gradstream.checkpoint import Resume, newest
+from gradstream.checkpoint import Resume, to_resume
 from gradstream.checks import check_script
 from gradstream.config import Deadlines, Job, is_script, spread_out
 from gradstream.data.lock import machine_lock
@@ -22,6 +21,7 @@ from gradstream.node import LOCK, LOCK_S
 from gradstream.remote.listening import Listening
 from gradstream.reopen import job_of_run
 from gradstream.run import FINAL_MODEL, Run
+from gradstream.run_files import read_events, read_record
 from gradstream.runtime.storage import DiskStorage
 from gradstream.train import launch
 
@@ -49,6 +49,7 @@ def resume(
     job: Job | None = None,
     on_event: OnEvent | None = None,
     listen: Listening | None = None,
+    from_start: bool = False,
     **options: Unpack[ResumeOptions],
 ) -> Run:
     """Goes on with a run in its own directory, from the newest checkpoint that is what it says.
@@ -64,14 +65,16 @@ def resume(
         job: the job, where the run was not made from a file: nodes are threads then.
         on_event: as for `train`.
         listen: other machines take part again: they join anew.
+        from_start: begin from the start although there are checkpoints, all of them damaged.
         options: what is to be different: workers, servers, epochs, ...
 
     Returns:
         The run, with the events of all its parts.
 
     Raises:
-        ConfigError: it is no run directory, or there is nothing left to do. Nothing was started.
-        DataError: another process goes on with this run.
+        ConfigError: it is no run directory, a file in it is damaged, or there is nothing left to do. Nothing
+            was started.
+        DataError: another process goes on with this run; or every checkpoint is damaged: names each file.
         Interrupted: it was stopped again.
         The same as `train`.
     """
@@ -83,6 +86,7 @@ def resume(
     job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
+    read_record(path / "run.json")  # it is added to when the run ends: better refused now than then
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
         if listen is not None:
@@ -93,7 +97,7 @@ def resume(
         listen.check(job, earlier=False)
     with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
         time_s = _mend_events(path / "events.jsonl")
-        found = newest(DiskStorage(path), _refused)
+        found = to_resume(DiskStorage(path), _refused, from_start=from_start)
     if found is not None and is_script(job) and job.workers != found[1].workers:
         raise ConfigError(
             f"workers={job.workers}, but {path} is of a training loop of its own with {found[1].workers} "
@@ -105,7 +109,8 @@ def resume(
     cast = cast_of(job, secrets.token_hex(8), resume=at)
     _check_left(path, cast.ledger().finished)
     if at is None:
-        sys.stderr.write(f"{path} has no checkpoint: the run begins from the start\n")
+        has = "no good checkpoint" if from_start else "no checkpoint"
+        sys.stderr.write(f"{path} has {has}: the run begins from the start\n")
     else:
         sys.stderr.write(f"the run goes on from {at.folder}\n")
     return launch(job, cast, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
@@ -129,5 +134,4 @@ def _mend_events(path: Path) -> float:
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
         os.truncate(path, whole)
-    times: list[Any] = [json.loads(line).get("time_s", 0.0) for line in data[:whole].splitlines()]
-    return float(max(times, default=0.0))
+    return float(max((event["time_s"] for event in read_events(path)), default=0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,10 +21,11 @@ from gradstream.report.notebook import run_html
 from gradstream.report.page import Source, page
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.trace import trace_json
+from gradstream.run_files import read_config, read_events, read_record
 from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 
-__all__ = ["Evaluation", "Run", "read_events"]
+__all__ = ["Evaluation", "Run"]
 
 FINAL_MODEL = Path("checkpoints/final/model.safetensors")
 """Where a run directory holds the trained parameters, under the user's own names."""
@@ -101,12 +101,13 @@ class Run:
         path = Path(path)
         if not (path / "run.json").is_file():
             raise ConfigError(f"{path} is not a run directory: it has no run.json")
+        info, final = read_record(path / "run.json"), path / FINAL_MODEL
         try:
-            info = json.loads((path / "run.json").read_text())
-            final = path / FINAL_MODEL
             parameters = load_file(final) if final.is_file() else {}
-        except (ValueError, SafetensorError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(
+                f"{final} cannot be read: {error}; put it back from a copy, or remove it and resume the run"
+            ) from error
         events = read_events(path / "events.jsonl")
         return cls(path=path, parameters=parameters, events=events, info=info, model=model, data=data)
 
@@ -142,11 +143,10 @@ class Run:
             path: of the file; an existing one is overwritten.
             price: of one machine for an hour, in any currency: says what the run cost.
         """
-        config = self.path / "config.toml" if self.path else None
         source = Source(
             events=self.events,
             title=self.path.resolve().name if self.path else "run",
-            config=config.read_text() if config and config.is_file() else "",
+            config=read_config(self.path / "config.toml") if self.path else "",
             info=self.info,
             price=price,
         )
@@ -203,23 +203,6 @@ def flatten(model: Model, parameters: Arrays) -> torch.Tensor:
             )
         view.copy_(torch.from_numpy(np.array(array)).view(view.shape))
     return flat
-
-
-def read_events(path: Path) -> list[EventDict]:
-    """The events of a file of JSON lines, [] if there is none. A torn last line is left out.
-
-    Raises:
-        ConfigError: another line is not a JSON object.
-    """
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        del lines[-1]  # its writer was killed in the middle, or is writing now
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a file of events: {error}") from error
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,7 @@ kept; `folder.py` the files themselves; `own_state.py` what a worker has of its 
 Who makes a cut, and when, is for `membership/cut.py` to say.
 """
 
-from gradstream.checkpoint.folder import Draft, Place, kept, newest, prune, sweep, verify
+from gradstream.checkpoint.folder import Draft, Place, kept, newest, prune, sweep, to_resume, verify
 from gradstream.checkpoint.format import TensorSpec, spec_of
 from gradstream.checkpoint.manifest import Evaluated, Manifest, Resume
 from gradstream.checkpoint.policy import Every, Policy, parse_every
@@ -25,5 +25,6 @@ __all__ = [
     "prune",
     "spec_of",
     "sweep",
+    "to_resume",
     "verify",
 ]

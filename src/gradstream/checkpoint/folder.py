@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
@@ -26,7 +26,7 @@ from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
 from gradstream.checkpoint.own_state import OwnState
 from gradstream.checkpoint.policy import Kept, Policy
-from gradstream.errors import DataError
+from gradstream.errors import ConfigError, DataError
 from gradstream.runtime.base import Storage
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "read_own",
     "read_tensors",
     "sweep",
+    "to_resume",
     "verify",
     "worker_file",
 ]
@@ -232,35 +233,54 @@ def verify(storage: Storage, folder: str) -> Manifest:
     """Reads every file of a checkpoint, and returns what it is.
 
     Raises:
-        DataError: names the file, and what about it is wrong.
+        DataError: names each file that is damaged, and what about it is wrong.
     """
+    manifest = _manifest_in(storage, folder)
+    damaged = [
+        fault
+        for name, entry in manifest.files.items()
+        if (fault := _fault(storage, f"{folder}/{name}", entry))
+    ]
+    if damaged:
+        raise DataError("; ".join(damaged))
+    return manifest
+
+
+def _manifest_in(storage: Storage, folder: str) -> Manifest:
+    """What `state.json` says, if it belongs to this folder. Raises DataError."""
     try:
         manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {STATE}") from None
+    except OSError as error:
+        raise DataError(f"{folder}/{STATE} cannot be read: {error}") from error
     except DataError as error:
         raise DataError(f"{folder}: {error}") from None
     if MODEL not in manifest.files:
         raise DataError(f"{folder}/{STATE} tells of no {MODEL}")
-    for name, entry in manifest.files.items():
-        path = f"{folder}/{name}"
-        try:
-            size_bytes = storage.size(path)
-        except FileNotFoundError:
-            raise DataError(f"{path} is missing") from None
+    match = _NAME.fullmatch(folder.rpartition("/")[2])
+    if match is not None and int(match[1]) != manifest.step:
+        raise DataError(f"{folder}/{STATE} is of step {manifest.step}: it belongs to another checkpoint")
+    return manifest
+
+
+def _fault(storage: Storage, path: str, entry: FileEntry) -> str:
+    """What is wrong with a file of a checkpoint; "" where it is what `state.json` says."""
+    digest = hashlib.sha256()
+    try:
+        size_bytes = storage.size(path)
         if size_bytes != entry.size_bytes:
-            raise DataError(
-                f"{path} has {size_bytes} bytes, {STATE} says {entry.size_bytes}: it was cut short"
-            )
-        digest = hashlib.sha256()
+            how = "was cut short" if size_bytes < entry.size_bytes else "has grown"
+            return f"{path} has {size_bytes} bytes, {STATE} says {entry.size_bytes}: it {how}"
         for start, size in _pieces(0, size_bytes):
             digest.update(storage.read_at(path, start, size))
-        if digest.hexdigest() != entry.sha256:
-            raise DataError(
-                f"{path} was altered: its SHA-256 is {digest.hexdigest()[:16]}…, "
-                f"{STATE} says {entry.sha256[:16]}…"
-            )
-    return manifest
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    if digest.hexdigest() == entry.sha256:
+        return ""
+    return f"{path} was altered: its SHA-256 is {digest.hexdigest()[:16]}…, {STATE} says {entry.sha256[:16]}…"
 
 
 def newest(storage: Storage, refused: Callable[[DataError], None]) -> tuple[str, Manifest] | None:
@@ -277,29 +297,84 @@ def newest(storage: Storage, refused: Callable[[DataError], None]) -> tuple[str,
     return None
 
 
+def to_resume(
+    storage: Storage, refused: Callable[[DataError], None], *, from_start: bool = False
+) -> tuple[str, Manifest] | None:
+    """Where a run goes on: see `newest`; None where it begins from the start.
+
+    Args:
+        refused: told of each checkpoint that is damaged and newer.
+        from_start: begin anew where every checkpoint is damaged; they stay as they are.
+
+    Raises:
+        DataError: every checkpoint is damaged, and nobody has said `from_start`.
+        ConfigError: a good checkpoint is there, and somebody has.
+    """
+    damaged: list[DataError] = []
+    found = newest(storage, damaged.append)
+    if from_start and found is not None:
+        raise ConfigError(
+            f"from_start (--from-start): expected a run whose checkpoints are all damaged, but {found[0]} is "
+            "good; leave it out to go on from there, or begin a run of its own"
+        )
+    if found is None and damaged and not from_start:
+        named = "".join(f"\n  {error}" for error in damaged)
+        raise DataError(
+            f"every checkpoint of this run is damaged:{named}\nput one back from a copy, or begin again from "
+            "the start with from_start=True (gradstream resume --from-start); the damaged files are left as "
+            "they are"
+        )
+    for error in damaged:
+        refused(error)
+    return found
+
+
 def kept(storage: Storage) -> Iterator[Kept]:
-    """The checkpoints whose `state.json` can be read, oldest first. Their files are not looked at."""
+    """The checkpoints whose `state.json` is sound, oldest first. Their other files are not looked at."""
     for folder in _folders(storage):
         try:
-            manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
-        except (DataError, FileNotFoundError):
+            manifest = _manifest_in(storage, folder)
+        except DataError:
             continue
         yield Kept(folder, manifest.step, manifest.evaluated)
 
 
-def prune(storage: Storage, policy: Policy) -> None:
-    """Step 6. A checkpoint loses its name first, so that half a one is never found."""
-    for one in policy.superfluous(list(kept(storage))):
+def prune(storage: Storage, policy: Policy, *, fresh: str = "") -> None:
+    """Step 6. A checkpoint loses its name first, so that half a one is never found.
+
+    A damaged checkpoint is left alone: it takes no place among those that are kept, and somebody may want
+    to save something of it. To know, every file is read where there are more checkpoints than are kept.
+
+    Args:
+        fresh: folder of a checkpoint whose files were read back just now.
+    """
+    there = list(kept(storage))
+    if not policy.superfluous(there):
+        return
+    sound = [one for one in there if one.folder == fresh or _is_sound(storage, one.folder)]
+    for one in policy.superfluous(sound):
         doomed = f"{FOLDER}/.{one.folder.rpartition('/')[2]}.old.tmp"
         storage.remove(doomed)
         storage.rename(one.folder, doomed)
         storage.remove(doomed)
 
 
-def sweep(storage: Storage) -> None:
-    """Removes drafts of processes that were killed. For who alone has the run directory."""
+def _is_sound(storage: Storage, folder: str) -> bool:
+    try:
+        verify(storage, folder)
+    except DataError:
+        return False
+    return True
+
+
+def sweep(storage: Storage, but: Collection[str] = ()) -> None:
+    """Removes drafts that nobody writes. For who alone has the run directory.
+
+    Args:
+        but: folders of drafts that are being written.
+    """
     for name in storage.names(FOLDER):
-        if _DRAFT.fullmatch(name):
+        if _DRAFT.fullmatch(name) and f"{FOLDER}/{name}" not in but:
             storage.remove(f"{FOLDER}/{name}")
 
 

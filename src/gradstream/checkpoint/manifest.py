@@ -1,25 +1,37 @@
 """`state.json`: what a checkpoint is, in one small file that is written last.
 
 A folder without it, or whose files are not of the sizes and SHA-256 that it tells, is no checkpoint.
+
+    line 1            {"sha256": "<64 hexadecimal digits>",
+    lines 2 to last   the other keys, which these digits are the SHA-256 of, byte for byte
+
+So the file tells of itself whether it was altered: no second file can be lost or exchanged, and the
+folder's rename makes both appear at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradstream.data.done import Done
-from gradstream.errors import ConfigError, DataError
+from gradstream.errors import DataError
 
 __all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume"]
 
-FORMAT = 1
+FORMAT = 2
 """Of `state.json`; a reader refuses others."""
 
 STATE = "state.json"
+
+_SEAL = b'{"sha256": "%s",\n'
+_SEAL_BYTES = len(_SEAL % (64 * b"0"))
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +99,52 @@ class Manifest:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """As JSON that carries the SHA-256 of itself."""
         record = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         record["done"] = self.done.as_json()
         record["files"] = {name: dataclasses.asdict(entry) for name, entry in self.files.items()}
         record["evaluated"] = None if self.evaluated is None else dataclasses.asdict(self.evaluated)
-        return json.dumps({"format": FORMAT, **record}, indent=1).encode() + b"\n"
+        body = json.dumps({"format": FORMAT, **record}, indent=1).encode()[2:] + b"\n"  # without "{\n"
+        return _seal_of(body) + body
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """What `encode` has made. Raises DataError for anything else, a newer format included."""
+        """What `encode` has made. Raises DataError for anything else: another format, or one bit altered."""
+        seal, body = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
+        if not seal.startswith(b'{"sha256"'):
+            raise DataError(
+                f"{STATE} does not begin with the SHA-256 of itself: it was altered, or another version of "
+                "gradstream wrote it; resume from another checkpoint, or begin anew"
+            )
+        if seal != _seal_of(body):
+            raise DataError(f"{STATE} was altered or cut short: it is not what its own SHA-256 says")
         try:
             record = json.loads(data)
+            del record["sha256"]
             number = record.pop("format")
             if number != FORMAT:
                 raise DataError(f"{STATE} has format {number}, this gradstream reads {FORMAT}: install newer")
             record["done"] = Done.of_json(record["done"])
-            record["files"] = {name: FileEntry(**entry) for name, entry in record["files"].items()}
+            record["files"] = {_checked(name): FileEntry(**entry) for name, entry in record["files"].items()}
             if record["evaluated"] is not None:
                 record["evaluated"] = Evaluated(**record["evaluated"])
             return cls(**record)
-        except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{STATE} cannot be read: {error!r}") from error
+
+
+def _seal_of(body: bytes) -> bytes:
+    """The first line of a `state.json` that goes on with `body`."""
+    return _SEAL % hashlib.sha256(body).hexdigest().encode()
+
+
+def _checked(name: str) -> str:
+    """The name of a file inside the checkpoint's own folder. Raises DataError for any other path."""
+    if not _FILE_NAME.fullmatch(name):
+        raise DataError(f"{STATE} tells of a file {name!r}: expected a plain name in its own folder")
+    return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+from gradstream.cluster.node_log import log_stream
+
 __all__ = ["main"]
 
 # What a node needs and what may be loaded before a fork.
@@ -173,6 +175,8 @@ def _become(order: dict[str, Any], parent: int, report: int) -> None:
         os.closerange(4, 256)
         sys.stdin = open(0)  # noqa: SIM115  # the node's for as long as it lives
         os.set_inheritable(3, False)
+        # print() must not raise where the disk is full.
+        sys.stdout, sys.stderr = log_stream(1, by_line=False), log_stream(2, by_line=True)
         sys.stderr.write(f"{order['start']}: pid {os.getpid()}\n")
         status = _call(order["main"], [*order["argv"], "--report-fd", "3"])
     except BaseException:

@@ -38,7 +38,7 @@ def machine_lock(
         OSError: the file cannot be written.
     """
     give_up = time.monotonic() + wait_s
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a+b", buffering=0) as file:
         told = False
         while not _taken(file.fileno()):
             holder = _holder(path)
@@ -52,8 +52,10 @@ def machine_lock(
                 told = True
             time.sleep(POLL_S)
         file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "doing": doing}))
-        file.flush()
+        try:
+            file.write(json.dumps({"pid": os.getpid(), "doing": doing}).encode())
+        except OSError:
+            pass  # the disk is full: the lock holds, and who waits for it is told of "another process"
         try:
             yield
         finally:

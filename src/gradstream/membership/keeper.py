@@ -78,8 +78,15 @@ class Keeper:
         self._open: dict[int, _Open] = {}  # by number of the cut
 
     async def sweep(self) -> None:
-        """Removes what a process that was killed has left half written."""
-        await self._runtime.beside(lambda: sweep(self._runtime.storage), work=Work("write"))
+        """Removes what a process that was killed, or a full disk, has left half written."""
+
+        def work() -> None:
+            try:
+                sweep(self._runtime.storage, but={opened.draft.folder for opened in self._open.values()})
+            except OSError:
+                pass  # a read-only disk; tried again before the next draft
+
+        await self._runtime.beside(work, work=Work("write"))
 
     async def prepare(self, cut: Cut) -> tuple[Place, ...]:
         """Opens a draft. Returns where vectors go.
@@ -88,6 +95,7 @@ class Keeper:
             OSError: no folder can be made.
             GradstreamError: a worker did not say what it has.
         """
+        await self.sweep()  # they take the room that this one may need
         membership, admission = self._membership, self._membership.admission
         assert admission.model is not None
         buffers, fixed = _specs(admission.buffers), _specs(admission.fixed)
@@ -169,7 +177,7 @@ class Keeper:
                 opened.draft.discard()
                 raise
             try:
-                prune(storage, keeping.policy)
+                prune(storage, keeping.policy, fresh=folder)
             except OSError:
                 pass  # tried again after the next one
             return folder

@@ -33,12 +33,15 @@ FORMAT = 1
 BLOCK_BYTES = 1 << 16
 """A block is written when its entries have so many bytes, and when its node says so."""
 HEAD_BYTES = 8
+ROOM_BYTES = 16 << 20
+"""Of blocks that may wait while the disk is full."""
 
 
 class Log:
     """Writes entries, into a new file. Of a killed node only what came since the last `flush` is lost.
 
-    A disk that is full or broken ends the recording, and not the run: it is said on stderr, once.
+    A disk that is full or broken does not end the run: blocks wait in memory, and are written once there is
+    room. Where more than `ROOM_BYTES` wait, the recording ends. Either is said on stderr, once.
 
     Args:
         storage: of the node.
@@ -49,8 +52,13 @@ class Log:
     def __init__(self, storage: Storage, path: str, header: Mapping[str, Any]) -> None:
         self._storage = storage
         self._path = path
-        self.ended = False  # nothing can be written any more
-        storage.remove(path)
+        self.ended = False  # nothing is written any more
+        self._waiting: list[bytes] = []  # whole blocks that the disk has not taken
+        try:
+            storage.remove(path)
+        except OSError as error:
+            self.ended = True
+            sys.stderr.write(f"{path}: nothing is recorded: {error}\n")
         self._pending = bytearray()
         self.num_entries = 0
         self.size_bytes = 0  # of the file
@@ -70,17 +78,23 @@ class Log:
             self._write(content)
 
     def _write(self, content: bytes) -> None:
-        packed = zlib.compress(content, 1)
-        head = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
         if self.ended:
             return
+        packed = zlib.compress(content, 1)
+        head = len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little")
+        waited = bool(self._waiting)
+        self._waiting.append(head + packed)
         try:
-            self._storage.append(self._path, head + packed)
+            while self._waiting:
+                done = self._storage.append(self._path, *self._waiting)
+                self.size_bytes += sum(map(len, self._waiting[:done]))
+                del self._waiting[:done]
         except OSError as error:
-            self.ended = True  # a block may be torn: nothing behind it could be read
-            sys.stderr.write(f"{self._path}: the recording ends here: {error}\n")
-            return
-        self.size_bytes += len(head) + len(packed)
+            if sum(map(len, self._waiting)) > ROOM_BYTES:
+                self.ended, self._waiting = True, []
+                sys.stderr.write(f"{self._path}: the recording ends here: {error}\n")
+            elif not waited:
+                sys.stderr.write(f"{self._path}: the recording waits for room on the disk: {error}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +141,10 @@ class LogReader:
                 if stop == len(data):  # a power cut may leave the length and not all of what it counts
                     self.torn_bytes = stop - at
                     return
-                raise DataError(f"{self._name}: the block at byte {at} was altered: its CRC-32 is another")
+                raise DataError(
+                    f"{self._name}: the block at byte {at} was altered: its CRC-32 is another; put the file "
+                    "back from a copy: a recording that was altered cannot be replayed"
+                )
             try:
                 yield zlib.decompress(packed)
             except zlib.error as error:
@@ -150,10 +167,12 @@ def read_log(data: bytes, name: str) -> Part:
     first = next(blocks, b"")
     try:
         header = json.loads(first)
-        number = header.pop("format")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{name} is not a recording, or nothing of it was written") from error
+        number, node = header.pop("format"), str(header["node"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{name} is not a recording, or nothing of it was written; put it back from a copy"
+        ) from error
     if number != FORMAT:
         raise DataError(f"{name} has format {number}, this gradstream reads {FORMAT}")
     entries = [entry for block in blocks for entry in decode(block)]
-    return Part(str(header["node"]), header, entries, reader.torn_bytes)
+    return Part(node, header, entries, reader.torn_bytes)

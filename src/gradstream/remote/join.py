@@ -13,7 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradstream.cluster.machine import num_cores
 from gradstream.config import Job
 from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.jobfile import load_job
+from gradstream.names import check_name
 from gradstream.remote.address import Address, local_address, new_token
 from gradstream.remote.authority import ENROLMENT, Key
 from gradstream.remote.enrolment import JOB
@@ -86,6 +87,8 @@ def join(joining: Joining, on_note: OnNote) -> int:
 
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
     """
+    name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
+    joining = replace(joining, machine=name)
     reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
     job = load_job(joining.job)
     return asyncio.run(_Machine(joining, job, reached.certificate, on_note).run())
@@ -214,7 +217,8 @@ class _Machine:
 
     def _make_run_dir(self, machine: str) -> Path:
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        path = (self._joining.run_dir or Path("runs") / f"{stamp}-{machine}").resolve()
+        called = check_name(machine, "the name that the launcher gives this machine")
+        path = (self._joining.run_dir or Path("runs") / f"{stamp}-{called}").resolve()
         if path.exists() and any(path.iterdir()):
             raise ConfigError(f"run directory {path} exists and is not empty: name a new one")
         path.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradstream.errors import ConfigError
+from gradstream.names import check_name
 from gradstream.remote.facts import difference
 from gradstream.wire import v1
 
@@ -68,6 +70,10 @@ class Roster:
 
     def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
         """A machine that knows the token asks to be in."""
+        try:
+            check_name(request.machine or "machine", "the machine's name (--name)")
+        except ConfigError as error:
+            return v1.Refuse(code=v1.BAD_REQUEST, message=str(error))
         differs = difference(self._facts, dict(request.facts), request.machine)
         if differs is not None:
             return v1.Refuse(code=differs.code, message=differs.message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from gradstream.replay.stage import Stage
 from gradstream.replay.update import Update
 from gradstream.roles import Cast, shard_name
 from gradstream.run import Run
+from gradstream.run_files import read_record
 from gradstream.runtime.base import Storage
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.worker.evaluation import EvaluationPlan
@@ -193,8 +193,8 @@ def _on_disk(run: str | Path | Run, job: Job | None) -> _Found:
     parts = _parts(storage, spec.id)
     if not parts:
         raise ConfigError(f"{path} holds no recording: make the run with record=True, or --record")
-    told = json.loads(storage.read(f"{FOLDER}/{spec.id}/{JOB_FILE}"))
-    if job is None and told["sha256"] and told["sha256"] != digest_of(told["job"]):
+    told = read_record(path / FOLDER / spec.id / JOB_FILE)
+    if job is None and told.get("sha256") and told["sha256"] != digest_of(told.get("job", "")):
         raise ConfigError(
             f"the job file {told['job'].partition(':')[0]} is not what it was when {path} was made: "
             "bring back what it said then, or hand over the job"

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from gradstream.errors import ConfigError
 from gradstream.report.story import Status, status_of
+from gradstream.run_files import read_events, read_record
 from gradstream.summary import EventDict, summary_of
 
 __all__ = ["RunEntry", "list_runs"]
 
 
 class RunEntry(TypedDict):
-    """One run. What its events do not tell is None."""
+    """One run. What its events do not tell is None.
+
+    `damaged` names a file that is damaged, and says what to do; it is "" where none is.
+    """
 
     path: Path
-    status: Status
+    status: Status | Literal["damaged"]
     strategy: str | None
     accuracy: float | None
     loss: float | None
     samples_per_s: float | None
     train_s: float | None
+    damaged: str
 
 
 def list_runs(folder: Path) -> list[RunEntry]:
@@ -37,30 +41,26 @@ def list_runs(folder: Path) -> list[RunEntry]:
             f"{folder}: no such folder; runs are kept in runs/ of the folder they were started in"
         )
     found = sorted(path.parent for path in folder.glob("*/run.json"))
-    return [_entry(path, list(_events(path / "events.jsonl"))) for path in found]
+    return [_entry(path) for path in found]
 
 
-def _events(path: Path) -> Iterator[EventDict]:
-    """Its events; a line that cannot be read, or is being written, is passed over."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
-
-
-def _entry(path: Path, events: Sequence[EventDict]) -> RunEntry:
+def _entry(path: Path) -> RunEntry:
+    events: Sequence[EventDict] = ()
+    damaged = ""
+    try:
+        read_record(path / "run.json")
+        events = read_events(path / "events.jsonl")
+    except ConfigError as error:
+        damaged = str(error)
     figures: dict[str, Any] = summary_of(events)
     accuracy = [event["accuracy"] for event in events if event["event"] == "evaluated"]
     return RunEntry(
         path=path,
-        status=status_of(events),
+        status="damaged" if damaged else status_of(events),
         strategy=figures["strategy"],
         accuracy=accuracy[-1] if accuracy else None,
         loss=figures["loss"],
         samples_per_s=figures["samples_per_s"],
         train_s=figures["train_s"],
+        damaged=damaged,
     )

@@ -63,8 +63,15 @@ class Storage(Protocol):
         """Replaces a file atomically and durably: temp, fsync, rename. On error the old file stands."""
         ...
 
-    def append(self, path: str, data: bytes) -> None:
-        """Adds to a file's end; one call is one write."""
+    def append(self, path: str, *records: bytes) -> int:
+        """Adds records at a file's end in one write: each is there whole, or nothing of it.
+
+        Returns:
+            How many are there, from the first: fewer than given where the disk has become full.
+
+        Raises:
+            OSError: none is there; the disk is full or broken.
+        """
         ...
 
     def read(self, path: str) -> bytes:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from gradstream.runtime.base import Buffer
 
 __all__ = ["DiskStorage", "MemoryStorage"]
+
+REMOVE_TRIES = 8
 
 
 class DiskStorage:
@@ -23,6 +27,7 @@ class DiskStorage:
     def __init__(self, root: Path, *, durable: bool = True) -> None:
         self.root = root
         self._durable = durable
+        self._torn: dict[str, tuple[int, int]] = {}  # by file, where a torn record ends and begins
 
     def write(self, path: str, data: bytes) -> None:
         """Atomic and durable: after a crash the file has its old or its new content."""
@@ -40,12 +45,38 @@ class DiskStorage:
             raise
         self._sync_folder(target.parent)
 
-    def append(self, path: str, data: bytes) -> None:
-        """One write at the end of the file: lines of several writers do not mix."""
+    def append(self, path: str, *records: bytes) -> int:
+        """See `Storage.append`. Lines of several writers do not mix."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
+        data = memoryview(b"".join(records))
         with open(target, "ab", buffering=0) as file:
-            file.write(data)
+            self._cut_torn(file.fileno(), path)
+            written = 0
+            try:
+                while written < len(data):  # a disk that becomes full takes the first bytes, then none
+                    written += file.write(data[written:]) or 0
+            except OSError:
+                count, whole = _whole_records(records, written)
+                if whole < written:
+                    end = file.tell()
+                    self._torn[path] = (end, end - (written - whole))
+                    self._cut_torn(file.fileno(), path)
+                if not count:
+                    raise
+                return count
+        return len(records)
+
+    def _cut_torn(self, file: int, path: str) -> None:
+        """Removes a part of a record from a file's end, unless somebody has written behind it since."""
+        if path in self._torn:
+            end, whole = self._torn[path]
+            try:
+                if os.fstat(file).st_size == end:
+                    os.ftruncate(file, whole)
+            except OSError:
+                return  # tried again before the next record
+            del self._torn[path]
 
     def read(self, path: str) -> bytes:
         """The whole file."""
@@ -99,10 +130,13 @@ class DiskStorage:
     def remove(self, path: str) -> None:
         """See `Storage.remove`."""
         target = self.root / path
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target, ignore_errors=True)
-        else:
+        if not target.is_dir() or target.is_symlink():
             target.unlink(missing_ok=True)
+            return
+        for _ in range(REMOVE_TRIES):  # another node may be writing into it, and make a file meanwhile
+            shutil.rmtree(target, ignore_errors=True)
+            if not target.exists():
+                return
 
     def _sync_folder(self, path: Path) -> None:
         folder = os.open(path, os.O_RDONLY)
@@ -116,6 +150,13 @@ class DiskStorage:
             os.fsync(file)
 
 
+def _whole_records(records: Sequence[bytes], size_bytes: int) -> tuple[int, int]:
+    """How many records lie whole in the first so many bytes of them, and where the last of these ends."""
+    ends = list(accumulate(map(len, records)))
+    count = bisect_right(ends, size_bytes)
+    return count, ends[count - 1] if count else 0
+
+
 class MemoryStorage:
     """Files in a dictionary, for simulated nodes."""
 
@@ -126,9 +167,10 @@ class MemoryStorage:
         """Replaces the file."""
         self.files[path] = data
 
-    def append(self, path: str, data: bytes) -> None:
+    def append(self, path: str, *records: bytes) -> int:
         """Adds to the file."""
-        self.files[path] = self.files.get(path, b"") + data
+        self.files[path] = self.files.get(path, b"") + b"".join(records)
+        return len(records)
 
     def read(self, path: str) -> bytes:
         """The file's content. Raises FileNotFoundError."""

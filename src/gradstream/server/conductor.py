@@ -29,6 +29,7 @@ from gradstream.server.shard import (
     Instruction,
     Parked,
     Release,
+    Sender,
     ShardState,
     Supersede,
     Token,
@@ -77,6 +78,8 @@ class Conductor:
         self._updates = updates
         self._readers = readers
         self._counters = counters
+        self._members: frozenset[Sender] = frozenset()
+        self._lingers = False  # something is kept of a sender that is gone
         self.latecomers = Latecomers()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         order.begin(self)
@@ -145,6 +148,21 @@ class Conductor:
         if self._state.clocks.present - set(ranks):
             change = Change("keep", tuple(sorted(ranks)))
             self._order.change(change, partial(self.change, change))
+
+    def keep_senders(self, members: Collection[Sender]) -> None:
+        """Only these are members: frees what is kept of others, once all that they have brought is used."""
+        self._members = frozenset(members)
+        self._state.keep_senders(self._members)
+        self._free_states()
+
+    def _free_states(self) -> None:
+        lingering = self._state.lingering
+        self._lingers = bool(lingering)
+        self._updates.keep_senders({name for name, _ in self._members} | lingering)
+
+    def commanded(self, chunk: int) -> None:
+        """A command has changed a chunk's parameters."""
+        self._carry_out(self._state.commanded(chunk))
 
     def change(self, change: Change) -> int:
         """Somebody takes part that did not, or no longer does. Returns the clock of who enters."""
@@ -247,6 +265,8 @@ class Conductor:
         """An update is in the parameters."""
         updating = self._updating(due)
         instructions = self._state.applied(due.chunk)
+        if self._lingers:
+            self._free_states()
         self._order.updated(updating)
         return instructions
 

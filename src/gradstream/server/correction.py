@@ -13,7 +13,7 @@ it, or one of a later version.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -135,6 +135,14 @@ class SenderStates:
         for version in list(self._places[one.sender, chunk]):
             if version < one.basis or not self._given[one.sender, chunk, version]:
                 self._forget(one.sender, chunk, version)
+
+    def keep_senders(self, names: Collection[str]) -> None:
+        """Frees what is kept of all others: they left for good, and nothing of theirs is to be corrected."""
+        for sender in [one for one in {**self._states, **self._copies} if one not in names]:
+            for vector in (*self._states.pop(sender, {}).values(), *self._copies.pop(sender, ())):
+                self._memory.free(vector)
+        self._places = {key: places for key, places in self._places.items() if key[0] in names}
+        self._given = Counter({key: count for key, count in self._given.items() if key[0] in names})
 
     def _forget(self, sender: str, chunk: int, version: int) -> None:
         del self._places[sender, chunk][version], self._given[sender, chunk, version]

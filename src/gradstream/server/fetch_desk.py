@@ -12,6 +12,7 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime
 from gradstream.server.conductor import Conductor
 from gradstream.server.inspection import Inspection
+from gradstream.server.known_members import KnownMembers
 from gradstream.server.news import News
 from gradstream.server.order import Fetched
 from gradstream.server.outbox import Outbox
@@ -59,6 +60,7 @@ class FetchDesk:
         updates: notes what was read, where gradients are corrected by it.
         readers: who is at a chunk.
         changed: which rows have changed; None where whole chunks are exchanged.
+        known_members: tell who may read.
         silence_s: how long a reader may take nothing of what it asked for.
     """
 
@@ -72,6 +74,7 @@ class FetchDesk:
         updates: Updates,
         readers: Readers,
         changed: ChangedRows | None,
+        known_members: KnownMembers,
         *,
         silence_s: float,
     ) -> None:
@@ -83,13 +86,14 @@ class FetchDesk:
         self._updates = updates
         self._readers = readers
         self._changed = changed
+        self._known_members = known_members
         self._silence_s = silence_s
 
     async def serve(self, stream: Stream) -> None:
         """Sends what a reader asks for, and returns once all of it is sent or lent.
 
         Raises:
-            RefusedError: it asks for what is not here. Nothing was sent.
+            RefusedError: it asks for what is not here, and nothing was sent; or has left the run meanwhile.
             ConfigError: for a vector that is not.
         """
         asked = self._asked(stream.opened)
@@ -105,6 +109,7 @@ class FetchDesk:
                     continue
                 chunk, waited = outbox.ready.popleft()
                 await stream.credit(self._silence_s)
+                self._known_members.check(stream.opened)
                 async with self._readers.turn(chunk):  # one version, until it is lent or the carrier's
                     await self._send(stream, asked, outbox, chunk, waited, unchanged)
             await _tell(stream, unchanged)

@@ -116,8 +116,9 @@ class ShardNode:
             await self._member.leave()
 
     def _hear(self, notice: v1.Notice) -> None:
-        """Who is lost keeps nobody waiting."""
+        """Who is lost keeps nobody waiting, and nothing is kept of it."""
         self._service.conductor.keep({node.rank for node in notice.nodes if node.role == "worker"})
+        self._service.keep_senders({(node.name, node.incarnation) for node in notice.nodes})
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
         """A chunk's parameters, as they lie here."""

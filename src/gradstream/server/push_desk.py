@@ -7,6 +7,7 @@ from gradstream.server.agreement import Agreement
 from gradstream.server.conductor import Conductor
 from gradstream.server.inbox import Inbox
 from gradstream.server.inspection import Inspection
+from gradstream.server.known_members import KnownMembers
 from gradstream.server.news import News
 from gradstream.server.row_store import Part
 from gradstream.server.rule import Contribution, rank_of
@@ -28,6 +29,7 @@ class PushDesk:
         inspection: looks at it before.
         news: tells senders for whom they wait.
         agreement: is told what has come; None where there is no quorum.
+        known_members: tell whose pushes are taken.
     """
 
     def __init__(
@@ -37,18 +39,21 @@ class PushDesk:
         inspection: Inspection,
         news: News,
         agreement: Agreement | None,
+        known_members: KnownMembers,
     ) -> None:
         self._runtime = runtime
         self._conductor = conductor
         self._inspection = inspection
         self._news = news
         self._agreement = agreement
+        self._known_members = known_members
 
     async def serve(self, stream: Stream) -> None:
         """Takes a push, and returns once its sender has heard of every chunk.
 
         Raises:
-            RefusedError: a chunk does not fit, or holds what is not finite. The chunks before it stand.
+            RefusedError: a chunk does not fit, or holds what is not finite; or its sender has left the run
+                meanwhile. The chunks before it stand.
         """
         request = v1.Push.FromString(stream.opened.body)
         inbox = Inbox(stream, self._runtime.now())
@@ -76,6 +81,7 @@ class PushDesk:
     def _contribute(self, inbox: Inbox, request: v1.Push, chunk: int, basis: int, part: Part | None) -> None:
         """Hands one chunk of a push to the state machine; None of what is absent."""
         opened = inbox.stream.opened
+        self._known_members.check(opened)
         contribution = Contribution(
             sender=opened.sender,
             rank=rank_of(opened.sender),

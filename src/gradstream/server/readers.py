@@ -33,8 +33,3 @@ class Readers:
         """Returns once nobody reads a chunk. A reader that keeps it for `PATIENCE_S` is hung up on."""
         for lent in self._lent.pop(chunk, ()):
             await lent.back(PATIENCE_S)
-
-    async def all_gone(self) -> None:
-        """Returns once nobody reads anything."""
-        while self._lent:
-            await self.gone(next(iter(self._lent)))

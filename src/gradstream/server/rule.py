@@ -27,6 +27,7 @@ __all__ = [
     "Rule",
     "Waiting",
     "among",
+    "by_round",
     "completes_of",
     "in_step",
     "rank_of",
@@ -156,6 +157,14 @@ def in_step(rule: Rule) -> bool:
     It is applied once every worker that takes part has brought its own: see `clocks.py`.
     """
     return bool(getattr(rule, "in_step", False))
+
+
+def by_round(rule: Rule) -> bool:
+    """Whether a rule has `by_round = True`: the version of a chunk is the number of its round.
+
+    A command that changes parameters leaves it as it is then; else it counts as an update.
+    """
+    return bool(getattr(rule, "by_round", False))
 
 
 def completes_of(rule: Rule) -> Completes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from gradstream.errors import ConfigError, GradstreamError, RefusedError
 from gradstream.optim.base import Optimizer, skips_zeros
@@ -22,6 +22,7 @@ from gradstream.server.conductor import Conductor
 from gradstream.server.correction import SenderStates
 from gradstream.server.fetch_desk import FetchDesk
 from gradstream.server.inspection import Inspection
+from gradstream.server.known_members import KnownMembers
 from gradstream.server.news import News
 from gradstream.server.push_desk import PushDesk
 from gradstream.server.quorum import Verdict
@@ -29,7 +30,7 @@ from gradstream.server.readers import Readers
 from gradstream.server.row_store import ChangedRows
 from gradstream.server.rows import RowMap
 from gradstream.server.rule import rank_of
-from gradstream.server.shard import ShardState
+from gradstream.server.shard import Sender, ShardState
 from gradstream.server.shard_config import ShardConfig
 from gradstream.server.store import Store
 from gradstream.server.updates import Updates
@@ -52,7 +53,7 @@ class ShardService:
         on_verdict: called with each verdict of a quorum.
         counters: chunks that were pushed, by what became of them.
         readers: who is at a chunk.
-        chunks, store, state, conductor: once a model is registered.
+        chunks, store, state, conductor, commands: once a model is registered.
         changed: then, where only what has changed is exchanged.
         agreement: then, where there is a quorum.
     """
@@ -67,6 +68,7 @@ class ShardService:
         self.on_verdict: Callable[[Verdict], None] = lambda verdict: None
         self.counters: Counter[str] = Counter()
         self.readers = Readers()
+        self._known_members = KnownMembers(endpoint.identity)
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
         endpoint.serve("command", self._command)
@@ -150,7 +152,9 @@ class ShardService:
             name, self.chunks, self.state.chunks, self.store.dtype, self.changed, self.counters
         )
         news = News(runtime, config.waiting_every_s, self.state.awaited)
-        self._pushes = PushDesk(runtime, self.conductor, inspection, news, self.agreement)
+        self._pushes = PushDesk(
+            runtime, self.conductor, inspection, news, self.agreement, self._known_members
+        )
         self._fetches = FetchDesk(
             runtime,
             self.conductor,
@@ -160,15 +164,24 @@ class ShardService:
             updates,
             self.readers,
             self.changed,
+            self._known_members,
             silence_s=config.silence_s,
         )
-        self._commands = Commands(
+        self.commands = Commands(
             runtime,
             self.store,
+            self.state.chunks,
             self.state.versions,
-            self.readers.all_gone,
+            self.readers,
+            self.conductor.commanded,
             lambda sender, clock: self.conductor.take_part(rank_of(sender), clock),
         )
+
+    def keep_senders(self, members: Collection[Sender]) -> None:
+        """Only these are members of the run: all others are refused, and what is kept of them is freed."""
+        self._known_members.keep(members)
+        self.conductor.keep_senders(members)
+        self.commands.keep_senders(members)
 
     def open(self) -> None:
         """Serves from here on."""
@@ -200,7 +213,7 @@ class ShardService:
             raise ConfigError(
                 "a command on the parameters, of which only the rows that pushes change are sent"
             )
-        result = await self._commands.carry_out(
+        result = await self.commands.carry_out(
             stream.opened.sender, stream.opened.incarnation, request, self.counters
         )
         data = result.SerializeToString()
@@ -217,3 +230,4 @@ class ShardService:
                 f"{stream.opened.sender} has model {theirs:016x}, this shard holds {ours:016x}; "
                 "every node must run the same job file",
             )
+        self._known_members.check(stream.opened)

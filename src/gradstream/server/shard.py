@@ -21,13 +21,13 @@ of which version + window is the special case of one writer per clock entry).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gradstream.server.clocks import Clocks
 from gradstream.server.quorum import Verdict
-from gradstream.server.rule import Contribution, FetchTerms, Rule, among, completes_of, in_step
+from gradstream.server.rule import Contribution, FetchTerms, Rule, among, by_round, completes_of, in_step
 from gradstream.wire.window import SequenceWindow
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Instruction",
     "Parked",
     "Release",
+    "Sender",
     "ShardState",
     "Supersede",
     "Token",
@@ -46,6 +47,10 @@ VERDICTS_KEPT = 64
 """For retries of pushes whose answer was lost."""
 
 Token = Hashable
+
+Sender = tuple[str, int]
+"""Who pushes: name of the node, and its incarnation."""
+
 Outcome = Literal["applied", "duplicate", "dropped"]
 
 
@@ -122,12 +127,18 @@ class ChunkState:
     parked: list[Parked] = field(default_factory=list)
     arrivals: list[Parked] = field(default_factory=list)  # came while busy
     fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
-    windows: dict[tuple[str, int], SequenceWindow] = field(default_factory=dict)
+    windows: dict[Sender, SequenceWindow] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
         """Whether it is being updated, or its sum is."""
         return self.applying is not None
+
+    @property
+    def senders(self) -> set[Sender]:
+        """Whose contributions are here and not applied."""
+        held = [*self.parked, *self.arrivals, *(self.applying.update if self.applying is not None else ())]
+        return {_sender_of(one.contribution) for one in held}
 
     @property
     def unapplied(self) -> bool:
@@ -158,9 +169,12 @@ class ShardState:
         self._rule = rule
         self._completes = completes_of(rule)
         self._in_step = in_step(rule)
+        self._by_round = by_round(rule)
         self._window = window
         self._quorum = quorum
         self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
+        self._members: frozenset[Sender] = frozenset()
+        self._lingering: dict[int, set[Sender]] = {}  # by chunk: gone, with contributions to be applied
         self.chunks = {chunk: ChunkState() for chunk in chunks}
         self.clocks = Clocks(self.chunks, workers)
 
@@ -219,7 +233,46 @@ class ShardState:
             out += self._admit(chunk, state, new)
         out += self._drop_late(chunk, state)
         out += self._release(chunk, state)
-        return out + self._start(chunk, state)
+        out += self._start(chunk, state)
+        if chunk in self._lingering:
+            self._free(chunk, state)
+        return out
+
+    def commanded(self, chunk: int) -> list[Instruction]:
+        """A command has changed a chunk's parameters: that makes a version, unless versions are rounds."""
+        state = self.chunks[chunk]
+        if state.version < 0 or self._by_round:
+            return []
+        state.version += 1
+        return self._release(chunk, state)
+
+    # ---- senders that are gone ----------------------------------------------------------
+
+    def keep_senders(self, members: Collection[Sender]) -> None:
+        """Only these are members: frees what is kept of others, who left for good.
+
+        What they have brought is used all the same, and their windows stay until it is. Whoever hands over
+        pushes refuses theirs from now on.
+        """
+        self._members = frozenset(members)
+        for chunk, state in self.chunks.items():
+            self._free(chunk, state)
+
+    @property
+    def lingering(self) -> set[str]:
+        """Names of senders that are gone, and have brought what is not applied yet."""
+        return {name for senders in self._lingering.values() for name, _ in senders}
+
+    def _free(self, chunk: int, state: ChunkState) -> None:
+        lingering = state.senders - self._members
+        for gone in [one for one in state.windows if one not in self._members and one not in lingering]:
+            del state.windows[gone]
+        if lingering:
+            self._lingering[chunk] = lingering
+        else:
+            self._lingering.pop(chunk, None)
+
+    # ---- reading ------------------------------------------------------------------------
 
     def fetch(self, chunk: int, terms: FetchTerms, token: Token) -> list[Instruction]:
         """A reader asks for a chunk."""
@@ -265,8 +318,8 @@ class ShardState:
         """The rule, of those workers who take part at this moment, where it waits for workers."""
         return among(self._rule, self.clocks.present)
 
-    def _window_of(self, state: ChunkState, who: Contribution | FetchTerms) -> SequenceWindow:
-        key = (who.sender, who.incarnation)
+    def _window_of(self, state: ChunkState, who: Contribution) -> SequenceWindow:
+        key = _sender_of(who)
         if key not in state.windows:
             state.windows[key] = self._window()
         return state.windows[key]
@@ -364,7 +417,10 @@ class ShardState:
             return False
         if self._in_step and state.unapplied and state.clock <= terms.min_clock:
             return False  # who was waited for has left
-        return terms.after_sequence == 0 or terms.after_sequence in self._window_of(state, terms)
+        if terms.after_sequence == 0:
+            return True
+        window = state.windows.get(_sender_of(terms))
+        return window is not None and terms.after_sequence in window
 
     def _release(self, chunk: int, state: ChunkState) -> list[Instruction]:
         ready = [token for terms, token in state.fetches if self._satisfied(chunk, state, terms)]
@@ -373,3 +429,7 @@ class ShardState:
                 (terms, token) for terms, token in state.fetches if not self._satisfied(chunk, state, terms)
             ]
         return [Release(token, chunk) for token in ready]
+
+
+def _sender_of(who: Contribution | FetchTerms) -> Sender:
+    return who.sender, who.incarnation

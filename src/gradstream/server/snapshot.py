@@ -45,6 +45,7 @@ class ShardHolder:
         """See `Holder`: with all that was acknowledged, and against pushes of a worker that is lost."""
         await self._service.conductor.flush()
         async with AsyncExitStack() as turns:
+            await turns.enter_async_context(self._service.commands.turn)
             for chunk in self._service.state.chunks:
                 await turns.enter_async_context(self._service.readers.turn(chunk))
             yield

@@ -63,13 +63,12 @@ class Store:
             raise ConfigError(f"no vector {name!r} on this shard; besides the parameters: {known}")
         return vectors[name]
 
-    def create(self, name: str) -> Vector:
-        """A vector of zeros; one that exists is zeroed."""
+    def create(self, name: str) -> bool:
+        """Makes a vector of zeros; False where there is one of that name, which stays as it is."""
         if name in self._named:
-            self._named[name].tensor.zero_()
-        else:
-            self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
-        return self._named[name]
+            return False
+        self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
+        return True
 
     def drop(self, name: str) -> None:
         """Forgets a vector; unknown names change nothing."""

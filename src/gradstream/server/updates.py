@@ -6,7 +6,7 @@ through the correction, if there is one, and then into the chunk's sum or, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -74,6 +74,11 @@ class Updates:
             await self._update_rows(due, rows)
         elif parts or (due.summed and due.completes):
             await self._update(due, [self._whole(due.chunk, part) for part in parts])
+
+    def keep_senders(self, names: Collection[str]) -> None:
+        """Frees what the correction keeps of all other senders."""
+        if self._senders is not None:
+            self._senders.keep_senders(names)
 
     async def note_read(self, sender: str, chunk: int, version: int) -> None:
         """Keeps of a chunk that is given to a sender what a contribution of its is corrected by."""

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
-from gradstream.checkpoint import Resume, newest
+from gradstream.checkpoint import Resume, to_resume
 from gradstream.config import JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.data.base import Dataset
 from gradstream.errors import (
@@ -68,13 +68,14 @@ def simulate(
         script: a coroutine function of the `SimulatedCluster`, run beside the nodes: it can wait
             on virtual time, kill nodes, and stop the run.
         storage: the disk of all nodes. With one, checkpoints are made as `train` makes them.
-        resume: go on from the newest checkpoint in `storage`; from the beginning where there is none.
+        resume: go on from the newest good checkpoint in `storage`; from the beginning where there is none.
 
     Returns:
         The run, with nothing on disk.
 
     Raises:
         Interrupted: the script has stopped the run.
+        DataError: the run is to be resumed, and every checkpoint is damaged.
         The same as `train`; the message names the node, `traceback_text` is the user's.
 
     Example:
@@ -97,7 +98,7 @@ def simulate(
             events.append(event)
             told(event)
 
-    found = newest(storage, lambda _: None) if storage is not None and resume else None
+    found = to_resume(storage, lambda _: None) if storage is not None and resume else None
     cast = cast_of(
         job,
         "simulation",

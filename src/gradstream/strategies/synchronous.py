@@ -52,6 +52,8 @@ class Rounds:
         backup: so many workers are not waited for; which, a quorum decides.
     """
 
+    by_round: ClassVar[bool] = True
+
     num_workers: int
     reduction: Reduction
     backup: int = 0

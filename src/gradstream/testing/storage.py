@@ -7,12 +7,13 @@ folder was synced; what was not synced may be there after the crash, or not: bot
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable
 
 from gradstream.runtime.base import Buffer
 from gradstream.runtime.storage import MemoryStorage
 
-__all__ = ["CrashingStorage", "FullStorage", "PowerCutError"]
+__all__ = ["CrashingStorage", "FailingStorage", "FullStorage", "PowerCutError"]
 
 
 class PowerCutError(Exception):
@@ -90,6 +91,58 @@ class CrashingStorage(MemoryStorage):
                 raise PowerCutError
             self._left -= 1
         self.num_operations += 1
+
+
+class FailingStorage(MemoryStorage):
+    """A disk that fails while `error` is set: ENOSPC, EDQUOT, EIO, EROFS.
+
+    Attributes:
+        error: errno of what every operation raises that needs room; 0 for none.
+        fits: so many records of the first append that fails are written before.
+        num_failed: how often it has failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = 0
+        self.fits = 0
+        self.num_failed = 0
+
+    def write(self, path: str, data: bytes) -> None:
+        """As on a disk, the old file stands."""
+        self._fail(path)
+        super().write(path, data)
+
+    def append(self, path: str, *records: bytes) -> int:
+        """Some records may fit."""
+        if self.error and self.fits:
+            fits, self.fits = min(self.fits, len(records)), 0
+            return super().append(path, *records[:fits])
+        self._fail(path)
+        return super().append(path, *records)
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """Some of the pieces are written."""
+        if self.error and self.error != errno.EROFS:
+            super().patch(path, list(pieces)[:1])
+        self._fail(path)
+        super().patch(path, pieces)
+
+    def rename(self, old: str, new: str) -> None:
+        """Needs room in the folder."""
+        self._fail(new)
+        super().rename(old, new)
+
+    def remove(self, path: str) -> None:
+        """Needs no room."""
+        if self.error in (errno.EIO, errno.EROFS):
+            self._fail(path)
+        super().remove(path)
+
+    def _fail(self, path: str) -> None:
+        if self.error:
+            self.num_failed += 1
+            raise OSError(self.error, os.strerror(self.error), path)
 
 
 class FullStorage(MemoryStorage):

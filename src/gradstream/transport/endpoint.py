@@ -145,6 +145,8 @@ class EndpointCore(ABC):
         self.identity.revoked = frozenset(revoked)
         if members != self.identity.members:
             self.identity.members = dict(members)
+            if self.identity.epoch:  # training has begun
+                self._mailbox.keep_senders(set(members.items()))
             self._news.ring()
 
     def know(self, peer: str, address: str) -> None:
@@ -525,6 +527,10 @@ class EndpointCore(ABC):
     async def _serve_tensor(self, stream: Stream) -> None:
         assert isinstance(stream, StreamCore)
         request, opened = v1.Tensor.FromString(stream.opened.body), stream.opened
+        gone = not self._mailbox.knows(opened.sender, opened.incarnation)
+        if gone and opened.epoch <= self.identity.epoch:  # one of a later epoch is not known here yet
+            text = f"{opened.sender} (incarnation {opened.incarnation:x}) has left the run; join again"
+            raise RefusedError(self.identity.name, "NOT_MEMBER", text)
         if not self._mailbox.first_time(opened.sender, opened.incarnation, request.sequence):
             raise self._bad(f"tensor {request.tag} number {request.sequence} was delivered before")
         key, arrival = (opened.sender, request.tag), Arrival(stream, request)

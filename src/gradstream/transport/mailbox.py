@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Collection
 
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -60,6 +61,16 @@ class Mailbox:
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._receives: dict[Key, deque[asyncio.Future[Arrival]]] = {}
         self._seen: dict[tuple[str, int], Seen] = {}
+        self._members: frozenset[tuple[str, int]] | None = None
+
+    def keep_senders(self, members: Collection[tuple[str, int]]) -> None:
+        """Only these are members of the run: frees what is kept of others, who left for good."""
+        self._members = frozenset(members)
+        self._seen = {sender: seen for sender, seen in self._seen.items() if sender in self._members}
+
+    def knows(self, sender: str, incarnation: int) -> bool:
+        """Whether it is a member, as far as anybody has said who is."""
+        return self._members is None or (sender, incarnation) in self._members
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
         """Whether this transfer has not been delivered before."""

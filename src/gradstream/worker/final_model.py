@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import safetensors.numpy
 
+from gradstream.errors import DiskError
+from gradstream.events import DiskEvent, Event
 from gradstream.memory import trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error
 from gradstream.worker.worker import Replica
 
 __all__ = ["FINAL_MODEL", "write_final_model"]
@@ -16,11 +21,22 @@ __all__ = ["FINAL_MODEL", "write_final_model"]
 FINAL_MODEL = "checkpoints/final/model.safetensors"
 
 
-async def write_final_model(runtime: Runtime, model: Model, replica: Replica, buffers: Buffers) -> None:
+WAIT_S = 60.0
+"""How long the final parameters wait for room on a full disk: they are what the run was made for."""
+
+
+async def write_final_model(
+    runtime: Runtime, model: Model, replica: Replica, buffers: Buffers, emit: Callable[[Event], None]
+) -> None:
     """Writes the replica's parameters and the buffers. No verb of the replica can be used any more.
 
+    Where the disk is full, waits for room for `WAIT_S`.
+
+    Args:
+        emit: told once that it waits.
+
     Raises:
-        OSError: the disk is full or broken; there is no file then, or the one of before.
+        DiskError: the disk is still full, or broken; there is no file then, or the one of before.
     """
     replica.retire()  # makes room for the copy that is written
 
@@ -31,4 +47,25 @@ async def write_final_model(runtime: Runtime, model: Model, replica: Replica, bu
         runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
 
     work = Work("checkpoint", elems=len(replica.parameters))
-    await runtime.compute(write, work=work, reads=[replica.parameters.all])
+    size_bytes = replica.parameters.tensor.nbytes + sum(array.nbytes for array in buffers.values())
+    begun_ns, waits = runtime.now(), False
+    while True:
+        try:
+            await runtime.compute(write, work=work, reads=[replica.parameters.all])
+            return
+        except OSError as error:
+            waited_s, why = (runtime.now() - begun_ns) / 1e9, disk_error(error)
+            if error.errno not in DISK_ERRORS or waited_s >= WAIT_S:
+                raise DiskError(
+                    f"the final parameters ({size_bytes:,} bytes) are lost: {FINAL_MODEL} in the run "
+                    f"directory cannot be written after {waited_s:.0f} s: {why}; make room there, and resume "
+                    "the run from its newest checkpoint"
+                ) from error
+        if not waits:
+            waits = True
+            text = (
+                f"the final parameters wait for room, up to {WAIT_S:g} s: {size_bytes:,} bytes for "
+                f"{FINAL_MODEL} in the run directory; {why}"
+            )
+            emit(DiskEvent(what="final parameters", state="waiting", error=why, message=text))
+        await runtime.sleep(RETRY_S)

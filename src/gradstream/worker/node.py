@@ -188,7 +188,7 @@ class WorkerNode:
         if self._evaluator is not None:
             await self._evaluator.at_end(replica, early=self._pace.ending)
         buffers = await self._siblings.average()
-        await write_final_model(self._runtime, config.model, replica, buffers)
+        await write_final_model(self._runtime, config.model, replica, buffers, self._member.emit)
 
     # ---- reports ------------------------------------------------------------------------
 

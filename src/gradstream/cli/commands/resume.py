@@ -21,13 +21,19 @@ __all__ = ["resume"]
 @click.option("--batch-size", type=int, help="Other samples per minibatch of one worker.")
 @click.option("--epochs", type=int, help="Passes over the data, those before included.")
 @click.option("--steps", type=int, help="Minibatches per worker, those before included.")
+@click.option(
+    "--from-start",
+    is_flag=True,
+    help="Begin again where every checkpoint is damaged; they are left as they are.",
+)
 @listen_options
 @json_option
 def resume(run: Path, as_json: bool, **given: Any) -> None:
     """Goes on with a run that was stopped, killed or lost, from its newest good checkpoint.
 
     RUN is a run directory. The job is read again from its file, so that has to be as it was. The
-    run goes on in the same directory; what came after the checkpoint is computed again.
+    run goes on in the same directory; what came after the checkpoint is computed again. A checkpoint
+    with a damaged file is passed over for the one before; where all are damaged, nothing is started.
 
     \b
     Examples:

@@ -32,6 +32,9 @@ def runs(folder: Path, as_json: bool) -> None:
     from gradstream.report.listing import list_runs
 
     found = list_runs(folder)
+    for run in found:
+        if run["damaged"]:
+            click.echo(run["damaged"], err=True)
     if as_json:
         for run in found:
             click.echo(json.dumps({**run, "path": str(run["path"])}))

@@ -1,0 +1,56 @@
+"""What a node prints, into its log file: a full disk loses some of it, and never ends the node."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["log_stream"]
+
+
+class _Lossy(io.RawIOBase):
+    """Writes to a file descriptor. What the disk does not take is counted, and said once it does again."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lost_bytes = 0
+        self._error = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, data: Buffer, /) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            if self._lost_bytes:
+                said = f"\n[{self._lost_bytes} bytes of this log are lost: {self._error}]\n"
+                os.write(self._descriptor, said.encode())
+                self._lost_bytes = 0
+            return os.write(self._descriptor, view)
+        except OSError as error:
+            self._lost_bytes += len(view)
+            self._error = errno.errorcode.get(error.errno or 0, str(error))
+            return len(view)
+
+
+def log_stream(descriptor: int, *, by_line: bool) -> TextIO:
+    """A text stream to a log file, for `sys.stdout` and `sys.stderr`: it raises no error of the disk.
+
+    Args:
+        descriptor: of the file; it is not closed.
+        by_line: each line is in the file at once, as of `sys.stderr`.
+    """
+    buffer = io.BufferedWriter(_Lossy(descriptor))
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=by_line)

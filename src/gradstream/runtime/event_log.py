@@ -1,0 +1,177 @@
+"""The events of a run as a file that a full disk delays, and never tears or ends.
+
+    append ──▶ waiting ──▶ file            while the disk takes them, at once
+                  │
+                  └─ more than `room_bytes` wait: lost, and counted
+
+What nodes tell all the time (steps, bytes, vitals) is lost first: the last quarter of the room is for events
+that say how the run stands. Once all that waited is written, one event says what was lost, and from when to
+when.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradstream.events import DiskEvent, encode
+from gradstream.runtime.base import Storage
+
+__all__ = ["DISK_ERRORS", "RETRY_S", "EventLog", "disk_error"]
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+"""What a disk answers that is full, over its quota, broken or read-only. It may pass."""
+
+RETRY_S = 0.5
+ROOM_BYTES = 4 << 20
+
+_FREQUENT = tuple(
+    b'{"event":"%s"' % kind
+    for kind in (b"step", b"exchange", b"link", b"transfer", b"applied", b"round", b"cpu", b"late", b"memory")
+)
+_DISK = b'{"event":"%s"' % DiskEvent.name.encode()
+
+
+def disk_error(error: OSError) -> str:
+    """An error of the system in words: "ENOSPC: No space left on device"."""
+    name = errno.errorcode.get(error.errno or 0, type(error).__name__)
+    return f"{name}: {error.strerror or error}"
+
+
+@dataclass(slots=True)
+class _Outage:
+    """Since when nothing can be written, why, and what became of what came."""
+
+    error: str
+    from_s: float
+    to_s: float
+    late_events: int = 0
+    lost_events: int = 0
+    lost_bytes: int = 0
+
+
+class EventLog:
+    """Adds lines to a file of events. No method raises because of the disk.
+
+    Args:
+        storage: where the file is.
+        path: of the file.
+        node: who adds the event that says what was lost.
+        now: nanoseconds, for the time between two tries.
+        tell: says a sentence to the person who has started the run, past the disk.
+        room_bytes: of events that may wait.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        *,
+        node: str,
+        now: Callable[[], int],
+        tell: Callable[[str], None],
+        room_bytes: int = ROOM_BYTES,
+    ) -> None:
+        self._storage = storage
+        self._path = path
+        self._node = node
+        self._now = now
+        self._tell = tell
+        self._room_bytes = room_bytes
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._outage: _Outage | None = None
+        self._retry_ns = 0
+
+    @property
+    def waiting(self) -> list[bytes]:
+        """Lines that are not in the file yet."""
+        return list(self._waiting)
+
+    def append(self, lines: bytes) -> None:
+        """Adds whole lines: now, or once there is room again."""
+        for line in lines.splitlines(keepends=True):
+            self._take(line)
+        if self._outage is None or self._now() >= self._retry_ns:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Tries to write what waits; returns whether nothing waits any more."""
+        try:
+            self._write()
+            if self._outage is not None:
+                self._conclude(self._outage)
+                self._write()
+        except OSError as error:
+            self._fail(error)
+            return False
+        return True
+
+    def _take(self, line: bytes) -> None:
+        outage = self._outage
+        if outage is not None:
+            outage.to_s = max(outage.to_s, _time_s(line))
+            if line.startswith(_DISK):
+                self._tell(json.loads(line)["message"])
+            room_bytes = self._room_bytes * 3 // 4 if line.startswith(_FREQUENT) else self._room_bytes
+            if self._waiting_bytes + len(line) > room_bytes:
+                outage.lost_events += 1
+                outage.lost_bytes += len(line)
+                return
+            outage.late_events += 1
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+
+    def _write(self) -> None:
+        while self._waiting:
+            for _ in range(self._storage.append(self._path, *self._waiting)):
+                self._waiting_bytes -= len(self._waiting.popleft())
+
+    def _fail(self, error: OSError) -> None:
+        self._retry_ns = self._now() + round(RETRY_S * 1e9)
+        if self._outage is not None:
+            return
+        first_s, last_s = _time_s(self._waiting[0]), _time_s(self._waiting[-1])
+        self._outage = _Outage(disk_error(error), first_s, last_s, late_events=len(self._waiting))
+        self._tell(
+            f"the disk of the run directory does not take {self._path}: {self._outage.error}; the run goes "
+            "on, and its events wait for room in memory"
+        )
+
+    def _conclude(self, outage: _Outage) -> None:
+        """Says what was lost, as the next line of the file."""
+        self._outage = None
+        event = DiskEvent(
+            what="events",
+            state="over",
+            error=outage.error,
+            message=f"{outage.late_events} events were written late and {outage.lost_events} "
+            f"({outage.lost_bytes} bytes) are lost: {outage.error}",
+            from_s=outage.from_s,
+            to_s=outage.to_s,
+            late_events=outage.late_events,
+            lost_events=outage.lost_events,
+            lost_bytes=outage.lost_bytes,
+        )
+        self._take(encode(event, node=self._node, time_s=outage.to_s))
+
+    def why_short(self) -> str:
+        """What the file lacks for good if nobody tries any more, as a sentence; "" where it lacks nothing."""
+        outage = self._outage
+        if outage is None:
+            return ""
+        count = outage.lost_events + len(self._waiting)
+        size_bytes = outage.lost_bytes + self._waiting_bytes
+        lacks = f"{self._path} lacks {count} events ({size_bytes} bytes)"
+        return f"{lacks} from {outage.from_s:.1f} s on: {outage.error}"
+
+
+def _time_s(line: bytes) -> float:
+    """When an event happened; 0 where the line does not say."""
+    try:
+        return float(json.loads(line)["time_s"])
+    except (ValueError, KeyError, TypeError):
+        return 0.0
