@@ -255,6 +255,7 @@ async def _run(
         insecure=given.insecure,
         connections=job.connections,
         token=given.token.encode(),
+        connection_s=job.deadlines.connection_s,
     )
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
     try:

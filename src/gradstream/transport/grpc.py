@@ -4,8 +4,8 @@ One stream is one bidirectional call of `/gradstream.v1.Peer/Stream`. Messages c
 so that a payload is copied once on its way out (`wire.frames.encode`) and not at all on its way in.
 Each peer has two connections, one per priority: a ping never queues behind a gradient.
 
-The death of a process breaks its connections at once; that of a machine or a cable is noticed by
-keepalive within `KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
+The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever waits
+for it; a connection that nobody waits on is ended by keepalive after `Deadlines.connection_s`, and not before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity, Priority
-from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.security import Tls, explain
 from gradstream.transport.silence import Bell
 from gradstream.transport.stream import StreamCore
@@ -37,8 +37,6 @@ __all__ = ["METHOD", "GrpcEndpoint"]
 METHOD = "/gradstream.v1.Peer/Stream"
 """The one rpc."""
 
-KEEPALIVE_S = 10.0
-KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # a frame that is too long is refused with a word
 OPEN_SILENCE_S = 10.0  # who connects and says nothing is sent away after this
 HOLD_S = 2e-3  # how long control calls hold a bulk message back, at most
@@ -46,15 +44,13 @@ FLUSH_S = 1.0  # how long `close` lets peers be told
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1e3)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 SERVER_OPTIONS = [
     *OPTIONS,
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a lottery
-    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # peers may have other deadlines
     ("grpc.http2.max_ping_strikes", 0),
 ]
 CLIENT_OPTIONS = [
@@ -69,6 +65,17 @@ CLIENT_OPTIONS = [
 _EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 _FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
+
+
+def patience_options(connection_s: float) -> list[tuple[str, int]]:
+    """Has gRPC end a silent connection after `connection_s`, and not earlier for any reason of its own.
+
+    A ping after half of it, half of it for the answer. The last one bounds pings that gRPC sends to measure
+    the connection; by default it ends a connection whose peer was stopped for a minute.
+    """
+    half_ms = int(500 * connection_s)
+    names = ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")
+    return [(f"grpc.{name}", half_ms) for name in names]
 
 
 class _Gate:
@@ -192,6 +199,7 @@ class _Outgoing(_GrpcCarrier):
         self._endpoint = endpoint
         self._peer = peer
         self._channel = channel
+        self.own_channel = False  # nobody else's: it is closed with the stream
 
     def connect(self, stream: StreamCore, opened: v1.Open) -> None:
         """See `OutgoingCarrier.connect`."""
@@ -232,6 +240,9 @@ class _Outgoing(_GrpcCarrier):
             stream.broken("the connection was closed by this side")
             call.cancel()
             _reraise_if_cancelled()
+        finally:
+            if self.own_channel and self._channel is not None:
+                await self._channel.close(None)
 
 
 async def _read(carrier: _GrpcCarrier, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
@@ -269,6 +280,7 @@ class GrpcEndpoint(EndpointCore):
         security: TLS, for listening and for dialling; None is plain text.
         insecure: listen on other interfaces than loopback without encryption or authentication.
         window: chunks held per incoming stream.
+        connection_s: silence after which gRPC ends a connection; see `Deadlines.connection_s`.
         max_message_bytes: the most that a caller may send at once; less than chunks may have, where
             callers are strangers.
 
@@ -285,10 +297,12 @@ class GrpcEndpoint(EndpointCore):
         security: Tls | None = None,
         insecure: bool = False,
         window: int = WINDOW,
+        connection_s: float = CONNECTION_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         super().__init__(identity, runtime, window=window)
         self._max_message_bytes = max_message_bytes
+        self._patience = patience_options(connection_s)
         self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
         self._security = security
@@ -302,7 +316,7 @@ class GrpcEndpoint(EndpointCore):
     async def start(self) -> None:
         """See `Endpoint.start`."""
         received = ("grpc.max_receive_message_length", self._max_message_bytes)
-        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, received])
+        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *self._patience, received])
         self._server.add_generic_rpc_handlers((self._routes,))
         try:
             port = self._listen_with(self._server)
@@ -366,7 +380,7 @@ class GrpcEndpoint(EndpointCore):
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.call_later(OPEN_SILENCE_S, partial(_send_away, call))
+        timer = self.runtime.expire_after(OPEN_SILENCE_S, partial(_send_away, call))
         try:
             message = await context.read()
         finally:
@@ -387,11 +401,17 @@ class GrpcEndpoint(EndpointCore):
             channel = self._channels[peer, priority] = self._channel(peer, address)
         return _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
 
+    def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> _Outgoing:
+        channel = None if address is None else self._channel(peer, address)
+        outgoing = _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
+        outgoing.own_channel = True
+        return outgoing
+
     def _channel(self, peer: str, address: str) -> grpc.aio.Channel:
         if self._security is None:
-            return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            return grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *self._patience])
         # Certificates carry names of nodes: addresses change, and are not known beforehand.
-        options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", peer)]
+        options = [*CLIENT_OPTIONS, *self._patience, ("grpc.ssl_target_name_override", peer)]
         return grpc.aio.secure_channel(address, self._security.channel_credentials(), options=options)
 
     def _hang_up(self, peer: str) -> None:

@@ -22,6 +22,7 @@ __all__ = ["CALLERS", "Tls", "explain", "role_of"]
 
 CALLERS: Mapping[str, frozenset[str]] = {
     "join": frozenset({"worker", "shard"}),
+    "alive": frozenset({"worker", "shard"}),
     "orphans": frozenset({"worker"}),
     "ending": frozenset({"worker"}),
     "shares": frozenset({"worker"}),

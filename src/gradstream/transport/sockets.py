@@ -71,7 +71,7 @@ class _Guest:
         self.connection = Connection(self)
         self.connection.inbox.max_header_bytes = MAX_GREETING_BYTES
         self.turned_away = False
-        self.timer = endpoint.runtime.call_later(GREETING_S, self.leave)
+        self.timer = endpoint.runtime.expire_after(GREETING_S, self.leave)
         self.connection.start(connected)
 
     def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
