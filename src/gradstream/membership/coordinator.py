@@ -193,6 +193,9 @@ class Coordinator:
     async def _tell(self, stream: Stream, bell: Bell) -> None:
         """Sends the notice at each change, and now and then as a sign of life, up to the last one.
 
+        Whom the coordinator does not hear gets no sign of life: so a member that cannot be heard notices, and
+        says over a new connection that it is alive.
+
         The stream ends only when the member has ended its side: that is how a member knows that
         its last beat was heard.
         """
@@ -201,7 +204,9 @@ class Coordinator:
             await stream.send(v1.Frame(body=v1.Body(data=notice.SerializeToString())))
             if notice.phase >= v1.Notice.FINISHED:
                 return
-            await bell.rung(self._runtime, self._deadlines.notice_s)
+            while not await bell.rung(self._runtime, self._deadlines.notice_s):
+                if self._runtime.left_s(stream.heard_ns, 3 * self._deadlines.beat_s) > 0:
+                    break
 
     async def _serve_alive(self, stream: Stream) -> None:
         """A member that has not heard the coordinator for some time shows itself over another connection."""

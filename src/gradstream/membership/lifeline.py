@@ -1,9 +1,9 @@
 """The lifeline: how a node shows that it is alive while the coordinator is silent.
 
-A connection over which packets were lost for a while sends them again after ever longer pauses (0.2 s, then
-0.4 s, 0.8 s, and so on), so it may stay silent long after the network works again. A new connection asks again
-after a second at most. So a node that has not heard the coordinator for some time says "alive" over new
-connections, one after the other. The coordinator's answer is a sign of life, too.
+A connection over which packets were lost for a while sends them again after ever longer pauses (0.2 s,
+then 0.4 s, 0.8 s, and so on), so it may stay silent long after the network works again. A new connection
+does not. So a node that has not heard the coordinator for some time says "alive" over new connections,
+one every `Deadlines.beat_s`. The coordinator's answer is a sign of life, too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class EvictedError(GradstreamError):
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(
-            f"{node} was stopped, or cut off from the coordinator, for longer than its lease: the coordinator has "
-            f"counted it as lost ({reason}), and nothing that it does is taken any more. Start the run again, or "
-            "resume it, if it has ended; raise deadlines.lease_s where such pauses are to be expected"
+            f"{node} was stopped, or cut off from the coordinator, for longer than its lease: the "
+            f"coordinator has counted it as lost ({reason}), and nothing that it does is taken any more. "
+            "Resume the run, if it has ended; raise deadlines.lease_s where such pauses are to be expected"
         )
 
 
@@ -74,36 +74,38 @@ class Lifeline:
 
     async def run(self) -> None:
         """Watches until it is cancelled."""
-        deadlines, silent = self._deadlines, False
-        pause_s = deadlines.beat_s
+        deadlines, pause_s = self._deadlines, self._deadlines.beat_s
+        long_s = deadlines.lost_s + 2 * deadlines.notice_s
+        said = False
         try:
             while True:
                 await self._runtime.sleep(pause_s)
                 pause_s = deadlines.beat_s
-                if self._left_s(2 * deadlines.notice_s) > 0:
-                    silent = False
+                if self._left_s(1.5 * deadlines.notice_s) > 0:
+                    said = False
                     continue
-                name = f"{self._runtime.node}: alive"
-                task = self._runtime.spawn(self._say_alive(), name=name)
-                self._tries[task] = None
-                task.add_done_callback(lambda done: self._tries.pop(done, None))
-                if self._left_s(deadlines.lost_s) > 0:
+                self._try()
+                if self._left_s(long_s) > 0:
                     continue
-                pause_s = (
-                    deadlines.lease_s / 2
-                )  # it is stopped, or this node is lost: nothing hurries any more
-                if not silent:
-                    silent = True
+                # By now the coordinator has counted this node as lost, or it is stopped: nothing hurries.
+                pause_s = deadlines.lease_s / 2
+                if not said:
+                    said = True
                     _log.warning(
-                        "%s: the coordinator has been silent for %g s. This node goes on as far as it can, and "
-                        "waits for it for %g s in all (deadlines.coordinator_s)",
+                        "%s: waits for the coordinator, which has been silent for %g s. This node goes on as "
+                        "far as it can without, and gives up after %g s in all (deadlines.coordinator_s)",
                         self._runtime.node,
-                        deadlines.lost_s,
+                        long_s,
                         deadlines.patience_s,
                     )
         finally:
             for task in list(self._tries):
                 task.cancel()
+
+    def _try(self) -> None:
+        task = self._runtime.spawn(self._say_alive(), name=f"{self._runtime.node}: alive")
+        self._tries[task] = None
+        task.add_done_callback(lambda done: self._tries.pop(done, None))
 
     def _left_s(self, seconds: float) -> float:
         return self._runtime.left_s(self._stream.heard_ns, seconds)

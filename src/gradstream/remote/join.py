@@ -37,7 +37,6 @@ from gradstream.wire import v1
 
 __all__ = ["Joining", "join"]
 
-SILENCE_S = 20.0
 """The launcher says every few seconds what it waits for."""
 
 POLL_S = 0.05
@@ -136,7 +135,7 @@ class _Machine:
 
     async def _order(self, stream: Stream) -> v1.Order:
         try:
-            received = await stream.recv(SILENCE_S)
+            received = await stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
             raise PeerLostError(ENROLMENT, f"is gone, and the run with it ({error})") from error
         if received is None:

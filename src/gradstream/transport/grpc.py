@@ -4,8 +4,8 @@ One stream is one bidirectional call of `/gradstream.v1.Peer/Stream`. Messages c
 so that a payload is copied once on its way out (`wire.frames.encode`) and not at all on its way in.
 Each peer has two connections, one per priority: a ping never queues behind a gradient.
 
-The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever waits
-for it; a connection that nobody waits on is ended by keepalive after `Deadlines.connection_s`, and not before.
+The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever
+waits for it; keepalive ends a connection after `Deadlines.connection_s` of silence, and not before.
 """
 
 from __future__ import annotations

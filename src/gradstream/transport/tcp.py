@@ -3,8 +3,8 @@
 It is neither encrypted nor authenticated beyond the run's token, so off loopback it has to be asked
 for in so many words; where a run has certificates, `grpc` carries what leaves the host.
 
-The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever waits
-for it; the system ends a connection that nobody waits on after `Deadlines.connection_s`, and not before.
+The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever
+waits for it; the system ends a connection after `Deadlines.connection_s` of silence, and not before.
 
 How much the system puts on the network at once is its own choice, but for one case. BBR (Cardwell et al.,
 2016) sends at the rate that it believes the path to have, which is good over long paths that lose packets.
