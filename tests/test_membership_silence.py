@@ -93,7 +93,7 @@ def test_the_coordinators_own_stall_is_nobodys_silence(
 
     def read_later(stream: Any, frame: Any, payload: Any) -> None:
         deliver = partial(feed, stream, frame, payload)
-        if stands and stream.opened.method == "join" and stream.peer != "coordinator":
+        if stands and stream.opened.method in ("join", "alive") and stream.peer != "coordinator":
             unread.append(deliver)
         else:
             deliver()
@@ -103,7 +103,7 @@ def test_the_coordinators_own_stall_is_nobodys_silence(
         runtime, director = cluster.virtual.runtime("coordinator"), cluster.virtual.runtime("director")
         await member.training()
         begun_ns, stands = runtime.now(), True
-        await director.sleep(DEADLINES.lost_s - 1.5 * DEADLINES.beat_s)
+        await director.sleep(DEADLINES.lease_s - 1.5 * DEADLINES.beat_s)
         if noticed:
             runtime.stalls.add(begun_ns, runtime.now())
         await director.sleep(2 * DEADLINES.beat_s)

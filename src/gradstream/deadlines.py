@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["Deadlines"]
 
-BEATS_PER_LEASE = 20
+BEATS_PER_LEASE = 40
 NOTICES_PER_LEASE = 4
 
 
@@ -47,17 +47,9 @@ class Deadlines:
         return self.lease_s / NOTICES_PER_LEASE
 
     @property
-    def lost_s(self) -> float:
-        """The silence after which the coordinator counts a node as lost: the lease, and one beat.
-
-        The last sign of life is up to one beat older than what silenced the node.
-        """
-        return self.lease_s + self.beat_s
-
-    @property
     def patience_s(self) -> float:
         """The silence after which a node gives up on the coordinator: never before it would be given up."""
-        return max(self.coordinator_s, self.lost_s)
+        return max(self.coordinator_s, self.lease_s)
 
     @property
     def connection_s(self) -> float:

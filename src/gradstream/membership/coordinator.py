@@ -130,7 +130,7 @@ class Coordinator:
             deadline.cancel()
             if self._driving is not None:
                 self._driving.cancel()
-        while self._presences and await self._ended.rung(self._runtime, self._deadlines.lost_s):
+        while self._presences and await self._ended.rung(self._runtime, self._deadlines.lease_s):
             pass
         await self._runtime.gather(*self._jobs)
         return Outcome(self._membership.notice, self._failed)
@@ -170,7 +170,7 @@ class Coordinator:
     async def _listen(self, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises when it was not allowed to, or is gone."""
         while True:
-            received = await stream.recv(self._deadlines.lost_s)
+            received = await stream.recv(self._deadlines.lease_s)
             if received is None:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")

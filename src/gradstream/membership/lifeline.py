@@ -75,7 +75,7 @@ class Lifeline:
     async def run(self) -> None:
         """Watches until it is cancelled."""
         deadlines, pause_s = self._deadlines, self._deadlines.beat_s
-        long_s = deadlines.lost_s + 2 * deadlines.notice_s
+        long_s = deadlines.lease_s + 2 * deadlines.notice_s
         said = False
         try:
             while True:

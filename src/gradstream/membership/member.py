@@ -255,7 +255,7 @@ class Member:
         assert self._stream is not None
         while True:
             try:
-                await self._runtime.within(self._deadlines.lost_s + self._deadlines.beat_s, self.over())
+                await self._runtime.within(self._deadlines.lease_s + self._deadlines.beat_s, self.over())
             except TimeoutError:
                 if self._runtime.left_s(self._stream.heard_ns, 2 * self._deadlines.notice_s) > 0:
                     return False
