@@ -68,7 +68,8 @@ def job() -> gs.Job:
     data = gs.from_arrays(inputs, inputs @ np.array([1, 2, 3], np.float32))
     return gs.Job(
         model, data, strategy="downpour", optimizer=gs.SGD(lr=0.01), workers=2, servers=1, batch_size=8,
-        epochs=100_000, chunk_elems=64, checkpoint_every=None, deadlines=gs.Deadlines(join_s=300, lease_s=LEASE_S),
+        epochs=100_000, chunk_elems=64, checkpoint_every=None,
+        deadlines=gs.Deadlines(join_s=300, lease_s=LEASE_S),
         until=gs.until(seconds=float(os.environ.get("SILENCE_S", 30))),
     )  # fmt: skip
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import pytest
 
 from gradstream.errors import GradstreamError, PeerLostError
-from gradstream.membership import EvictedError, Member
+from gradstream.membership import EvictedError
 from gradstream.runtime import Network, Partition
-from gradstream.transport import memory
-from gradstream.transport.memory import feed
+from gradstream.testing.standstill import Standstill
 from test_membership_nodes import DEADLINES, SPEC, Cluster
 
 LEASE_S, BEGIN_S = DEADLINES.lease_s, 1.3
@@ -29,9 +26,13 @@ def cut(direction: str, seconds: float) -> Network:
 def run(
     network: Network,
     seconds: float,
-    before: Callable[[Cluster, Member], Awaitable[None]] | None = None,
+    stands: tuple[str, float, bool] | None = None,
 ) -> tuple[Cluster, dict[str, Any]]:
-    """A run that goes on for so long; and what its members failed with, or that they did not."""
+    """A run that goes on for so long; and what its members failed with, if they did.
+
+    Args:
+        stands: a node, for how many leases it stands still, and whether it notices.
+    """
     cluster = Cluster(network=network)
     ends: dict[str, Any] = {}
 
@@ -39,8 +40,6 @@ def run(
         member = await cluster.member(name)
         await member.join(SPEC if name.startswith("worker") else None)
         try:
-            if before is not None and name == "worker-1":
-                await before(cluster, member)
             await member.over()
         except GradstreamError as error:
             ends[name] = error
@@ -54,7 +53,13 @@ def run(
             director.spawn(present(name), name=name)
         await director.sleep(seconds)
 
-    cluster.virtual.run(main())
+    if stands is None:
+        cluster.virtual.run(main())
+    else:
+        node, leases, noticed = stands
+        until_s = BEGIN_S + leases * LEASE_S
+        with Standstill(cluster.virtual, node, BEGIN_S, until_s, noticed=noticed):
+            cluster.virtual.run(main())
     return cluster, ends
 
 
@@ -85,37 +90,26 @@ def test_a_longer_cut_is_noticed_and_the_member_learns_of_it() -> None:
 
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["as a stall", "as silence: the test can fail"])
-def test_the_coordinators_own_stall_is_nobodys_silence(
-    noticed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the others say while it stands still is read later, when the lease of all has passed."""
-    stands, unread = False, list[Callable[[], None]]()
-
-    def read_later(stream: Any, frame: Any, payload: Any) -> None:
-        deliver = partial(feed, stream, frame, payload)
-        if stands and stream.opened.method in ("join", "alive") and stream.peer != "coordinator":
-            unread.append(deliver)
-        else:
-            deliver()
-
-    async def stall(cluster: Cluster, member: Member) -> None:
-        nonlocal stands
-        runtime, director = cluster.virtual.runtime("coordinator"), cluster.virtual.runtime("director")
-        await member.training()
-        begun_ns, stands = runtime.now(), True
-        await director.sleep(DEADLINES.lease_s - 1.5 * DEADLINES.beat_s)
-        if noticed:
-            runtime.stalls.add(begun_ns, runtime.now())
-        await director.sleep(2 * DEADLINES.beat_s)
-        stands = False
-        for deliver in unread:
-            deliver()
-
-    monkeypatch.setattr(memory, "feed", read_later)
-    cluster, ends = run(Network(), 3 * LEASE_S, before=stall)
-    assert len(unread) > 10, "nothing was held up"
+@pytest.mark.parametrize("leases", [1.5, 6.0])
+def test_the_coordinators_own_stall_is_nobodys_silence(leases: float, noticed: bool) -> None:
+    """It wakes with its timers expired, and what the others have said unread."""
+    cluster, ends = run(Network(), (leases + 3) * LEASE_S, stands=("coordinator", leases, noticed))
     assert (lost(cluster) == []) == noticed
     assert (ends == {}) == noticed
+
+
+@pytest.mark.parametrize("node", ["shard-0", "worker-1"])
+def test_a_member_that_stands_still_for_less_than_the_lease_stays(node: str) -> None:
+    cluster, ends = run(Network(), 5 * LEASE_S, stands=(node, 0.9, True))
+    assert (lost(cluster), ends) == ([], {})
+
+
+def test_a_member_that_stands_still_for_longer_is_lost_alone_and_learns_why() -> None:
+    cluster, ends = run(Network(), 5 * LEASE_S, stands=("worker-1", 1.5, True))
+    [(who, at_s)] = lost(cluster)
+    assert (who, list(ends)) == ("worker-1", ["worker-1"])
+    assert at_s <= BEGIN_S + LEASE_S + 1.0
+    assert isinstance(ends["worker-1"], EvictedError)
 
 
 def test_a_coordinator_that_is_silent_is_waited_for_up_to_its_own_bound() -> None:

@@ -108,7 +108,12 @@ class _Machine:
         """Enrols, waits, starts nodes and follows them."""
         security = Tls(authority=self._authority, mutual=False) if self._authority else None
         identity = Identity(JOB, self._name, int.from_bytes(os.urandom(8), "little"))
-        endpoint = GrpcEndpoint(identity, self._runtime, security=security)
+        endpoint = GrpcEndpoint(
+            identity,
+            self._runtime,
+            security=security,
+            connection_s=self._job.deadlines.connection_s,
+        )
         endpoint.know(ENROLMENT, str(self._joining.address))
         try:
             stream = await endpoint.open(ENROLMENT, "enrol", self._request(), priority=Priority.CONTROL)
