@@ -170,6 +170,6 @@ def test_no_carrier_decides_before_the_rules_do() -> None:
         Deadlines(silence_s=500),
         Deadlines(coordinator_s=1),
     ):
-        assert deadlines.connection_s / 2 > max(deadlines.silence_s, deadlines.lease_s) - 1e-9
+        assert deadlines.connection_s / 2 > max(deadlines.silence_s, deadlines.lease_s, deadlines.patience_s)
         assert deadlines.connection_s > deadlines.patience_s >= deadlines.lease_s
         assert 2 * deadlines.beat_s < 0.1 * deadlines.lease_s, "a cut of 0.9 of a lease"

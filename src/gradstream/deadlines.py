@@ -56,6 +56,7 @@ class Deadlines:
         """The silence, of the peer's system and not of its process, after which a carrier ends a connection.
 
         The other bounds end a stream before. This one ends what nobody waits for: connections to a machine
-        that is gone.
+        that is gone. Carriers probe after half of it, and wait for the answer for the other half, which is
+        still longer than the other bounds.
         """
-        return 2 * max(self.silence_s, self.patience_s)
+        return 3 * max(self.silence_s, self.patience_s)
