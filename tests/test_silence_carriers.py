@@ -12,7 +12,7 @@ from gradstream.deadlines import Deadlines
 from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
-from gradstream.transport.grpc import CLIENT_OPTIONS, SERVER_OPTIONS, GrpcEndpoint, patience_options
+from gradstream.transport.grpc import CLIENT_OPTIONS, SERVER_OPTIONS, GrpcEndpoint, _Peers, patience_options
 from gradstream.transport.tcp import TcpEndpoint
 from gradstream.wire import v1
 
@@ -58,7 +58,7 @@ def test_grpc_pings_after_half_of_it_and_waits_for_the_other_half() -> None:
         assert not {name for name, _ in fixed} & set(options), "said twice"
 
 
-def test_a_call_over_a_new_connection_leaves_the_old_one_alone() -> None:
+def test_a_call_over_a_new_connection_leaves_the_old_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """And closes its own: the server sees one more, and then it is gone."""
 
     async def main() -> list[int]:
@@ -77,8 +77,8 @@ def test_a_call_over_a_new_connection_leaves_the_old_one_alone() -> None:
             peers.append(context.peer())
             await listen(request, context)
 
-        server.answer = noting  # type: ignore[method-assign]
-        server._routes.__init__(server)  # type: ignore[misc]
+        monkeypatch.setattr(server, "answer", noting)
+        server._routes = _Peers(server)
         await server.start()
         caller.know("server", server.address)
         for anew in (False, True, True, False):

@@ -78,7 +78,7 @@ class Standstill:
             else:
                 take(end, *given)
 
-        self._patches = [
+        self._patches: list[Any] = [
             patch.object(self._runtime, "call_later", call),
             patch.object(memory._End, "take", hold),
         ]
