@@ -170,7 +170,7 @@ def cut(direction: str, seconds: float, times: int) -> dict[str, Any]:
         "lost": [event["who"] for event in left],
         "noticed_after_s": noticed_s,
         "statuses": [launcher.returncode, other.returncode],
-        "last_words": [end.splitlines()[-4:] for end in ends] if left else [],
+        "last_words": [end.splitlines()[-4:] for end in ends] if left or other.returncode else [],
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -59,9 +59,11 @@ CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for each channel
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+CONNECT_MS = "grpc.min_reconnect_backoff_ms"  # the time that gRPC gives a try to connect
+USUAL_OPTIONS = [(CONNECT_MS, 1000)]
+ANEW_OPTIONS = [(CONNECT_MS, 5000)]  # others are tried beside it: a slow handshake may end
 _EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 _FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
@@ -402,16 +404,18 @@ class GrpcEndpoint(EndpointCore):
         return _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
 
     def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> _Outgoing:
-        channel = None if address is None else self._channel(peer, address)
+        channel = None if address is None else self._channel(peer, address, ANEW_OPTIONS)
         outgoing = _Outgoing(self, peer, channel, self.gate if priority is Priority.BULK else None)
         outgoing.own_channel = True
         return outgoing
 
-    def _channel(self, peer: str, address: str) -> grpc.aio.Channel:
+    def _channel(
+        self, peer: str, address: str, connect: Sequence[tuple[str, int]] = USUAL_OPTIONS
+    ) -> grpc.aio.Channel:
         if self._security is None:
-            return grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *self._patience])
+            return grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *self._patience, *connect])
         # Certificates carry names of nodes: addresses change, and are not known beforehand.
-        options = [*CLIENT_OPTIONS, *self._patience, ("grpc.ssl_target_name_override", peer)]
+        options = [*CLIENT_OPTIONS, *self._patience, *connect, ("grpc.ssl_target_name_override", peer)]
         return grpc.aio.secure_channel(address, self._security.channel_credentials(), options=options)
 
     def _hang_up(self, peer: str) -> None:
