@@ -12,10 +12,12 @@ import torch
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.checking import check_allreduce
 from gradstream.collectives.group import Group
+from gradstream.collectives.mesh import BEATS
 from gradstream.errors import DeadlineError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import Link, Network, Partition, World
 from gradstream.testing.group_runs import VirtualRanks
+from gradstream.testing.standstill import Standstill
 
 SIZE, ELEMS, SILENCE_S = 4, 64, 1.0
 NETWORK = Network(bandwidth_bytes_s=1e7, link=Link(latency_s=1e-3, jitter_s=1e-3))
@@ -77,7 +79,7 @@ def test_silent_from_any_moment(how: str) -> None:
         for rank in (0, 2, 3):
             assert isinstance(outcomes[rank], DeadlineError), outcomes[rank]
             assert outcomes[rank].peer == victim, outcomes[rank]
-            assert ranks.ended_s[rank] - start_s < SILENCE_S + 0.01
+            assert ranks.ended_s[rank] - start_s < SILENCE_S * (1 + 1 / BEATS) + 0.01
         assert isinstance(outcomes[1], DeadlineError)  # to the victim, all others are silent
 
 
@@ -125,3 +127,28 @@ def test_who_never_comes_is_named() -> None:
             assert isinstance(outcomes[rank], DeadlineError)
             assert outcomes[rank].peer == f"worker-{absent}"
             assert "has not come to the group" in str(outcomes[rank])
+
+
+async def many(group: Group) -> int:
+    """Sums for three times the silence that is allowed."""
+    vector = Vector("v", torch.zeros(ELEMS))
+    for _ in range(30):
+        await group.allreduce(vector.all)
+        await group._mesh.runtime.sleep(SILENCE_S / 10)  # type: ignore[attr-defined]
+    return 30
+
+
+@pytest.mark.parametrize("how", ALGORITHMS)
+def test_a_rank_that_stands_still_for_less_loses_nobody(how: str) -> None:
+    ranks = VirtualRanks(SIZE, world=World(network=NETWORK))
+    with Standstill(ranks.cluster, "worker-1", 0.5, 0.5 + 0.9 * SILENCE_S):
+        assert ranks.run(many, how=how, silence_s=SILENCE_S) == [30] * SIZE
+
+
+@pytest.mark.parametrize("how", ALGORITHMS)
+def test_a_rank_that_stands_still_for_longer_is_lost_and_knows_that_it_is_the_one(how: str) -> None:
+    ranks = VirtualRanks(SIZE, world=World(network=NETWORK))
+    with Standstill(ranks.cluster, "worker-1", 0.5, 0.5 + 3 * SILENCE_S):
+        for outcome in ranks.run(many, how=how, silence_s=SILENCE_S):
+            assert isinstance(outcome, DeadlineError), outcome
+            assert outcome.peer == "worker-1", outcome

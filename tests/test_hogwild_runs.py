@@ -263,6 +263,9 @@ class Clock:
     def now(self) -> int:
         return int(self.now_s * 1e9)
 
+    def left_s(self, since_ns: int, seconds: float) -> float:
+        return since_ns / 1e9 + seconds - self.now_s
+
     async def sleep(self, seconds: float) -> None:
         self.now_s += seconds
 

@@ -11,16 +11,17 @@ import pytest
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
+from gradstream.deadlines import Deadlines
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.events import StartedEvent, StepEvent
-from gradstream.membership import Coordinator, Leases, Member, Membership, Outcome, RunAbortedError
+from gradstream.membership import Coordinator, Member, Membership, Outcome, RunAbortedError
 from gradstream.runtime import Network, Partition, VirtualCluster, World
 from gradstream.transport.base import Identity
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
-LEASES = Leases(join_s=30, lease_s=8)
+DEADLINES = Deadlines(join_s=30, lease_s=8)
 
 
 class Cluster:
@@ -61,7 +62,7 @@ class Cluster:
             endpoint,
             membership,
             on_events=lambda lines: self.events.extend(map(json.loads, lines.splitlines())),
-            leases=LEASES,
+            deadlines=DEADLINES,
         )
         await endpoint.start()
         self.address = endpoint.address
@@ -76,7 +77,7 @@ class Cluster:
         endpoint.know("coordinator", self.address)
         role, _, rank = name.partition("-")
         node = v1.Node(name=name, role=role, rank=int(rank), address=endpoint.address, incarnation=1)
-        return Member(self.virtual.runtime(name), endpoint, node, software="1", leases=LEASES)
+        return Member(self.virtual.runtime(name), endpoint, node, software="1", deadlines=DEADLINES)
 
     def run(self, *nodes: Callable[[Cluster], Awaitable[None]]) -> None:
         async def main() -> None:
@@ -231,10 +232,13 @@ def test_a_lost_peer_is_for_the_coordinator_to_judge() -> None:
     assert "does not answer" in cluster.outcome.failed.message
 
 
+CUT_S = 0.5
+
+
 def cut(*names: str) -> Network:
     ends = frozenset({"coordinator"})
     there = frozenset(names)
-    return Network(partitions=[Partition(0.5, 1e9, there, ends), Partition(0.5, 1e9, ends, there)])
+    return Network(partitions=[Partition(CUT_S, 1e9, there, ends), Partition(CUT_S, 1e9, ends, there)])
 
 
 async def loses_the_coordinator(cluster: Cluster, member: Member) -> None:
@@ -250,7 +254,8 @@ def test_silence_for_a_lease_is_a_loss_on_either_side() -> None:
     assert cluster.outcome.failed is not None
     assert cluster.outcome.failed.culprit == "worker-1"
     failed = next(event for event in cluster.events if event["event"] == "failed")
-    assert LEASES.lease_s - LEASES.beat_s <= failed["time_s"] <= LEASES.lease_s + LEASES.beat_s
+    since_s = failed["time_s"] - CUT_S
+    assert DEADLINES.lease_s - DEADLINES.beat_s <= since_s <= DEADLINES.lease_s
 
 
 def test_who_never_joins_is_named() -> None:
@@ -264,7 +269,7 @@ def test_who_never_joins_is_named() -> None:
     assert cluster.outcome is not None
     assert cluster.outcome.failed is not None
     assert "worker-1" in cluster.outcome.failed.message
-    assert cluster.now_s < LEASES.join_s + 1
+    assert cluster.now_s < DEADLINES.join_s + 1
 
 
 def test_a_refused_member_hears_why() -> None:
@@ -277,7 +282,7 @@ def test_a_refused_member_hears_why() -> None:
         await endpoint.start()
         endpoint.know("coordinator", cluster.address)
         node = v1.Node(name="worker-0", role="worker", rank=0, address="twin", incarnation=2)
-        member = Member(cluster.virtual.runtime("twin"), endpoint, node, software="1", leases=LEASES)
+        member = Member(cluster.virtual.runtime("twin"), endpoint, node, software="1", deadlines=DEADLINES)
         with pytest.raises(RefusedError, match="worker-9 asks to join as worker-0"):
             await member.join(SPEC)
         endpoint.identity.name = "worker-0"

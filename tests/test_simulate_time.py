@@ -193,7 +193,7 @@ def test_downpour_hides_the_exchange_behind_computing() -> None:
         mean_hidden = float(np.mean(step_times(hidden)[4:]))
         mean_bare = float(np.mean(step_times(bare)[4:]))
         longest = max(gradient_s, one_way)
-        assert longest <= mean_hidden <= longest + 2 * one_way / num_chunks  # a chunk out, a chunk back
+        assert longest <= mean_hidden <= longest + 2.1 * one_way / num_chunks  # a chunk out, a chunk back
         assert mean_bare == pytest.approx(gradient_s + one_way * (1 + 1 / num_chunks), rel=0.05)
 
 

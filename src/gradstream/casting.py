@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import gradstream
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
@@ -66,7 +64,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         record=job.record,
         policy=policy_of(job) if keeps else None,
         resume=resume,
-        **dataclasses.asdict(job.deadlines),
+        deadlines=job.deadlines,
     )
     cast.ledger()
     if strategy.through == "servers":

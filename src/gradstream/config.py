@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
+from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.membership.goal import Until
 from gradstream.model.base import Model
@@ -29,25 +30,6 @@ __all__ = [
     "make_job",
     "spread_out",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """How long a run waits before it gives up, in seconds. All are bounds of silence, not of work.
-
-    Args:
-        join_s: for all nodes to have joined; building models and reading data included.
-        silence_s: for a peer that has an answer to give.
-        lease_s: for a sign of life of a node, before it counts as lost.
-        retry_s: for a push or fetch to succeed, over all its retries.
-        cut_s: that workers stand still for a checkpoint, the minibatches that they are in included.
-    """
-
-    join_s: float = 60.0
-    silence_s: float = 30.0
-    lease_s: float = 10.0
-    retry_s: float = 120.0
-    cut_s: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -332,8 +332,8 @@ class Launcher:
             if self._ended and not {"started", "failed", "stopped"} & set(self._events.last):
                 raise self._error_of_ended()
             if silent and len(self._ended) == len(self._others) and self._on_address is None:
-                others_gone += 1  # it has been told by broken connections; it has a lease to conclude
-                if others_gone * POLL_S > 2 * self._job.deadlines.lease_s:
+                others_gone += 1  # it has been told by broken connections; it may be stopped, and wake up
+                if others_gone * POLL_S > self._job.deadlines.patience_s:
                     raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
         self._events.read()
         if "stopped" in self._events.last:

@@ -273,6 +273,7 @@ async def _run(
         security=Tls.of(credentials),
         insecure=given.insecure,
         connections=job.connections,
+        connection_s=job.deadlines.connection_s,
     )
     lateness = runtime.spawn(runtime.lateness.watch(), name=f"{name}-lateness")
     try:
@@ -315,7 +316,7 @@ async def _coordinate(
     outcome = await coordinator.run()
     for event in runtime.vitals(COORDINATOR):
         coordinator.emit(event)
-    await write_rest(log, runtime, cast.leases.lease_s, say)
+    await write_rest(log, runtime, cast.deadlines.lease_s, say)
     if outcome.notice.phase == v1.Notice.STOPPED:
         return RESUMABLE
     return OK if outcome.failed is None else ABORTED

@@ -23,10 +23,11 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan
 from gradstream.data.shares import MEASURED
+from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError
 from gradstream.events import StartedEvent
 from gradstream.membership.balance import Balance
-from gradstream.membership.coordinator import Coordinator, Leases
+from gradstream.membership.coordinator import Coordinator
 from gradstream.membership.cut import Limits
 from gradstream.membership.goal import Goal, Until
 from gradstream.membership.keeper import Keeping
@@ -92,7 +93,7 @@ class Cast:
         reduction: whether the model's gradients are means or sums.
         policy: when checkpoints are made; None makes none, and keeps nothing when the run is stopped.
         resume: where the run goes on; None where it begins.
-        join_s, silence_s, lease_s, retry_s, cut_s: deadlines; see `config.Deadlines`.
+        deadlines: see `Deadlines`.
         open_ended: the workers bring data of their own, nobody knows how much.
         find_optimizer: makes the update rule of what workers say of it, where they bring it.
         record: nodes note in which order things happen, so that the run can be replayed.
@@ -120,11 +121,7 @@ class Cast:
     until: Until | None = None
     policy: Policy | None = None
     resume: Resume | None = None
-    join_s: float = 60.0
-    silence_s: float = 30.0
-    lease_s: float = 10.0
-    retry_s: float = 120.0
-    cut_s: float = 120.0
+    deadlines: Deadlines = field(default_factory=Deadlines)
     open_ended: bool = False
     find_optimizer: FindOptimizer | None = None
     record: bool = False
@@ -141,11 +138,6 @@ class Cast:
         """Every node, in the order in which they are best started."""
         shards = [shard_name(rank) for rank in range(self.servers)]
         return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
-
-    @property
-    def leases(self) -> Leases:
-        """Deadlines of membership."""
-        return Leases(join_s=self.join_s, lease_s=self.lease_s)
 
     def plan(self) -> Plan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
@@ -218,7 +210,7 @@ class Cast:
             policy=self.policy,
             together=rounds,
             resume=self.resume,
-            limits=Limits(hold_s=self.cut_s),
+            limits=Limits(hold_s=self.deadlines.cut_s),
             quorum=self.strategy.quorum(self.workers),
             balance=Balance(ledger.plan) if self.balanced and isinstance(ledger, Ledger) else None,
             turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
@@ -228,7 +220,7 @@ class Cast:
             endpoint,
             membership,
             on_events=on_events,
-            leases=self.leases,
+            deadlines=self.deadlines,
             keeping=None if self.policy is None else self._keeping(started, self.policy),
             earlier_s=self._earlier_s,
             goal=None if self.until is None else Goal(self.until),
@@ -258,7 +250,7 @@ class Cast:
             open_ended=self.open_ended,
             policy=policy,
             resume=self.resume,
-            silence_s=self.silence_s,
+            silence_s=self.deadlines.silence_s,
             pieces=self._pieces,
         )
 
@@ -340,7 +332,7 @@ class Cast:
             rule=self.strategy.rule(self.workers, self.reduction),
             optimizer=self._shards_optimizer,
             grouped=None if self._workers_optimize else self.grouped(model),
-            silence_s=self.silence_s,
+            silence_s=self.deadlines.silence_s,
             find_optimizer=self.find_optimizer,
             resume_from=self.resume.folder if self.resume is not None else "",
             quorum=self.strategy.quorum(self.workers),
@@ -380,13 +372,13 @@ class Cast:
             epochs=self.epochs,
             steps=self.steps_left,
             num_steps=self.steps,
-            silence_s=self.silence_s,
-            retry_s=self.retry_s,
+            silence_s=self.deadlines.silence_s,
+            retry_s=self.deadlines.retry_s,
             loop=own.loop(rank) if own else None,
             optimizer=own.optimizer if own and self.strategy.pushes == "gradients" else "",
             resume=self.resume,
             balanced=self.balanced,
-            form_group=partial(form_group, how=self._how_grouped, silence_s=self.silence_s),
+            form_group=partial(form_group, how=self._how_grouped, silence_s=self.deadlines.silence_s),
             update_rule=self._update_rule(model, own) if self._workers_optimize else None,
         )
 
@@ -422,6 +414,6 @@ class Cast:
             endpoint,
             node,
             software=self.software,
-            leases=self.leases,
+            deadlines=self.deadlines,
             earlier_s=self._earlier_s,
         )

@@ -22,8 +22,6 @@ RETRY_S = 0.02  # after a peer that has not come yet
 NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}
 """What a peer answers that is not in the group yet."""
 
-_NS = 1_000_000_000
-
 
 class Meeting:
     """One rank's part of it.
@@ -72,9 +70,9 @@ class Meeting:
             DeadlineError, PeerLostError: somebody has not come within `silence_s`, or is gone: who.
             RefusedError: ranks do not agree on who they are.
         """
-        until_ns = self._runtime.now() + round(self._silence_s * _NS)
+        begun_ns = self._runtime.now()
         higher = range(self._rank + 1, len(self._names))
-        await self._runtime.gather(self._lower_ranks(), *(self._call(rank, until_ns) for rank in higher))
+        await self._runtime.gather(self._lower_ranks(), *(self._call(rank, begun_ns) for rank in higher))
 
     def over(self) -> None:
         """Nobody is welcome any more."""
@@ -87,12 +85,12 @@ class Meeting:
             over.set_result(None)  # its handler returns, which ends it
         return over is not None
 
-    async def _call(self, rank: int, until_ns: int) -> None:
+    async def _call(self, rank: int, begun_ns: int) -> None:
         """Opens the stream with a higher rank, again and again until that has come."""
         name = self._names[rank]
         request = v1.Exchange(epoch=self._epoch, rank=self._rank, names=self._names)
         while True:
-            left_s = (until_ns - self._runtime.now()) / _NS
+            left_s = self._runtime.left_s(begun_ns, self._silence_s)
             if left_s <= 0:
                 raise self._absent(name)
             stream = await self._endpoint.open(name, "exchange", request, window=WINDOW)

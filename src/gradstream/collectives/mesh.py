@@ -37,10 +37,10 @@ __all__ = ["Loss", "Mesh"]
 
 T = TypeVar("T")
 
-BEATS = 8  # signs of life within `silence_s`; who has missed five of them is lost
+BEATS = 8  # signs of life within `silence_s`
+LOST = "lost by its group: "
+"""How the reason begins that a rank is told whose group goes on without it, or breaks because of it."""
 LINGER_S = 5.0  # how long a rank that leaves waits for the others to have heard all it said
-
-_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,11 @@ class Mesh:
     def _ended(self, rank: int) -> None:
         """A stream is over. Who has left in order is missed only by those who still need it."""
         error = self._streams[rank].failure
-        if isinstance(error, PeerLostError | DeadlineError):
+        if isinstance(error, ClosedError) and LOST in str(error):  # this rank was, and wakes up now
+            self.lose(
+                Loss(self._me, True, f"{LOST}{str(error).partition(LOST)[2]}; it was stopped or cut off")
+            )
+        elif isinstance(error, PeerLostError | DeadlineError):
             self.lose(Loss.of(self.names[rank], error))
         self._gone.add(rank)
         self._released.ring()
@@ -280,20 +284,22 @@ class Mesh:
     async def _keep_alive(self) -> None:
         """Gives signs of life to all, and looks who gives none."""
         period_s = self.silence_s / BEATS
-        limit_ns = round(self.silence_s * _NS) * 5 // BEATS
+        lost_s = self.silence_s + period_s  # its last sign of life is older than what has silenced it
         while self.loss is None:
+            next_s = period_s
             for rank, stream in list(self._streams.items()):
                 if stream.failure is not None:
                     continue
-                quiet_ns = self.runtime.now() - stream.heard_ns
-                if quiet_ns > limit_ns:
-                    self.lose(Loss(self.names[rank], True, f"silent for {quiet_ns / _NS:g} s in a group"))
+                left_s = self.runtime.left_s(stream.heard_ns, lost_s)
+                if left_s <= 0:
+                    self.lose(Loss(self.names[rank], True, f"silent for {lost_s:g} s in a group"))
                     return
+                next_s = min(next_s, left_s)
                 try:
                     await stream.waiting([f"{self._me}: its next step in the group"])
                 except GradstreamError:
                     continue  # it has left, or is lost: the stream itself says so
-            await self.runtime.sleep(period_s)
+            await self.runtime.sleep(next_s)
 
     async def _tell(self, loss: Loss) -> None:
         others = [name for name in self.names if name not in (self._me, loss.culprit)]
@@ -316,8 +322,10 @@ class Mesh:
 
     def _cut(self) -> None:
         """From here on nothing writes the memory that streams were to receive into."""
-        for stream in self._streams.values():
-            stream.cancel(f"{self._me} has left the group")
+        for rank, stream in self._streams.items():
+            lost = self.loss is not None and self.loss.culprit == self.names[rank]
+            why = f"{LOST}{self.loss.message}" if lost and self.loss else f"{self._me} has left the group"
+            stream.cancel(why)
         if self.lines is not None:
             self.lines.cut()
 

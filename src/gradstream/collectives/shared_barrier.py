@@ -35,6 +35,7 @@ NATIVE_SPINS = 800
 
 _NAP_S = 0.5  # between two looks at the beats of those who are awaited
 _RING = b"\0"
+_STALL_S = 0.25  # later than it wanted to be: this process stood still
 _RETRY_MS = 5.0  # a letter for which there was no room
 
 
@@ -143,6 +144,7 @@ class Barrier:
         )
         self._native = native()
         self._deadline_s = deadline_s
+        self._looked_at = 0.0
         self._stop = stop
         self._lock = Lock()
         self._poll = select.poll()
@@ -196,7 +198,7 @@ class Barrier:
 
     def receive(self, peer: Peer, ready: Callable[[], bool], doing: object) -> None:
         """Hears a rank until `ready()`; waits for its letters as for its coming. Raises as `wait`."""
-        heard_at = time.monotonic()
+        heard_at = self._looked_at = time.monotonic()
         while True:
             peer.hear()
             if ready():
@@ -231,7 +233,8 @@ class Barrier:
 
     def _sleep(self, doing: object) -> None:
         count = self.state.words[COUNT]
-        heard_at = dict.fromkeys((peer.rank for peer in self._peers), time.monotonic())
+        self._looked_at = time.monotonic()
+        heard_at = dict.fromkeys((peer.rank for peer in self._peers), self._looked_at)
         self._words[ASLEEP] = 1
         try:
             while True:
@@ -251,6 +254,9 @@ class Barrier:
     def _nap(self, awaited: dict[int, float], doing: object) -> dict[int, float]:
         """Sleeps until something is heard, or for a while; when each awaited rank was heard last, by rank."""
         now = time.monotonic()
+        if now - self._looked_at > _NAP_S + _STALL_S:
+            awaited = dict.fromkeys(awaited, now)  # this rank was stopped: it has to look first
+        self._looked_at = now
         left_s = self._deadline_s + min(awaited.values()) - now
         if left_s <= 0:
             self._raise_silence(doing, [rank for rank in awaited if awaited[rank] + self._deadline_s <= now])

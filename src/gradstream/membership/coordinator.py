@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gradstream.checkpoint.manifest import Evaluated
+from gradstream.deadlines import Deadlines
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.events import Event, FailedEvent, encode
 from gradstream.membership.bell import Bell
@@ -24,28 +25,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["Coordinator", "Leases", "Outcome"]
-
-BEATS_PER_LEASE = 4
-"""How often either side shows that it is alive: three in a row may be lost or late."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leases:
-    """How long membership waits.
-
-    Args:
-        join_s: all nodes must have joined by then.
-        lease_s: a member that is silent for so long is lost.
-    """
-
-    join_s: float = 60.0
-    lease_s: float = 10.0
-
-    @property
-    def beat_s(self) -> float:
-        """The longest time between two signs of life."""
-        return self.lease_s / BEATS_PER_LEASE
+__all__ = ["Coordinator", "Outcome"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +36,27 @@ class Outcome:
     failed: FailedEvent | None
 
 
+class _Presence:
+    """A node that is in.
+
+    Args:
+        stream: of its presence.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.bell = Bell()  # rings when it is to be told something
+
+
 class Coordinator:
-    """Serves "join" (the presence of each node), "orphans" (batches of lost workers), "ending" and "shares".
+    """Serves "join" (the presence of each node), "alive", "orphans" (batches of lost workers), and so on.
 
     Args:
         runtime: time and tasks.
         endpoint: not started yet.
         membership: the state machine to carry out.
         on_events: gets JSON lines, the coordinator's own and those of all nodes, as they come.
-        leases: deadlines.
+        deadlines: how long membership waits.
         keeping: what checkpoints are made; None makes none.
         earlier_s: of the run's time before it was resumed.
         goal: ends the run early.
@@ -79,7 +71,7 @@ class Coordinator:
         membership: Membership,
         *,
         on_events: Callable[[bytes], None],
-        leases: Leases,
+        deadlines: Deadlines,
         keeping: Keeping | None = None,
         earlier_s: float = 0.0,
         goal: Goal | None = None,
@@ -89,10 +81,11 @@ class Coordinator:
         self._runtime = runtime
         self._membership = membership
         self._on_events = on_events
-        self._leases = leases
-        self._born_ns = runtime.now()
+        self._deadlines = deadlines
+        self._born_ns = runtime.awake_ns()
         self._training_ns: int | None = None
-        self._presences: dict[str, Bell] = {}
+        self._presences: dict[str, _Presence] = {}
+        self._reasons: dict[str, str] = {}  # why nodes were lost
         self._askers: dict[Bell, None] = {}
         self._ended = Bell()
         self._failed: FailedEvent | None = None
@@ -109,11 +102,12 @@ class Coordinator:
                 self._carry_out,
                 time_s=self._time_s,
                 num_samples=num_samples,
-                look_s=leases.beat_s,
+                look_s=deadlines.notice_s,
             )
         self._keeper = None if keeping is None else Keeper(runtime, endpoint, membership, keeping)
         self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
+        endpoint.serve("alive", self._serve_alive, model=False)
         endpoint.serve("orphans", self._serve_orphans, model=False)
         endpoint.serve("ending", self._serve_ending, model=False)
         endpoint.serve("shares", self._serve_shares, model=False)
@@ -124,19 +118,19 @@ class Coordinator:
 
     async def run(self) -> Outcome:
         """Returns when the run is over and every member has left, or had a lease's time to."""
-        deadline = self._runtime.call_later(
-            self._leases.join_s, lambda: self._carry_out(self._membership.overdue())
+        deadline = self._runtime.expire_after(
+            self._deadlines.join_s, lambda: self._carry_out(self._membership.overdue())
         )
         if self._keeper is not None:
             await self._keeper.sweep()
         try:
             while not self._membership.phases.over:
-                await self._ended.rung(self._runtime, self._leases.join_s)
+                await self._ended.rung(self._runtime, self._deadlines.join_s)
         finally:
             deadline.cancel()
             if self._driving is not None:
                 self._driving.cancel()
-        while self._presences and await self._ended.rung(self._runtime, self._leases.lease_s):
+        while self._presences and await self._ended.rung(self._runtime, self._deadlines.lease_s):
             pass
         await self._runtime.gather(*self._jobs)
         return Outcome(self._membership.notice, self._failed)
@@ -159,15 +153,16 @@ class Coordinator:
                 stream.refuse(instruction.code, instruction.message)
                 return
         self._endpoint.know(who, request.node.address)
-        bell = self._presences[who] = Bell()
+        presence = self._presences[who] = _Presence(stream)
         self._carry_out(instructions)
         reason = ""
         try:
-            await self._runtime.gather(self._listen(stream, who), self._tell(stream, bell))
+            await self._runtime.gather(self._listen(stream, who), self._tell(stream, presence.bell))
         except Exception as error:  # its stream is broken, or what came on it makes no sense
             reason = str(error).removeprefix(f"{who}: ")
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
         del self._presences[who]
+        self._reasons[who] = reason or "it left"
         self._carry_out(self._membership.lost(who, reason, self._age_s(), stream.certificate))
         self._tell_driver()
         self._ended.ring()
@@ -175,7 +170,7 @@ class Coordinator:
     async def _listen(self, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises when it was not allowed to, or is gone."""
         while True:
-            received = await stream.recv(self._leases.lease_s)
+            received = await stream.recv(self._deadlines.lease_s)
             if received is None:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
@@ -198,6 +193,9 @@ class Coordinator:
     async def _tell(self, stream: Stream, bell: Bell) -> None:
         """Sends the notice at each change, and now and then as a sign of life, up to the last one.
 
+        Whom the coordinator does not hear gets no sign of life: so a member that cannot be heard notices, and
+        says over a new connection that it is alive.
+
         The stream ends only when the member has ended its side: that is how a member knows that
         its last beat was heard.
         """
@@ -206,7 +204,19 @@ class Coordinator:
             await stream.send(v1.Frame(body=v1.Body(data=notice.SerializeToString())))
             if notice.phase >= v1.Notice.FINISHED:
                 return
-            await bell.rung(self._runtime, self._leases.beat_s)
+            while not await bell.rung(self._runtime, self._deadlines.notice_s):
+                if self._runtime.left_s(stream.heard_ns, 3 * self._deadlines.beat_s) > 0:
+                    break
+
+    async def _serve_alive(self, stream: Stream) -> None:
+        """A member that has not heard the coordinator for some time shows itself over another connection."""
+        who, presence = stream.peer, self._presences.get(stream.peer)
+        if presence is None or presence.stream.opened.incarnation != stream.opened.incarnation:
+            reason = self._reasons.get(who, f"it is not in this run; in are {', '.join(self._presences)}")
+            stream.refuse(v1.NOT_MEMBER, reason)
+            return
+        presence.stream.heard()
+        await stream.send(v1.Frame(body=v1.Body()))
 
     # ---- orphans ------------------------------------------------------------------------
 
@@ -235,7 +245,7 @@ class Coordinator:
             while (answer := decide()) is None:
                 others = [name for name in self._membership.nodes.worker_names if name != who]
                 await stream.waiting(others)
-                await bell.rung(self._runtime, self._leases.beat_s)
+                await bell.rung(self._runtime, self._deadlines.notice_s)
         finally:
             del self._askers[bell]
         if isinstance(answer, Refuse):
@@ -264,8 +274,8 @@ class Coordinator:
                     self._failed = instruction.event
                 self.emit(instruction.event)
             elif isinstance(instruction, Notify):
-                for bell in self._presences.values():
-                    bell.ring()
+                for presence in self._presences.values():
+                    presence.bell.ring()
                 self._wake_askers()
             elif isinstance(instruction, Prepare | Commit | Discard):
                 name = f"{self._runtime.node}-{type(instruction).__name__.lower()}-{instruction.cut.number}"
@@ -316,7 +326,8 @@ class Coordinator:
             self._runtime.call_later(left_s, lambda: self._reached(goal.timed()))
 
     def _age_s(self) -> float:
-        return (self._runtime.now() - self._born_ns) / 1e9
+        """What membership goes by: nobody is late by what the coordinator itself stood still."""
+        return (self._runtime.awake_ns() - self._born_ns) / 1e9
 
     def _time_s(self) -> float:
         """Seconds of training so far, those before the run was resumed included."""

@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import Speed
+from gradstream.deadlines import Deadlines
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.events import CarriersEvent, Event, encode
 from gradstream.membership.bell import Bell
-from gradstream.membership.coordinator import Leases
+from gradstream.membership.lifeline import EvictedError, Lifeline
 from gradstream.membership.receipts import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
@@ -67,7 +69,7 @@ class Member:
         node: who this is.
         software: version of gradstream.
         coordinator: name under which the endpoint knows the coordinator.
-        leases: `beat_s` and `lease_s` bound the silence of either side.
+        deadlines: bound the silence of either side.
         beat_s: how long reports are gathered before they are sent.
         earlier_s: of the run's time before it was resumed.
     """
@@ -80,7 +82,7 @@ class Member:
         *,
         software: str,
         coordinator: str = "coordinator",
-        leases: Leases | None = None,
+        deadlines: Deadlines | None = None,
         beat_s: float = 0.25,
         earlier_s: float = 0.0,
     ) -> None:
@@ -90,8 +92,8 @@ class Member:
         self._endpoint = endpoint
         self._software = software
         self._coordinator = coordinator
-        self._leases = leases or Leases()
-        self._beat_s = min(beat_s, self._leases.beat_s)
+        self._deadlines = deadlines or Deadlines()
+        self._beat_s = min(beat_s, self._deadlines.beat_s)
         self._earlier_s = earlier_s
         self._listeners: list[Callable[[v1.Notice], None]] = []
         self._training_ns: int | None = None
@@ -164,7 +166,7 @@ class Member:
         self._listeners.append(listener)
 
     async def leave(self) -> None:
-        """Says what is left to say and goodbye, and waits until it was heard, for a lease at most.
+        """Says what is left to say and goodbye, and waits until it was heard: as long as for the coordinator.
 
         Never raises. Before the end of the run, leaving counts as being lost.
         """
@@ -173,7 +175,9 @@ class Member:
         if self.notice.phase < v1.Notice.FINISHED:
             self._presence.cancel()
         try:
-            await self._runtime.within(self._leases.lease_s, self._say_goodbye(self._stream, self._presence))
+            await self._runtime.within(
+                self._deadlines.patience_s, self._say_goodbye(self._stream, self._presence)
+            )
         except (GradstreamError, TimeoutError):
             pass  # the coordinator is gone, nobody is left to tell
 
@@ -185,7 +189,7 @@ class Member:
                 raise
         await self._send_beat(stream)
         await stream.end()
-        while await stream.recv(self._leases.lease_s) is not None:
+        while await stream.recv(self._deadlines.patience_s) is not None:
             pass
 
     # ---- reporting ----------------------------------------------------------------------
@@ -232,7 +236,8 @@ class Member:
         """This node cannot go on: the run is aborted, naming it. Never raises.
 
         A lost peer is left to the coordinator to judge first: it knows who was lost, and whether
-        the run ends because of it. Only if it says nothing for a lease is this node's word taken.
+        the run ends because of it. Only if it is there, and finds no fault with anybody for a lease, is this
+        node's word taken.
         """
         if self._stream is None or isinstance(error, RunAbortedError | RunStoppedError):
             return
@@ -248,13 +253,17 @@ class Member:
 
     async def _judged(self) -> bool:
         """Whether the end of the run is heard of within the time in which a loss is noticed."""
-        try:
-            await self._runtime.within(self._leases.lease_s + self._leases.beat_s, self.over())
-        except TimeoutError:
-            return False
-        except GradstreamError:
-            pass
-        return True
+        assert self._stream is not None
+        while True:
+            try:
+                await self._runtime.within(self._deadlines.lease_s + self._deadlines.beat_s, self.over())
+            except TimeoutError:
+                if self._runtime.left_s(self._stream.heard_ns, 2 * self._deadlines.notice_s) > 0:
+                    return False
+                continue  # it is silent: it judges when it is there again
+            except GradstreamError:
+                pass
+            return True
 
     async def orphans(self, epoch: int, last: bool) -> Left:
         """Batches to go through that others have left, and whether the data epoch is complete.
@@ -272,7 +281,7 @@ class Member:
             "orphans",
             v1.Orphans(epoch=epoch, last=last),
             v1.OrphanBatches,
-            silence_s=self._leases.lease_s,
+            silence_s=self._deadlines.patience_s,
         )
         return Left([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.turn)
 
@@ -290,7 +299,7 @@ class Member:
             "ending",
             v1.Ending(batches=batches, samples=samples, round=next_round),
             v1.Ended,
-            silence_s=self._leases.lease_s,
+            silence_s=self._deadlines.patience_s,
         )
         return answer.over
 
@@ -308,22 +317,45 @@ class Member:
             "shares",
             v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(stretch)),
             v1.Shares,
-            silence_s=self._leases.lease_s,
+            silence_s=self._deadlines.patience_s,
         )
         return list(answer.samples)
 
     # ---- presence -----------------------------------------------------------------------
 
     async def _be_present(self, stream: Stream) -> None:
+        lifeline = Lifeline(
+            self._runtime,
+            self._endpoint,
+            self._coordinator,
+            stream,
+            self._deadlines,
+            lambda error: self._lose(stream, error),
+        )
+        watching = self._runtime.spawn(lifeline.run(), name=f"{self.node.name}/lifeline")
         try:
             await self._runtime.gather(self._keep_hearing(stream), self._keep_beating(stream))
         except (RunAbortedError, RunStoppedError):
             pass  # noted where it was heard
+        except ClosedError as error:
+            evicted = EXPIRED in str(error)
+            self._fail(
+                EvictedError(self.node.name, str(error).partition(EXPIRED)[2])
+                if evicted
+                else PeerLostError(self._coordinator, str(error))
+            )
         except GradstreamError as error:
             lost = isinstance(error, PeerLostError)
             self._fail(error if lost else PeerLostError(self._coordinator, str(error)))
         except Exception as error:
             self._fail(InternalError(f"membership of {self.node.name}: {error!r}"))
+        finally:
+            watching.cancel()
+
+    def _lose(self, stream: Stream, error: GradstreamError) -> None:
+        """There is no presence to keep up any more."""
+        self._fail(error)
+        stream.cancel("this node was evicted, or takes the coordinator for dead")
 
     def _fail(self, error: GradstreamError) -> None:
         self._error = self._error or error
@@ -335,7 +367,7 @@ class Member:
 
     async def _hear(self, stream: Stream) -> bool:
         """Takes one notice; False when it was the last."""
-        received = await stream.recv(self._leases.lease_s)
+        received = await stream.recv(self._deadlines.patience_s)
         if received is None:
             raise PeerLostError(self._coordinator, "ended the presence of this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
@@ -382,7 +414,7 @@ class Member:
                 await self._send_beat(stream)
                 continue
             silent_s += self._beat_s
-            if silent_s >= self._leases.beat_s:
+            if silent_s >= self._deadlines.beat_s:
                 silent_s = 0.0
                 await self._send_beat(stream)
 

@@ -9,11 +9,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import gradstream
+from gradstream.deadlines import Deadlines
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
 from gradstream.membership.bell import Bell
 from gradstream.remote.address import Address
@@ -47,10 +48,12 @@ class Invitation:
     Args:
         spec: of the run's nodes, JSON.
         files: other files of the user's that nodes read: names and SHA-256.
+        deadlines: of the run.
     """
 
     spec: str
     files: Mapping[str, str]
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 class Enrolment:
@@ -142,6 +145,7 @@ class Enrolment:
             listen=str(self.address),
             security=self._authority.enrolment if self._authority else None,
             insecure=self._authority is None,
+            connection_s=self._invitation.deadlines.connection_s,
             max_message_bytes=MAX_HEADER_BYTES,
         )
         self._runtime = runtime

@@ -63,7 +63,8 @@ class Gathering:
             facts=facts_of(job),
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
-        invitation = Invitation(json.dumps(spec), {path.name: file_hash(path) for path in files})
+        hashes = {path.name: file_hash(path) for path in files}
+        invitation = Invitation(json.dumps(spec), hashes, job.deadlines)
         self.enrolment = Enrolment(
             listening.address, self._authority, self.roster, invitation, on_message, self._token.encode()
         )

@@ -39,7 +39,6 @@ from gradstream.wire import v1
 
 __all__ = ["Joining", "join"]
 
-SILENCE_S = 20.0
 """The launcher says every few seconds what it waits for."""
 
 POLL_S = 0.05
@@ -114,7 +113,12 @@ class _Machine:
         security = Tls(authority=self._authority, mutual=False) if self._authority else None
         identity = Identity(JOB, f"machine-{self._name}", int.from_bytes(os.urandom(8), "little"))
         identity.secret = new_token(self._joining.token).encode()
-        endpoint = GrpcEndpoint(identity, self._runtime, security=security)
+        endpoint = GrpcEndpoint(
+            identity,
+            self._runtime,
+            security=security,
+            connection_s=self._job.deadlines.connection_s,
+        )
         endpoint.know(ENROLMENT, str(self._joining.address))
         try:
             stream = await endpoint.open(ENROLMENT, "enrol", self._request(), priority=Priority.CONTROL)
@@ -149,7 +153,7 @@ class _Machine:
 
     async def _order(self, stream: Stream) -> v1.Order:
         try:
-            received = await stream.recv(SILENCE_S)
+            received = await stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
             raise PeerLostError(ENROLMENT, f"is gone, and the run with it ({error})") from error
         if received is None:

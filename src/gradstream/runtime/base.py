@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from gradstream.events import Event
 from gradstream.memory import Memory, Span
+from gradstream.runtime.stalls import Stalls
 
 __all__ = ["Buffer", "Lane", "Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
 
@@ -123,6 +124,7 @@ class Runtime(Protocol):
     node: str
     memory: Memory
     storage: Storage
+    stalls: Stalls
 
     def now(self) -> int:
         """Monotonic time in nanoseconds. Only differences mean anything."""
@@ -136,6 +138,24 @@ class Runtime(Protocol):
         """Calls back on the loop after `seconds`."""
         ...
 
+    def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Calls back after `seconds` in which others had the chance to be heard: see `left_s`.
+
+        For deadlines of what others do; `call_later` is for what this node does.
+        """
+        ...
+
+    def left_s(self, since_ns: int, seconds: float) -> float:
+        """How much longer a peer that was heard last at `since_ns` may be silent, of `seconds` in all.
+
+        Time in which this node stood still itself is not held against the peer: see `runtime.stalls`.
+        """
+        ...
+
+    def awake_ns(self) -> int:
+        """As `now`, without the time in which this node stood still."""
+        ...
+
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Starts a task, and keeps it alive. Whoever spawns must await it, or its failure is only logged."""
         ...
@@ -145,7 +165,7 @@ class Runtime(Protocol):
         ...
 
     async def within(self, seconds: float, work: Awaitable[T]) -> T:
-        """Awaits `work`, cancelling it after `seconds`. Raises TimeoutError (the builtin)."""
+        """Awaits `work`, cancelling it as `expire_after` says. Raises TimeoutError (the builtin)."""
         ...
 
     async def compute(

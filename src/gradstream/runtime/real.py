@@ -20,6 +20,7 @@ from typing import TypeVar
 from gradstream.events import CpuEvent, Event, LateEvent, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
+from gradstream.runtime.stalls import StallWatch
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.runtime.vitals import Lateness, OwnMemory
@@ -59,6 +60,7 @@ class RealRuntime(Tasks):
         self.memory = Memory() if memory is None else memory
         self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root, durable=durable)
         self.lateness = Lateness()
+        self._watch = StallWatch(self.stalls, self.now)
         self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
@@ -70,6 +72,10 @@ class RealRuntime(Tasks):
     def now(self) -> int:
         """Nanoseconds of the monotonic clock."""
         return time.monotonic_ns()
+
+    def look(self) -> int:
+        """See `Tasks.look`."""
+        return self._watch.look()
 
     async def sleep(self, seconds: float) -> None:
         """See `Runtime.sleep`."""

@@ -13,22 +13,51 @@ from typing import Any, TypeVar
 
 from gradstream.memory import Loans
 from gradstream.runtime.base import Report, Timer
+from gradstream.runtime.stalls import Stalls
 
 __all__ = ["Tasks", "finish_despite_cancel", "release_then"]
 
 T = TypeVar("T")
 
+SLACK_S = 1e-3
+"""asyncio's timers may fire as much too early."""
+
+_NS = 1_000_000_000
+
 
 class Tasks(ABC):
-    """`spawn`, `gather` and `within`, for a runtime that has `call_later`."""
+    """`spawn`, `gather`, `within` and deadlines, for a runtime that has a clock and `call_later`."""
 
     def __init__(self) -> None:
         # A dict is an ordered set; the loop itself holds tasks only weakly.
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.stalls = Stalls()
+
+    @abstractmethod
+    def now(self) -> int:
+        """See `Runtime.now`."""
 
     @abstractmethod
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """See `Runtime.call_later`."""
+
+    def look(self) -> int:
+        """The time; by then, a stall of this node that has just ended is noted in `stalls`."""
+        return self.now()
+
+    def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """See `Runtime.expire_after`."""
+        return _Expiry(self, seconds, callback)
+
+    def left_s(self, since_ns: int, seconds: float) -> float:
+        """See `Runtime.left_s`."""
+        now_ns = self.look()
+        return self.stalls.left_ns(since_ns, round(seconds * _NS), now_ns) / _NS
+
+    def awake_ns(self) -> int:
+        """See `Runtime.awake_ns`."""
+        now_ns = self.look()
+        return now_ns - self.stalls.total_ns
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """See `Runtime.spawn`."""
@@ -66,7 +95,7 @@ class Tasks(ABC):
             expired = True
             future.cancel()
 
-        timer = self.call_later(seconds, expire)
+        timer = self.expire_after(seconds, expire)
         try:
             return await future
         except asyncio.CancelledError:
@@ -76,6 +105,29 @@ class Tasks(ABC):
             raise
         finally:
             timer.cancel()
+
+
+class _Expiry:
+    """A deadline, which is put off by what this node stood still."""
+
+    __slots__ = ("_begun_ns", "_callback", "_seconds", "_tasks", "_timer")
+
+    def __init__(self, tasks: Tasks, seconds: float, callback: Callable[[], None]) -> None:
+        self._tasks = tasks
+        self._seconds = seconds
+        self._callback = callback
+        self._begun_ns = tasks.look()
+        self._timer = tasks.call_later(seconds, self._due)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _due(self) -> None:
+        left_s = self._tasks.left_s(self._begun_ns, self._seconds)
+        if left_s > SLACK_S:
+            self._timer = self._tasks.call_later(left_s, self._due)
+        else:
+            self._callback()
 
 
 async def finish_despite_cancel(future: asyncio.Future[T]) -> T:

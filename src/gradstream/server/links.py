@@ -93,7 +93,7 @@ class Links:
                     raise
                 failure = error
             self.traffic.retries += 1
-            if (self.runtime.now() - last_ns) / 1e9 + pause_s > self._retry_s:
+            if self.runtime.left_s(last_ns, self._retry_s) < pause_s:
                 raise failure
             await self.runtime.sleep(pause_s * (0.5 + self._jitter.random()))
             pause_s = min(1.0, 2 * pause_s)

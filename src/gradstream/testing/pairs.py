@@ -36,7 +36,7 @@ __all__ = [
 SECRET = b"the secret of a test's run"
 
 _METHODS = {
-    name: Method(callers=frozenset({"near", "far"}), members=False, chunks=True)
+    name: Method(callers=frozenset({"near", "far"}), members=name == "tensor", chunks=True)
     for name in ("echo", "held", "flood", "ping", "reply", "sink", "tensor")
 }
 
@@ -77,6 +77,7 @@ def memory_pairs(seed: int = 0, world: World = QUIET) -> tuple[Run, MakePair]:
         network = MemoryNetwork(cluster)
         near = MemoryEndpoint(Identity("job", "near", 1), cluster.runtime("near"), network)
         far = MemoryEndpoint(Identity("job", "far", 2), cluster.runtime("far"), network)
+        near.methods = far.methods = {**METHODS, **_METHODS}
         await near.start()
         await far.start()
         _know(near, far)

@@ -128,6 +128,10 @@ class Stream(Protocol):
         """When the last frame of any kind came, on the runtime's clock: who is silent?"""
         ...
 
+    def heard(self) -> None:
+        """The peer has shown in another way that it is alive: counts as a frame that came now."""
+        ...
+
     def on_release(self, callback: Callable[[], object]) -> None:
         """Calls back once both directions are over, in whatever way; at once if they are."""
         ...
@@ -267,8 +271,14 @@ class Endpoint(Protocol):
         *,
         priority: Priority = Priority.CONTROL,
         silence_s: float = 30.0,
+        new_connection: bool = False,
     ) -> M:
-        """One small request, one small reply."""
+        """One small request, one small reply.
+
+        Args:
+            new_connection: over one that is made for this call and ends with it, by carriers that have
+                connections: the old one may have been cut.
+        """
         ...
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:

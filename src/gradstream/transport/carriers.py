@@ -8,7 +8,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.segments import SharedMemory
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity
-from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.endpoint import CONNECTION_S, EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.offers import CHOICES, Choice, shares_memory
 from gradstream.transport.routed import RoutedEndpoint
@@ -39,6 +39,7 @@ def make_endpoint(
     security: Tls | None = None,
     insecure: bool = False,
     connections: int = 1,
+    connection_s: float = CONNECTION_S,
 ) -> RoutedEndpoint:
     """An endpoint that has not started.
 
@@ -48,6 +49,7 @@ def make_endpoint(
         carrier: "auto" offers all that may be used here; "grpc" that alone; another one besides.
         listen, security, insecure: see `GrpcEndpoint`.
         connections: see `SocketEndpoint`.
+        connection_s: see `Deadlines.connection_s`.
 
     Raises:
         ConfigError: `listen` is none, or may not be listened on in plain text; the carrier cannot be had.
@@ -55,7 +57,14 @@ def make_endpoint(
     if carrier not in CHOICES:
         raise ConfigError(f"carrier={carrier!r}: expected one of {', '.join(CHOICES)}")
     carriers: dict[str, EndpointCore] = {
-        "grpc": GrpcEndpoint(identity, runtime, listen=listen, security=security, insecure=insecure)
+        "grpc": GrpcEndpoint(
+            identity,
+            runtime,
+            listen=listen,
+            security=security,
+            insecure=insecure,
+            connection_s=connection_s,
+        )
     }
     host, port = host_and_port(listen)
     shares = shares_memory(carrier)
@@ -71,6 +80,11 @@ def make_endpoint(
     may = security is None and (is_loopback(host) or (insecure and not port))
     if carrier == "tcp" or (carrier == "auto" and may):
         carriers["tcp"] = TcpEndpoint(
-            identity, runtime, listen=f"{host}:0", insecure=insecure, connections=connections
+            identity,
+            runtime,
+            listen=f"{host}:0",
+            insecure=insecure,
+            connections=connections,
+            connection_s=connection_s,
         )
     return RoutedEndpoint(carriers, host=host_name)

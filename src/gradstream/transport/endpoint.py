@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from google.protobuf.message import DecodeError, Message
 
+from gradstream.deadlines import Deadlines
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -43,12 +44,15 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.frames import PROTOCOL
 
-__all__ = ["PIECE_BYTES", "WINDOW", "EndpointCore"]
+__all__ = ["CONNECTION_S", "PIECE_BYTES", "WINDOW", "EndpointCore"]
 
 M = TypeVar("M", bound=Message)
 
 WINDOW = 16
 """Chunks that a called endpoint is ready to hold per stream."""
+
+CONNECTION_S = Deadlines().connection_s
+"""A carrier ends a silent connection after this where nobody says otherwise."""
 
 PIECE_BYTES = 1 << 20
 """Tagged sends go in chunks of this size."""
@@ -109,6 +113,10 @@ class EndpointCore(ABC):
     @abstractmethod
     def _dial(self, peer: str, address: str | None, priority: Priority) -> OutgoingCarrier:
         """A carrier for a new stream; None is the address of a peer nobody told about."""
+
+    def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> OutgoingCarrier:
+        """As `_dial`, over a connection of the stream's own; carriers without connections have none."""
+        return self._dial(peer, address, priority)
 
     @abstractmethod
     def _hang_up(self, peer: str) -> None:
@@ -176,8 +184,9 @@ class EndpointCore(ABC):
         *,
         priority: Priority = Priority.BULK,
         window: int = WINDOW,
+        new_connection: bool = False,
     ) -> StreamCore:
-        """See `Endpoint.open`."""
+        """See `Endpoint.open`, and `call` for a new connection."""
         if self._closed:
             raise ClosedError(f"{self.identity.name} is closed: it opens no stream {method} to {peer}")
         opened = v1.Open(
@@ -192,11 +201,14 @@ class EndpointCore(ABC):
             body=request.SerializeToString(),
             urgent=priority is Priority.CONTROL,
         )
-        return self.dial(peer, opened, priority)
+        return self.dial(peer, opened, priority, new_connection=new_connection)
 
-    def dial(self, peer: str, opened: v1.Open, priority: Priority = Priority.BULK) -> StreamCore:
+    def dial(
+        self, peer: str, opened: v1.Open, priority: Priority = Priority.BULK, *, new_connection: bool = False
+    ) -> StreamCore:
         """Opens a stream with an Open made by hand: what another program might send, for tests."""
-        carrier = self._dial(peer, self._addresses.get(peer), priority)
+        dial = self._dial_anew if new_connection else self._dial
+        carrier = dial(peer, self._addresses.get(peer), priority)
         name, window = self.identity.name, opened.window
         depot = partial(self._depot, peer)
         stream = StreamCore(
@@ -222,9 +234,10 @@ class EndpointCore(ABC):
         *,
         priority: Priority = Priority.CONTROL,
         silence_s: float = 30.0,
+        new_connection: bool = False,
     ) -> M:
         """See `Endpoint.call`."""
-        stream = await self.open(peer, method, request, priority=priority)
+        stream = await self.open(peer, method, request, priority=priority, new_connection=new_connection)
         try:
             await stream.end()
             received = await stream.recv(silence_s)

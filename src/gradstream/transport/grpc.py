@@ -8,15 +8,15 @@ Before its first stream, a connection proves both ways that the run's secret is 
 `Session`, which stays open as long as the connection. Each stream shows a pass of that session. All of this
 goes in metadata, which is short: of a stranger no message is ever read.
 
-The death of a process breaks its connections at once; that of a machine or a cable is noticed by
-keepalive within `KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
+The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever
+waits for it; keepalive ends a connection after `Deadlines.connection_s` of silence, and not before.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport import proof
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity, Priority
-from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc_connection import (
     CHALLENGE,
     EOF,
@@ -54,16 +54,12 @@ __all__ = ["METHOD", "GrpcEndpoint"]
 METHOD = "/gradstream.v1.Peer/Stream"
 """The one rpc."""
 
-KEEPALIVE_S = 10.0
-KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # a frame that is too long is refused with a word
 HOLD_S = 2e-3  # how long control calls hold a bulk message back, at most
 FLUSH_S = 1.0  # how long `close` lets peers be told
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1e3)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1e3)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -74,7 +70,7 @@ SERVER_OPTIONS = [
     ("grpc.max_connection_idle_ms", int(LIMITS.handshake_s * 1e3)),  # strangers': a node's has its session
     ("grpc.server_handshake_timeout_ms", int(LIMITS.handshake_s * 1e3)),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a lottery
-    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # peers may have other deadlines
     ("grpc.http2.max_ping_strikes", 0),
 ]
 CLIENT_OPTIONS = [
@@ -83,10 +79,23 @@ CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own for each channel
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+CONNECT_MS = "grpc.min_reconnect_backoff_ms"  # the time that gRPC gives a try to connect
+USUAL_OPTIONS = [(CONNECT_MS, 1000)]
+ANEW_OPTIONS = [(CONNECT_MS, 5000)]  # others are tried beside it: a slow handshake may end
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+
+
+def patience_options(connection_s: float) -> list[tuple[str, int]]:
+    """Has gRPC end a silent connection after `connection_s`, and not earlier for any reason of its own.
+
+    A ping after half of it, half of it for the answer. The last one bounds pings that gRPC sends to measure
+    the connection; by default it ends a connection whose peer was stopped for a minute.
+    """
+    half_ms = int(500 * connection_s)
+    names = ("keepalive_time_ms", "keepalive_timeout_ms", "http2.ping_timeout_ms")
+    return [(f"grpc.{name}", half_ms) for name in names]
 
 
 class _Gate:
@@ -210,6 +219,7 @@ class _Outgoing(_GrpcCarrier):
         self._endpoint = endpoint
         self._peer = peer
         self._connection = connection
+        self.own_connection = False  # nobody else's: it is closed with the stream
         self._session: CallerSession | None = None  # that the call belongs to
         self._waiting: asyncio.Task[None] | None = None
 
@@ -222,6 +232,9 @@ class _Outgoing(_GrpcCarrier):
         self.transmit(v1.Frame(open=opened), None)
         if opened.urgent:
             self._endpoint.gate.hold(stream)
+        if self.own_connection:
+            close, name = self._connection.close, f"{self._endpoint.identity.name}: hang up on {self._peer}"
+            stream.on_release(lambda: self._endpoint.background(close(), name))
         if self._connection.session is not None:
             self._begin(self._connection, self._connection.session, stream)
             return
@@ -352,6 +365,7 @@ class GrpcEndpoint(EndpointCore):
         security: TLS, for listening and for dialling; None is plain text.
         insecure: listen on other interfaces than loopback without encryption or authentication.
         window: chunks held per incoming stream.
+        connection_s: silence after which gRPC ends a connection; see `Deadlines.connection_s`.
         max_message_bytes: the most that a caller may send at once; less than chunks may have, where
             callers are strangers.
 
@@ -369,6 +383,7 @@ class GrpcEndpoint(EndpointCore):
         security: Tls | None = None,
         insecure: bool = False,
         window: int = WINDOW,
+        connection_s: float = CONNECTION_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         super().__init__(identity, runtime, window=window)
@@ -376,6 +391,7 @@ class GrpcEndpoint(EndpointCore):
         self._sessions = Sessions(identity)
         self._ends: dict[int, tuple[str, asyncio.Future[None]]] = {}  # of sessions: sender, and how to end it
         self._max_message_bytes = max_message_bytes
+        self._patience = patience_options(connection_s)
         self._host = _host_of(listen, trusted=insecure or security is not None)
         self._listen = listen
         self._security = security
@@ -389,7 +405,7 @@ class GrpcEndpoint(EndpointCore):
     async def start(self) -> None:
         """See `Endpoint.start`."""
         received = ("grpc.max_receive_message_length", self._max_message_bytes)
-        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, received])
+        self._server = grpc.aio.server(options=[*SERVER_OPTIONS, *self._patience, received])
         self._server.add_generic_rpc_handlers((self._routes,))
         try:
             port = self._listen_with(self._server)
@@ -504,7 +520,7 @@ class GrpcEndpoint(EndpointCore):
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.call_later(LIMITS.handshake_s, partial(_send_away, call))
+        timer = self.runtime.expire_after(LIMITS.handshake_s, partial(_send_away, call))
         try:
             message = await context.read()
         finally:
@@ -527,11 +543,22 @@ class GrpcEndpoint(EndpointCore):
             self._connections[peer, priority] = connection
         return _Outgoing(self, peer, connection, self.gate if priority is Priority.BULK else None)
 
-    def _channel(self, peer: str, address: str) -> grpc.aio.Channel:
+    def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> _Outgoing:
+        if address is None:
+            return _Outgoing(self, peer, None, None)
+        channel = self._channel(peer, address, ANEW_OPTIONS)
+        connection = GrpcConnection(self.identity, self.runtime, peer, channel)
+        outgoing = _Outgoing(self, peer, connection, self.gate if priority is Priority.BULK else None)
+        outgoing.own_connection = True
+        return outgoing
+
+    def _channel(
+        self, peer: str, address: str, connect: Sequence[tuple[str, int]] = USUAL_OPTIONS
+    ) -> grpc.aio.Channel:
         if self._security is None:
-            return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            return grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *self._patience, *connect])
         # Certificates carry names of nodes: addresses change, and are not known beforehand.
-        options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", peer)]
+        options = [*CLIENT_OPTIONS, *self._patience, *connect, ("grpc.ssl_target_name_override", peer)]
         return grpc.aio.secure_channel(address, self._security.channel_credentials(), options=options)
 
     def _hang_up(self, peer: str) -> None:

@@ -127,7 +127,7 @@ class Lending:
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(connection, self._greeted, connection)
-        timer = self._runtime.call_later(_HELLO_S, partial(self._send_away, connection))
+        timer = self._runtime.expire_after(_HELLO_S, partial(self._send_away, connection))
         self._strangers[connection] = timer.cancel
 
     def _send_away(self, connection: socket.socket) -> None:

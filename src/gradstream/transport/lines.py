@@ -38,7 +38,7 @@ class Lines:
         if key in self._arrived:
             self._arrived[key].close()
         self._arrived[key] = connected
-        self._runtime.call_later(UNCLAIMED_S, lambda: self._expire(key, connected))
+        self._runtime.expire_after(UNCLAIMED_S, lambda: self._expire(key, connected))
 
     async def taken(self, peer: str, name: str) -> socket.socket:
         """The line of that name, once the peer has dialled."""

@@ -52,6 +52,7 @@ METHODS: Mapping[str, Method] = {
     "join": Method(
         served_by=_COORDINATOR, callers=_SHARD | _WORKER, members=False, request_bytes=MAX_HEADER_BYTES
     ),
+    "alive": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
     "orphans": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),

@@ -114,9 +114,18 @@ class RoutedEndpoint:
         *,
         priority: Priority = Priority.CONTROL,
         silence_s: float = 30.0,
+        new_connection: bool = False,
     ) -> M:
         """See `Endpoint.call`."""
-        return await self._to(peer).call(peer, method, request, reply, priority=priority, silence_s=silence_s)
+        return await self._to(peer).call(
+            peer,
+            method,
+            request,
+            reply,
+            priority=priority,
+            silence_s=silence_s,
+            new_connection=new_connection,
+        )
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
         """See `Endpoint.send`."""

@@ -60,16 +60,15 @@ class Silence:
             silence_s: how long the peer may be silent from now on; None for as long as it likes.
 
         Returns:
-            False where nothing at all was heard for so long.
+            False where nothing at all was heard for so long, while this node was there to hear it.
         """
         begun_ns = self._runtime.now()
         while not ready():
             if silence_s is not None:
-                quiet_ns = self._runtime.now() - max(begun_ns, self.heard_ns)
-                left_ns = round(silence_s * _NS) - quiet_ns
-                if left_ns <= 0:
+                left_s = self._runtime.left_s(max(begun_ns, self.heard_ns), silence_s)
+                if left_s <= 0:
                     return False
-                self._set_alarm(left_ns)
+                self._set_alarm(round(left_s * _NS))
             await bell.wait()
         return True
 

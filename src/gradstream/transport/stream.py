@@ -34,7 +34,10 @@ from gradstream.transport.silence import Bell, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, payload_tensor
 
-__all__ = ["StreamCore", "code_of", "refusal_of", "refused_by"]
+__all__ = ["EXPIRED", "StreamCore", "code_of", "refusal_of", "refused_by"]
+
+EXPIRED = "deadline: "
+"""How the reason begins that a peer is told when it was silent for too long."""
 
 PATIENCE_S = 1.0
 """A carrier has taken a payload over in less; where the peer does not read, by copying it."""
@@ -145,6 +148,10 @@ class StreamCore:
     def heard_ns(self) -> int:
         """When the last frame of any kind came, on the runtime's clock."""
         return self._silence.heard_ns
+
+    def heard(self) -> None:
+        """See `Stream.heard`."""
+        self._silence.heard()
 
     async def send(
         self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None
@@ -441,7 +448,7 @@ class StreamCore:
     def _expire(self, silence_s: float) -> None:
         on = f", after saying that it waits for {', '.join(self._waiting_on)}" if self._waiting_on else ""
         message = f"silent for {silence_s:g} s in {self.opened.method} with {self._me}{on}"
-        self._cancel(partial(DeadlineError, self.peer, message), f"deadline: {message}")
+        self._cancel(partial(DeadlineError, self.peer, message), f"{EXPIRED}{message}")
 
     def _cancel(self, failure: Failure, reason: str) -> None:
         if self._released:

@@ -3,8 +3,8 @@
 It is authenticated when a connection is made, and not encrypted, so off loopback it has to be asked
 for in so many words; where a run has certificates, `grpc` carries what leaves the host.
 
-The death of a process breaks its connections at once; that of a machine or a cable is noticed within
-`KEEPALIVE_S + KEEPALIVE_TIMEOUT_S`.
+The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever
+waits for it; the system ends a connection after `Deadlines.connection_s` of silence, and not before.
 
 How much the system puts on the network at once is its own choice, but for one case. BBR (Cardwell et al.,
 2016) sends at the rate that it believes the path to have, which is good over long paths that lose packets.
@@ -15,6 +15,7 @@ network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
 
@@ -22,14 +23,11 @@ from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity
-from gradstream.transport.endpoint import WINDOW
+from gradstream.transport.endpoint import CONNECTION_S, WINDOW
 from gradstream.transport.sockets import SocketEndpoint
 
 __all__ = ["TcpEndpoint", "choose_congestion_control"]
 
-KEEPALIVE_S = 10
-KEEPALIVE_TIMEOUT_S = 5
-UNANSWERED_S = 30  # sent and not acknowledged, nor any room offered for more
 BACKLOG = 512
 NEAR_S = 5e-3  # there and back; a network of one room, or of one town
 
@@ -45,6 +43,7 @@ class TcpEndpoint(SocketEndpoint):
         listen: host:port; port 0 takes a free one, see `address` after `start`.
         insecure: listen on other interfaces than loopback.
         connections, window: see `SocketEndpoint`.
+        connection_s: silence after which the system ends a connection; see `Deadlines.connection_s`.
 
     Raises:
         ConfigError: `listen` is not host:port, or not loopback without `insecure`.
@@ -61,8 +60,10 @@ class TcpEndpoint(SocketEndpoint):
         insecure: bool = False,
         connections: int = 1,
         window: int = WINDOW,
+        connection_s: float = CONNECTION_S,
     ) -> None:
         super().__init__(identity, runtime, connections=connections, window=window)
+        self._connection_s = connection_s
         self._host, self._port = host_and_port(listen)
         if not (insecure or is_loopback(self._host)):
             raise ConfigError(
@@ -102,11 +103,12 @@ class TcpEndpoint(SocketEndpoint):
     def _admit(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        half_s = math.ceil(self._connection_s / 2)  # a probe after half of it, half of it for the answer
         for name, value in (
-            ("TCP_KEEPIDLE", KEEPALIVE_S),
-            ("TCP_KEEPINTVL", KEEPALIVE_TIMEOUT_S),
+            ("TCP_KEEPIDLE", half_s),
+            ("TCP_KEEPINTVL", half_s),
             ("TCP_KEEPCNT", 1),
-            ("TCP_USER_TIMEOUT", UNANSWERED_S * 1000),
+            ("TCP_USER_TIMEOUT", math.ceil(1e3 * self._connection_s)),
         ):
             if hasattr(socket, name):  # not all systems have all of them
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -240,10 +240,9 @@ class Waits:
         if owner not in {node.rank for node in self._member.notice.nodes if node.role == "worker"}:
             self._board.free(lock, owner)
             return
-        now_ns = self._runtime.now()
         if self._met != (halt, lock, owner):
-            self._met, self._since_ns = (halt, lock, owner), now_ns
-        elif now_ns - self._since_ns > self._silence_s * 1e9:
+            self._met, self._since_ns = (halt, lock, owner), self._runtime.now()
+        elif self._runtime.left_s(self._since_ns, self._silence_s) < 0:
             raise DeadlineError(
                 f"worker-{owner}",
                 f"has kept lock {lock} of the common vector for {self._silence_s:g} s; is it stopped?",

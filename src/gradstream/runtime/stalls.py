@@ -1,0 +1,95 @@
+"""Stalls: when this node stood still itself, and what silence that excuses.
+
+A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, wakes up with its
+timers expired, although what others have sent lies unread in its sockets. So it must not take its own stall
+for their silence::
+
+    heard ───────── stopped ═════════════════ woke ── reads ──────────▶ now
+          counted          not counted            counted from here on
+
+`Stalls` decides, from times alone. `StallWatch` finds out on real time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["StallWatch", "Stalls"]
+
+LONG = 8
+"""A stall of an eighth of a bound or more has the bound begin anew; a shorter one is not counted."""
+
+REMEMBERED = 64
+
+_NS = 1_000_000_000
+
+
+class Stalls:
+    """When a node stood still. Times are nanoseconds of the runtime's clock."""
+
+    def __init__(self) -> None:
+        self.total_ns = 0
+        self._stalls: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+
+    def add(self, begin_ns: int, end_ns: int) -> None:
+        """The node stood still from the one time to the other, which is now."""
+        self.total_ns += end_ns - begin_ns
+        self._stalls.append((begin_ns, end_ns))
+
+    def left_ns(self, since_ns: int, bound_ns: int, now_ns: int) -> int:
+        """How much longer a peer may be silent; 0 or less where it has been silent for too long.
+
+        After a stall it has an eighth of the bound at least: in that time this node reads what has come.
+
+        Args:
+            since_ns: when the peer was heard last.
+            bound_ns: how long it may be silent.
+            now_ns: the present time.
+        """
+        counted_ns, woke_ns = now_ns - since_ns, since_ns - bound_ns
+        for begin_ns, end_ns in self._stalls:
+            stood_ns = end_ns - max(begin_ns, since_ns)
+            if stood_ns <= 0:
+                continue
+            woke_ns = end_ns
+            counted_ns = now_ns - end_ns if LONG * stood_ns >= bound_ns else counted_ns - stood_ns
+        return max(bound_ns - counted_ns, woke_ns + bound_ns // LONG - now_ns)
+
+
+class StallWatch:
+    """Notices stalls of the running event loop: it looks at the clock all the time, and misses looks.
+
+    It begins at the first `look` on a loop, and goes on for as long as that loop runs.
+
+    Args:
+        stalls: are told.
+        now: nanoseconds of the runtime's clock.
+    """
+
+    PERIOD_S = 0.25
+    SHORTEST_S = 0.25
+    """A look that is later than this was held up by a stall; less is a busy loop."""
+
+    def __init__(self, stalls: Stalls, now: Callable[[], int]) -> None:
+        self._stalls = stalls
+        self._now = now
+        self._looked_ns = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def look(self) -> int:
+        """Notes the stall that has just ended, if there was one, and returns the time."""
+        now_ns, loop = self._now(), asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            loop.call_later(self.PERIOD_S, self._keep_looking, loop)
+        elif now_ns - self._looked_ns > (self.PERIOD_S + self.SHORTEST_S) * _NS:
+            self._stalls.add(self._looked_ns, now_ns)
+        self._looked_ns = now_ns
+        return now_ns
+
+    def _keep_looking(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is self._loop:
+            self.look()
+            loop.call_later(self.PERIOD_S, self._keep_looking, loop)

@@ -1,0 +1,113 @@
+"""A node of a simulation stands still for some time, as by SIGSTOP: timers late, frames unread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
+
+from gradstream.runtime import VirtualCluster
+from gradstream.runtime.base import Timer
+from gradstream.transport import memory
+
+__all__ = ["Standstill"]
+
+READ_S = 1e-3
+"""A process that wakes up finds its timers expired first; what has come is read this much later."""
+
+
+class _Late:
+    """A timer that may have been held up."""
+
+    def __init__(self, standstill: Standstill, callback: Callable[[], None]) -> None:
+        self._standstill = standstill
+        self._callback: Callable[[], None] | None = callback
+        self.timer: Timer | None = None
+
+    def cancel(self) -> None:
+        self._callback = None
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def fire(self) -> None:
+        if self._standstill.stands:
+            self._standstill.late.append(self.fire)
+        elif self._callback is not None:
+            self._callback()
+
+
+class Standstill:
+    """A context manager; make it before the run, and have the run within it.
+
+    Args:
+        cluster: the machines.
+        node: which of them.
+        begin_s, end_s: virtual time.
+        noticed: the node notices on waking that it stood still; otherwise it takes that for silence, as a
+            node without `runtime.stalls` would: what a test can fail by.
+
+    Attributes:
+        num_held: timers and frames that were held up.
+    """
+
+    def __init__(
+        self, cluster: VirtualCluster, node: str, begin_s: float, end_s: float, *, noticed: bool = True
+    ) -> None:
+        self.stands = False
+        self.late: list[Callable[[], None]] = []
+        self.num_held = 0
+        self._unread: list[Callable[[], None]] = []
+        self._cluster = cluster
+        self._runtime = cluster.runtime(node)
+        self._noticed = noticed
+        self._begin_ns, self._end_ns = round(begin_s * 1e9), round(end_s * 1e9)
+        cluster.clock.call_at(self._begin_ns, self._begin)
+        cluster.clock.call_at(self._end_ns, self._end)
+        call_later, take, standstill = self._runtime.call_later, memory._End.take, self
+
+        def call(seconds: float, callback: Callable[[], None]) -> Timer:
+            late = _Late(standstill, callback)
+            late.timer = call_later(seconds, late.fire)
+            return late
+
+        def hold(end: Any, *given: Any) -> None:
+            if standstill.stands and end.out.source == node:
+                standstill._unread.append(partial(take, end, *given))
+            else:
+                take(end, *given)
+
+        self._patches: list[Any] = [
+            patch.object(self._runtime, "call_later", call),
+            patch.object(memory._End, "take", hold),
+        ]
+
+    def __enter__(self) -> Self:
+        for one in self._patches:
+            one.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for one in self._patches:
+            one.stop()
+        if kind is None and not self.num_held:
+            raise AssertionError("nothing was held up: the node did nothing, and nobody spoke to it")
+
+    def _begin(self) -> None:
+        self.stands = True
+
+    def _end(self) -> None:
+        self.stands = False
+        self.num_held = len(self.late) + len(self._unread)
+        if self._noticed:
+            self._runtime.stalls.add(self._begin_ns, self._end_ns)
+        for fire in self.late:
+            fire()
+        self._cluster.clock.call_at(self._end_ns + round(READ_S * 1e9), self._read)
+
+    def _read(self) -> None:
+        for deliver in self._unread:
+            deliver()
