@@ -1,4 +1,4 @@
-"""Proofs of the run's secret and sessions of gRPC, without a connection: what is changed by one bit is refused."""
+"""Proofs of the run's secret and sessions of gRPC, without a connection: each changed bit is refused."""
 
 from __future__ import annotations
 
