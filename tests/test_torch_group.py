@@ -362,12 +362,14 @@ import torch
 from gradstream.collectives.torch_group import TorchGroup
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
 
 async def main(rank, size):
     names = [f"worker-{r}" for r in range(size)]
-    endpoint = GrpcEndpoint(Identity("job", names[rank], rank + 1, secret=SECRET), RealRuntime(names[rank]))
+    identity = Identity("job", names[rank], rank + 1, secret=SECRET)
+    endpoint = GrpcEndpoint(identity, RealRuntime(names[rank]))
     await endpoint.start()
     print(endpoint.address, flush=True)
     for name, address in zip(names, sys.stdin.readline().split()):

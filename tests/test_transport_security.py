@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,11 @@ from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc import GrpcEndpoint
-from gradstream.transport.security import CALLERS, Tls, role_of
+from gradstream.transport.methods import METHODS, ROLES, role_of
+from gradstream.transport.security import Tls
 from gradstream.wire import v1
 
 SOURCE = Path(gradstream.__file__).parent
-ROLES = ("coordinator", "shard", "worker")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +71,7 @@ def test_nodes_of_one_authority_talk(authority: Authority) -> None:
     "check", [c for c in CHECKS if c.__name__ in {"order", "credit", "peer_death", "tensors"}]
 )
 def test_a_carrier_with_tls_keeps_its_promises(check: Check, authority: Authority) -> None:
-    anybody = frozenset({"near", "far"})
-    callers = dict.fromkeys(["echo", "held", "flood", "ping", "reply", "sink", "tensor"], anybody)
-    run, make_pair = grpc_pairs(lambda name: replace(authority.issue(name), callers=callers))
+    run, make_pair = grpc_pairs(authority.issue)
     run(run_check(check, make_pair))
 
 
@@ -119,20 +115,21 @@ def test_who_is_dialled_must_be_who_answers(authority: Authority) -> None:
         call(worker, endpoint("worker-1", authority.issue("worker-1")), peer="shard-0")
 
 
+@pytest.mark.parametrize("is_protected", [True, False], ids=["TLS", "plain text"])
 @pytest.mark.parametrize("role", ROLES)
-def test_the_role_in_the_certificate_decides(role: str, authority: Authority) -> None:
-    """Every method against every role, over one connection."""
-    name = role if role == "coordinator" else f"{role}-0"
-    methods = (*CALLERS, "a method that nobody has listed")
+def test_the_role_decides(role: str, is_protected: bool, authority: Authority) -> None:
+    """Every method against every role, over one connection: by the certificate, and by the member's name."""
+    name = role if role in ("coordinator", "launcher") else f"{role}-0"
+    methods = (*METHODS, "a method that nobody has listed")
 
     async def main() -> None:
         caller, server = (
-            endpoint(name, authority.issue(name)),
-            endpoint("shard-1", authority.issue("shard-1")),
+            endpoint(one, authority.issue(one) if is_protected else None) for one in (name, "shard-1")
         )
+        server.identity.members = {name: caller.identity.incarnation, "shard-1": 1}
         async with two(caller, server, methods):
             for method in methods:
-                allowed = role == "coordinator" or role in CALLERS.get(method, ())
+                allowed = method in METHODS and role in METHODS[method].callers
                 refused = nullcontext() if allowed else pytest.raises(RefusedError, match="FORBIDDEN")
                 with refused:
                     await caller.call("shard-1", method, v1.Body(), v1.Body, silence_s=10)
@@ -162,21 +159,35 @@ def served_by(path: Path) -> set[object]:
 
 
 def test_every_method_that_nodes_serve_is_listed() -> None:
-    paths = [path for path in SOURCE.rglob("*.py") if path.parent.name not in {"testing", "remote"}]
-    served = set().union(*map(served_by, paths))
+    served = set().union(*(served_by(path) for path in SOURCE.rglob("*.py") if path.parent.name != "testing"))
     assert "push" in served
-    assert served == set(CALLERS)
-    assert {role for roles in CALLERS.values() for role in roles} <= set(ROLES)
+    assert served == set(METHODS)
+    for name, method in METHODS.items():
+        assert method.served_by and method.served_by <= set(ROLES), name
+        assert method.callers and method.callers <= set(ROLES), name
+        machines = {"machine"} & method.callers
+        assert method.members == (name != "join" and not machines), name
+        assert not machines or method.callers == machines, name
 
 
-def test_files_of_a_node(authority: Authority, tmp_path: Path) -> None:
-    made = authority.issue("worker-3")
-    made.save(tmp_path, "worker-3")
-    assert Tls.read(tmp_path, "worker-3") == made
-    assert stat.S_IMODE((tmp_path / "worker-3.key").stat().st_mode) == 0o600
-    assert made.key is not None
-    assert made.key.decode().splitlines()[1] not in repr(made)
-    assert role_of("worker-3") == "worker"
+def test_roles() -> None:
+    assert [role_of(name) for name in ("worker-3", "coordinator", "machine-a-b", "")] == [
+        "worker",
+        "coordinator",
+        "machine",
+        "",
+    ]
+
+
+def test_keys_and_secrets_are_not_printed(authority: Authority) -> None:
+    made = authority.credentials("worker-3", SECRET)
+    tls = Tls.of(made)
+    assert tls is not None
+    assert tls.key is not None
+    identity = Identity("job", "worker-3", 1, secret=SECRET)
+    for printed in (repr(made), repr(tls), repr(identity), f"{identity}"):
+        assert tls.key.decode().splitlines()[1] not in printed
+        assert SECRET.decode() not in printed and SECRET.hex() not in printed
 
 
 def test_signing_requests() -> None:

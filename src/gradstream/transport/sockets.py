@@ -142,7 +142,9 @@ class SocketEndpoint(EndpointCore):
             connected.close()
             return
         if len(self._strangers) >= LIMITS.strangers:
-            next(iter(self._strangers)).cancel()  # the one that has had the most time
+            oldest = next(iter(self._strangers))  # it has had the most time
+            del self._strangers[oldest]  # now: others may come before it has ended
+            oldest.cancel()
         task = self.runtime.spawn(self._meet(connected), name=f"{self.identity.name}: a caller")
         self._strangers[task] = None
         task.add_done_callback(lambda done: self._strangers.pop(done, None))
