@@ -40,6 +40,8 @@ from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
+from gradstream.untrusted import escaped
+from gradstream.untrusted.event_lines import EventLines
 
 if TYPE_CHECKING:
     from gradstream.remote.gathering import Gathering
@@ -51,6 +53,9 @@ OnAddress = Callable[[Path, str], None]
 
 SCRIPT = "gradstream.session.script:main"
 """A worker that is a script with a training loop of its own."""
+
+MESSAGE_BYTES = 1024
+"""Of what is shown of a node's message."""
 
 POLL_S = 0.2
 """Between two looks at what has been recorded. What nodes say is heard at once."""
@@ -93,7 +98,7 @@ class Launcher:
         self._on_address = on_address  # where somebody else starts the workers
         events = run_dir / "events.jsonl"
         self._events_read = events.stat().st_size if events.is_file() else 0
-        self._torn = b""
+        self._lines = EventLines()
         self._last: dict[str, Mapping[str, Any]] = {}  # the latest event of each kind
         self._carriers: dict[str, Mapping[str, str]] = {}  # by which each node reaches the others
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
@@ -121,6 +126,8 @@ class Launcher:
                 error.add_note(f"{peer}: its process {_ended_how(self._ended[peer])}")
             for note in self._where:
                 error.add_note(note)
+            if self._lines.skipped:
+                error.add_note(f"events.jsonl: {self._lines.skipped}")
             if isinstance(error, UserCodeError) and error.traceback_text:
                 error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
             raise
@@ -335,15 +342,14 @@ class Launcher:
             file.seek(self._events_read)
             data = file.read()
         self._events_read += len(data)
-        *lines, self._torn = (self._torn + data).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
+        for event in self._lines.take(data):
             self._last[event["event"]] = event
             if event["event"] == "carriers":
                 self._carriers[event["node"]] = event["by_peer"]
             elif event["event"] == "checkpoint_failed":
                 kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-                sys.stderr.write(f"no checkpoint ({event['who']}: {event['message']}); {kept}\n")
+                why = escaped(f"{event['who']}: {event['message']}", MESSAGE_BYTES)
+                sys.stderr.write(f"no checkpoint ({why}); {escaped(kept, MESSAGE_BYTES)}\n")
             if self._on_event is not None:
                 self._on_event(event)
 
@@ -362,16 +368,19 @@ class Launcher:
             return typed_error(name, said["error"], said["message"], said["traceback"])
         tail = self._cluster.log_tail(name, 5)
         how = _ended_how(self._ended[name])
-        return PeerLostError(name, f"its process {how}; the end of its log:\n{tail}")
+        shown = escaped(tail, MESSAGE_BYTES, newlines=True)
+        return PeerLostError(name, f"its process {how}; the end of its log:\n{shown}")
 
     def _note_failure(self, error: GradstreamError) -> None:
         """Makes sure that the run's events say how it ended."""
         self._read_events()
         if "failed" in self._last:
             return
-        if self._torn:  # the coordinator was killed as it wrote: our line is not to go on with its last
-            self._events_read -= len(self._torn)
-            self._torn = b""
+        if (
+            self._lines.torn_bytes
+        ):  # the coordinator was killed as it wrote: our line is not to go on with its last
+            self._events_read -= self._lines.torn_bytes
+            self._lines = EventLines()
             os.truncate(self._run_dir / "events.jsonl", self._events_read)
         culprit = getattr(error, "peer", next(iter(self._ended), "launcher"))
         event = FailedEvent(

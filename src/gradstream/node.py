@@ -36,6 +36,7 @@ from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
+from gradstream.untrusted import DocumentError, MismatchError, check_record, parse_json
 from gradstream.wire import v1
 
 __all__ = [
@@ -52,6 +53,8 @@ __all__ = [
 ]
 
 OK, FAILED, ABORTED = 0, 1, 3
+
+MAX_SPEC_BYTES, MAX_SPEC_DEPTH = 16 << 20, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,30 @@ class NodeSpec:
             trial=trial,
         )
 
+    @classmethod
+    def of_text(cls, text: str, where: str) -> NodeSpec:
+        """The spec that a document holds. Raises ConfigError where it holds none.
+
+        Args:
+            text: JSON.
+            where: names the document in the message.
+        """
+        try:
+            record = parse_json(text, max_bytes=MAX_SPEC_BYTES, max_depth=MAX_SPEC_DEPTH)
+            check_record(cls, record)
+        except (DocumentError, MismatchError) as error:
+            raise ConfigError(f"{where}: written by another version of gradstream: {error}") from None
+        return cls(**record)
+
+    @classmethod
+    def read(cls, path: Path) -> NodeSpec:
+        """The spec in a file. Raises ConfigError where it holds none, FileNotFoundError where it is not."""
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not a text file: {error}") from None
+        return cls.of_text(text, str(path))
+
     def load(self) -> Job:
         """Reads the job as a node does, in this process. Raises ConfigError where it is not in a file."""
         return self._load(self.job)
@@ -137,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        spec = NodeSpec(**json.loads(given.spec.read_text()))
+        spec = NodeSpec.read(given.spec)
         return asyncio.run(_run(spec, spec.load(), given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)
@@ -158,7 +185,7 @@ async def play(
     """
     given = _arguments(argv)
     try:
-        spec = NodeSpec(**json.loads(given.spec.read_text()))
+        spec = NodeSpec.read(given.spec)
         own = dataclasses.replace(job, model=copy.deepcopy(build_model(job)))
         return await _run(spec, own, given, say, core, when_asked)
     except Exception as error:
@@ -173,7 +200,7 @@ async def take_part(job: Job, argv: Sequence[str]) -> None:
         What ended it early.
     """
     given = _arguments(argv)
-    spec = NodeSpec(**json.loads(given.spec.read_text()))
+    spec = NodeSpec.read(given.spec)
     await _run(spec, job, given, lambda **_: None)
 
 

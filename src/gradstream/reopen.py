@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from pathlib import Path
 
@@ -59,13 +58,9 @@ def job_of_run(path: Path) -> Job:
 def spec_of_run(path: Path) -> NodeSpec:
     """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
     try:
-        return NodeSpec(**json.loads((path / "nodes.json").read_text()))
+        return NodeSpec.read(path / "nodes.json")
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path / 'nodes.json'}: written by another version of gradstream: {error}"
-        ) from error
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume, newest
@@ -24,6 +23,7 @@ from gradstream.reopen import job_of_run
 from gradstream.run import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
 from gradstream.train import launch
+from gradstream.untrusted.event_lines import EventLines
 
 __all__ = ["ResumeOptions", "resume"]
 
@@ -129,5 +129,4 @@ def _mend_events(path: Path) -> float:
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
         os.truncate(path, whole)
-    times: list[Any] = [json.loads(line).get("time_s", 0.0) for line in data[:whole].splitlines()]
-    return float(max(times, default=0.0))
+    return float(max((event["time_s"] for event in EventLines().take(data[:whole])), default=0.0))

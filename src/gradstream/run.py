@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,9 +22,13 @@ from gradstream.report.page import Source, page
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.trace import trace_json
 from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
+from gradstream.untrusted import parse_json
+from gradstream.untrusted.event_lines import read_events
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 
 __all__ = ["Evaluation", "Run", "read_events"]
+
+MAX_INFO_BYTES = 1 << 20
 
 FINAL_MODEL = Path("checkpoints/final/model.safetensors")
 """Where a run directory holds the trained parameters, under the user's own names."""
@@ -102,7 +105,9 @@ class Run:
         if not (path / "run.json").is_file():
             raise ConfigError(f"{path} is not a run directory: it has no run.json")
         try:
-            info = json.loads((path / "run.json").read_text())
+            info = parse_json((path / "run.json").read_bytes(), max_bytes=MAX_INFO_BYTES)
+            if not isinstance(info, dict):
+                raise ValueError("run.json is no JSON object")
             final = path / FINAL_MODEL
             parameters = load_file(final) if final.is_file() else {}
         except (ValueError, SafetensorError) as error:
@@ -203,23 +208,6 @@ def flatten(model: Model, parameters: Arrays) -> torch.Tensor:
             )
         view.copy_(torch.from_numpy(np.array(array)).view(view.shape))
     return flat
-
-
-def read_events(path: Path) -> list[EventDict]:
-    """The events of a file of JSON lines, [] if there is none. A torn last line is left out.
-
-    Raises:
-        ConfigError: another line is not a JSON object.
-    """
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        del lines[-1]  # its writer was killed in the middle, or is writing now
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ConfigError(f"{path}: not a file of events: {error}") from error
 
 
 def _short(value: object) -> str:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gradstream.data.done import Done
 from gradstream.errors import ConfigError, DataError
+from gradstream.untrusted import MismatchError, check_record, parse_json
 
 __all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume"]
 
@@ -20,6 +22,10 @@ FORMAT = 1
 """Of `state.json`; a reader refuses others."""
 
 STATE = "state.json"
+
+_FILE = re.compile(r"[\w-][\w.-]{0,200}", re.ASCII)
+MAX_BYTES, MAX_VALUES = 64 << 20, 8 << 20
+"""Of `state.json`: it has a number for each chunk, of millions at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +104,15 @@ class Manifest:
     def decode(cls, data: bytes) -> Manifest:
         """What `encode` has made. Raises DataError for anything else, a newer format included."""
         try:
-            record = json.loads(data)
+            record = parse_json(data, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
             number = record.pop("format")
             if number != FORMAT:
                 raise DataError(f"{STATE} has format {number}, this gradstream reads {FORMAT}: install newer")
+            check_record(cls, {**record, "done": {"epochs": 0}})
             record["done"] = Done.of_json(record["done"])
+            for name in record["files"]:
+                if not _FILE.fullmatch(name):
+                    raise ValueError(f"{name[:80]!r} is no name of a file beside it")
             record["files"] = {name: FileEntry(**entry) for name, entry in record["files"].items()}
             if record["evaluated"] is not None:
                 record["evaluated"] = Evaluated(**record["evaluated"])
@@ -166,5 +176,10 @@ class Resume:
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Resume:
-        """What `as_json` has made."""
-        return cls(**{**record, "done": Done.of_json(record["done"])})
+        """What `as_json` has made. Raises ConfigError for anything else."""
+        done = Done.of_json(record.get("done", {}))
+        try:
+            check_record(cls, {**record, "done": {"epochs": 0}})
+        except MismatchError as error:
+            raise ConfigError(f"not where a run goes on: {error}") from None
+        return cls(**{**record, "done": done})

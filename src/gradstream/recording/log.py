@@ -20,6 +20,7 @@ from typing import Any
 from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
+from gradstream.untrusted import parse_json
 
 __all__ = ["FOLDER", "JOB_FILE", "Log", "LogReader", "Part", "read_log"]
 
@@ -33,6 +34,8 @@ FORMAT = 1
 BLOCK_BYTES = 1 << 16
 """A block is written when its entries have so many bytes, and when its node says so."""
 HEAD_BYTES = 8
+MAX_BLOCK_BYTES = 64 << 20
+"""Of a block's content: a flood in few bytes is refused."""
 
 
 class Log:
@@ -129,9 +132,12 @@ class LogReader:
                     return
                 raise DataError(f"{self._name}: the block at byte {at} was altered: its CRC-32 is another")
             try:
-                yield zlib.decompress(packed)
+                content = zlib.decompressobj().decompress(packed, MAX_BLOCK_BYTES)
             except zlib.error as error:
                 raise DataError(f"{self._name}: the block at byte {at} cannot be read: {error}") from error
+            if len(content) == MAX_BLOCK_BYTES:
+                raise DataError(f"{self._name}: the block at byte {at} has more than {MAX_BLOCK_BYTES} bytes")
+            yield content
             at = stop
 
 
@@ -149,11 +155,13 @@ def read_log(data: bytes, name: str) -> Part:
     blocks = reader.blocks()
     first = next(blocks, b"")
     try:
-        header = json.loads(first)
-        number = header.pop("format")
-    except (ValueError, KeyError, AttributeError) as error:
+        header = parse_json(first)
+        number, node = header.pop("format"), header["node"]
+        if not isinstance(node, str):
+            raise ValueError("the node has no name")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{name} is not a recording, or nothing of it was written") from error
     if number != FORMAT:
         raise DataError(f"{name} has format {number}, this gradstream reads {FORMAT}")
     entries = [entry for block in blocks for entry in decode(block)]
-    return Part(str(header["node"]), header, entries, reader.torn_bytes)
+    return Part(node, header, entries, reader.torn_bytes)

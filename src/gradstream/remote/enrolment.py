@@ -23,6 +23,7 @@ from gradstream.remote.roster import Roster, Seat
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.untrusted import Throttle, counted, escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
@@ -36,6 +37,9 @@ START_S = 10.0
 LEAVE_S = 30.0
 LOUD_S = 60.0
 """How often a run in plain text says so."""
+
+REFUSED_BYTES, REASON_BYTES = 24, 96
+"""Of the name and the address of a machine that was refused, and of why: one line of 256 bytes."""
 
 OnMessage = Callable[[dict[str, Any]], None]
 
@@ -86,6 +90,7 @@ class Enrolment:
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._closing = asyncio.Event()
+        self._refusals: Throttle[tuple[Seat, str]] | None = None
         self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
 
     def __enter__(self) -> Enrolment:
@@ -142,6 +147,7 @@ class Enrolment:
             max_message_bytes=MAX_HEADER_BYTES,
         )
         self._runtime = runtime
+        self._refusals = Throttle(runtime, self._report_refused)
         endpoint.serve("hello", self._hello, model=False)
         endpoint.serve("enrol", self._enrol, model=False)
         endpoint.serve("measure", self._measure, model=False)
@@ -157,6 +163,7 @@ class Enrolment:
             await self._let_leave()
         finally:
             await endpoint.close()
+            self._refusals.close()
             runtime.close()
 
     async def _shout(self) -> None:
@@ -187,7 +194,8 @@ class Enrolment:
         request = v1.Enrol.FromString(stream.opened.body)
         seat = self._roster.enrol(request)
         if isinstance(seat, v1.Refuse):
-            self._report(Seat(request.machine, request.address, ()), "refused", seat.message)
+            assert self._refusals is not None
+            self._refusals.tell((Seat(request.machine, request.address, ()), seat.message))
             stream.refuse(seat.code, seat.message)
             return
         bell = Bell()
@@ -251,6 +259,11 @@ class Enrolment:
             self._on_message({"exited": report.who, "status": report.status})
         if self._over is None:
             raise RefusedError(stream.peer, "LEFT", "it has left the run")
+
+    def _report_refused(self, refused: tuple[Seat, str], more: int) -> None:
+        seat, reason = refused
+        named = Seat(escaped(seat.machine, REFUSED_BYTES), escaped(seat.address, REFUSED_BYTES), ())
+        self._report(named, "refused", counted(reason, more, REASON_BYTES))
 
     def _report(self, seat: Seat, state: str, reason: str = "") -> None:
         self._on_message(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
 from gradstream.errors import ConfigError
 from gradstream.report.story import Status, status_of
 from gradstream.summary import EventDict, summary_of
+from gradstream.untrusted.event_lines import read_events
 
 __all__ = ["RunEntry", "list_runs"]
 
@@ -37,19 +37,7 @@ def list_runs(folder: Path) -> list[RunEntry]:
             f"{folder}: no such folder; runs are kept in runs/ of the folder they were started in"
         )
     found = sorted(path.parent for path in folder.glob("*/run.json"))
-    return [_entry(path, list(_events(path / "events.jsonl"))) for path in found]
-
-
-def _events(path: Path) -> Iterator[EventDict]:
-    """Its events; a line that cannot be read, or is being written, is passed over."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+    return [_entry(path, read_events(path / "events.jsonl")) for path in found]
 
 
 def _entry(path: Path, events: Sequence[EventDict]) -> RunEntry:

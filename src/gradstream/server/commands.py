@@ -19,6 +19,7 @@ from gradstream.wire import v1
 
 __all__ = ["Commands"]
 
+MAX_NAMED = 64  # vectors, each as long as the shard's parameters
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
 
 
@@ -83,6 +84,10 @@ class Commands:
             return 0.0
         await self._unread()
         if command.kind == kind.CREATE:
+            if store.num_named >= MAX_NAMED:
+                raise ConfigError(
+                    f"{command.out[:64]!r} would be the {MAX_NAMED + 1}th named vector: DROP one"
+                )
             store.create(command.out)
             return 0.0
         x = store.vector(command.x) if command.kind != kind.SCALE else store.vector(command.out)

@@ -33,10 +33,10 @@ class SequenceWindow:
         """Puts a number in. Adding it again changes nothing."""
         if number <= self.low:
             return
-        self._above |= 1 << (number - self.low - 1)
-        excess = self._above.bit_length() - self.WIDTH
-        if excess > 0:
+        excess = number - self.low - self.WIDTH
+        if excess > 0:  # first, so that no number from outside decides how long the integer gets
             self._raise_low(excess)
+        self._above |= 1 << (number - self.low - 1)
         self._raise_low((self._above ^ (self._above + 1)).bit_length() - 1)  # trailing ones
 
     def _raise_low(self, count: int) -> None:
