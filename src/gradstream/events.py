@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 __all__ = [
     "GROUP",
@@ -117,7 +117,7 @@ class MachineEvent(Event):
 
     name: ClassVar[str] = "machine"
     who: str
-    state: str
+    state: Literal["joined", "left", "refused"]
     address: str
     workers: list[str]  # names of its nodes
     reason: str
@@ -236,7 +236,7 @@ class TransferEvent(Event):
     name: ClassVar[str] = "transfer"
     from_members: ClassVar[bool] = True
     rank: int
-    kind: str  # "push" or "fetch"
+    kind: Literal["push", "fetch"]
     seconds: float
     size_bytes: int
 

@@ -22,13 +22,13 @@ from gradstream.report.page import Source, page
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.trace import trace_json
 from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
-from gradstream.untrusted import parse_json
+from gradstream.untrusted import MismatchError, check_record, parse_json
 from gradstream.untrusted.event_lines import read_events
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 
-__all__ = ["Evaluation", "Run", "read_events"]
+__all__ = ["Evaluation", "Run", "check_info", "read_events"]
 
-MAX_INFO_BYTES = 1 << 20
+MAX_INFO_BYTES, MAX_UNIX_S = 1 << 20, 1e11
 
 FINAL_MODEL = Path("checkpoints/final/model.safetensors")
 """Where a run directory holds the trained parameters, under the user's own names."""
@@ -106,8 +106,7 @@ class Run:
             raise ConfigError(f"{path} is not a run directory: it has no run.json")
         try:
             info = parse_json((path / "run.json").read_bytes(), max_bytes=MAX_INFO_BYTES)
-            if not isinstance(info, dict):
-                raise ValueError("run.json is no JSON object")
+            check_info(info)
             final = path / FINAL_MODEL
             parameters = load_file(final) if final.is_file() else {}
         except (ValueError, SafetensorError) as error:
@@ -189,6 +188,35 @@ class Run:
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]
         return [(key, _short(value)) for key, value in rows if value is not None]
+
+
+@dataclass(frozen=True)
+class _Machine:
+    cores: int | None = None
+
+
+@dataclass(frozen=True)
+class _Info:
+    """Those entries of `run.json` that are looked at here."""
+
+    name: str = ""
+    id: str = ""
+    began_unix_s: float = 0.0
+    nodes: str = ""
+    simulated: bool = False
+    machine: _Machine | None = None
+
+
+def check_info(info: Any) -> None:
+    """Raises ValueError where `run.json` has something else than what is looked at in it."""
+    if not isinstance(info, dict):
+        raise MismatchError("run.json is no JSON object")
+    seen = {name: value for name, value in info.items() if name in _Info.__annotations__}
+    if isinstance(seen.get("machine"), dict):
+        seen["machine"] = {"cores": seen["machine"].get("cores")}
+    check_record(_Info, seen, "run.json: ")
+    if not abs(seen.get("began_unix_s", 0.0)) < MAX_UNIX_S:
+        raise MismatchError("run.json: began_unix_s is no date")
 
 
 def flatten(model: Model, parameters: Arrays) -> torch.Tensor:

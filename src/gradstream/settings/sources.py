@@ -10,9 +10,9 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.settings.values import Word
-from gradstream.untrusted import parse_toml
+from gradstream.untrusted import DocumentError, parse_toml
 
-__all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml"]
+__all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml", "from_toml_text"]
 
 PREFIX = "GRADSTREAM_"
 
@@ -45,10 +45,18 @@ def from_toml(path: Path) -> list[Setting]:
     """
     try:
         text = path.read_text()
-        tree = parse_toml(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except ValueError as error:  # not UTF-8
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+    return from_toml_text(text, path)
+
+
+def from_toml_text(text: str, path: Path) -> list[Setting]:
+    """The settings of the text of a TOML file; its path is for messages. Raises ConfigError."""
+    try:
+        tree = parse_toml(text)
+    except DocumentError as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from error
     lines = _lines(text)
     settings = []

@@ -332,6 +332,8 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
         )
     if len(indices) and indices.min() < 0:
         raise DataError(f"{which} samples: feature {indices.min()}; expected numbers from 0")
+    with np.errstate(over="ignore"):  # what overflows is not finite, and refused
+        values, targets = (array.astype(np.float32, copy=False) for array in (values, targets))
     if not (np.isfinite(values).all() and np.isfinite(targets).all()):
         raise DataError(f"{which} samples: a value or target is not finite")
     rows = np.repeat(np.arange(len(targets)), np.diff(indptr))

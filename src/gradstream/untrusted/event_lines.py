@@ -170,8 +170,13 @@ class EventLines:
     @property
     def skipped(self) -> str:
         """Says how many lines were passed over; "" for none."""
-        lines = "1 line" if self.num_skipped == 1 else f"{self.num_skipped:,} lines"
-        return f"passed over {lines} that are no events of this version" if self.num_skipped else ""
+        if self.num_skipped == 1:
+            return "passed over 1 line that is no event of this version"
+        return (
+            f"passed over {self.num_skipped:,} lines that are no events of this version"
+            if self.num_skipped
+            else ""
+        )
 
 
 def read_events(path: Path) -> list[Mapping[str, Any]]:
