@@ -6,6 +6,7 @@ It has a thread and an event loop of its own, beside the launcher's, for as long
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from gradstream.remote.roster import Roster, Seat
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
-from gradstream.untrusted import Throttle, counted, escaped
+from gradstream.untrusted import LINE_BYTES, Throttle, counted, escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
@@ -38,8 +39,8 @@ LEAVE_S = 30.0
 LOUD_S = 60.0
 """How often a run in plain text says so."""
 
-REFUSED_BYTES, REASON_BYTES = 24, 96
-"""Of the name and the address of a machine that was refused, and of why: one line of 256 bytes."""
+REFUSED_BYTES, HEAD_BYTES = 16, 120
+"""Of the name, and of the address, of a machine that was refused; and of what else its event has as a line."""
 
 OnMessage = Callable[[dict[str, Any]], None]
 
@@ -263,7 +264,10 @@ class Enrolment:
     def _report_refused(self, refused: tuple[Seat, str], more: int) -> None:
         seat, reason = refused
         named = Seat(escaped(seat.machine, REFUSED_BYTES), escaped(seat.address, REFUSED_BYTES), ())
-        self._report(named, "refused", counted(reason, more, REASON_BYTES))
+        left_bytes = limit_bytes = LINE_BYTES - HEAD_BYTES - len(json.dumps(named.machine + named.address))
+        while len(json.dumps(counted(reason, more, limit_bytes))) > left_bytes and limit_bytes > 32:
+            limit_bytes -= 8
+        self._report(named, "refused", counted(reason, more, limit_bytes))
 
     def _report(self, seat: Seat, state: str, reason: str = "") -> None:
         self._on_message(

@@ -6,10 +6,11 @@ here turns what they say into a checked value or into one typed error, in memory
 
 from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
-from gradstream.untrusted.text import counted, escaped
+from gradstream.untrusted.text import LINE_BYTES, counted, escaped
 from gradstream.untrusted.throttle import Throttle
 
 __all__ = [
+    "LINE_BYTES",
     "DocumentError",
     "MismatchError",
     "Throttle",

@@ -112,7 +112,7 @@ def _too_deep(max_depth: int) -> DocumentError:
 def _check_depth(value: Any, max_depth: int) -> None:
     """Without recursion: the value may be as deep as its reader went."""
     level = [value]
-    for _ in range(max_depth + 1):
+    for _ in range(max_depth):
         level = [
             inner
             for one in level
