@@ -123,8 +123,10 @@ def test_measurements_that_are_none(changes: dict[str, Any]) -> None:
 def test_only_workers_are_answered() -> None:
     answers = membership().answers
     for answer in (
-        answers.orphans("shard-0", 0, True), answers.ending("shard-0", v1.Ending()), answers.shares("shard-0", v1.Took()),
-    ):  # fmt: skip
+        answers.orphans("shard-0", 0, True),
+        answers.ending("shard-0", v1.Ending()),
+        answers.shares("shard-0", v1.Took()),
+    ):
         assert isinstance(answer, Refuse)
     assert answers.took("shard-0", v1.Took()) == []
 
@@ -132,7 +134,7 @@ def test_only_workers_are_answered() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": v1.ModelSpec(dtype=9)},
+        {"model": v1.ModelSpec.FromString(b"\x18\x09")},
         {"model": v1.ModelSpec(elems=1 << 63)},
         {"model": v1.ModelSpec(elems=1 << 40, chunk_elems=64)},
         {"model": v1.ModelSpec(optimizer="no JSON")},

@@ -49,7 +49,6 @@ ODD = {
     "a field missing": json.dumps({k: v for k, v in json.loads(LINE).items() if k != "samples"}).encode(),
     "nested": changed(waited_for=json.loads("[" * 12 + "]" * 12)),
     "a name with an escape": changed(node="worker-\x1b[2J"),
-    "twice": LINE[:-2] + b',"step":2}',
 }
 
 
@@ -161,8 +160,8 @@ def odd_run(tmp_path: Path) -> Path:
     """A run directory whose events were written by hand, by others, and cut short."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"name": "odd", "began_unix_s": 1.0}')
-    joined = b'{"event":"started","node":"coordinator","time_s":0,"job":"j","workers":1,"servers":1,"strategy":"[/red]",'
-    joined += b'"optimizer":"sgd","num_parameters":1,"num_samples":8,"total_steps":1}\n'
+    joined = b'{"event":"started","node":"coordinator","time_s":0,"job":"j","workers":1,"servers":1,'
+    joined += b'"strategy":"[/red]",'"optimizer":"sgd","num_parameters":1,"num_samples":8,"total_steps":1}\n'
     lines = b"\n".join(ODD.values()) + b"\n"
     (tmp_path / "run" / "events.jsonl").write_bytes(joined + LINE + lines + LINE + LINE[:30])
     return tmp_path / "run"

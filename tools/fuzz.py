@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.inputs is None and given.seconds is None:
         given.seconds = 5.0
+    commit = git_commit(Path.cwd())
     works = [(name, given.seed, given.inputs, given.seconds) for name in given.decoder or sorted(DECODERS)]
     # A fresh process for each decoder: its memory is its own.
     context = multiprocessing.get_context("spawn")
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.into is not None:
         record = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": git_commit(Path.cwd()),
+            "commit": commit,
             "seed": given.seed,
             **describe_machine({}),
             "decoders": [_record(one) for one in outcomes],

@@ -40,7 +40,7 @@ LOUD_S = 60.0
 """How often a run in plain text says so."""
 
 REFUSED_BYTES, HEAD_BYTES = 16, 120
-"""Of the name, and of the address, of a machine that was refused; and of what else its event has as a line."""
+"""Of the name, and of the address, of a refused machine; and of what else its event has as a line."""
 
 OnMessage = Callable[[dict[str, Any]], None]
 

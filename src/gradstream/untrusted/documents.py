@@ -31,6 +31,7 @@ def parse_json(
     max_bytes: int = 1 << 20,
     max_depth: int = MAX_DEPTH,
     max_values: int = 1_000_000,
+    unique: bool = True,
 ) -> Any:
     """What a JSON document says.
 
@@ -39,6 +40,7 @@ def parse_json(
         max_bytes: it may have so many bytes.
         max_depth: so many lists and objects may be in one another.
         max_values: so many values may be in it; that bounds the memory that reading it takes.
+        unique: no name may be twice in one object; else the last one counts.
 
     Raises:
         DocumentError: it is no JSON (NaN and infinities are none), is larger or deeper, has a name twice in
@@ -51,7 +53,7 @@ def parse_json(
         opened = raw.count(b"[") + raw.count(b"{")
         if opened + raw.count(b",") > max_values:
             raise DocumentError(f"more than {max_values:,} values in one document")
-        value = json.loads(raw.decode(), object_pairs_hook=_object, parse_constant=_no_number)
+        value = (_UNIQUE if unique else _PLAIN).decode(raw.decode())
     except DocumentError:
         raise
     except RecursionError:
@@ -103,6 +105,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> NoReturn:
     raise DocumentError(f"{text} is no number in JSON")
+
+
+_PLAIN = json.JSONDecoder(parse_constant=_no_number)
+_UNIQUE = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=_object)
 
 
 def _too_deep(max_depth: int) -> DocumentError:

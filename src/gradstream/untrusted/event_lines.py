@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from gradstream import events
 from gradstream.events import MAX_FLOAT, Event
 from gradstream.untrusted.documents import DocumentError, parse_json
-from gradstream.untrusted.schema import MismatchError, check_record
+from gradstream.untrusted.schema import MismatchError, check_record, check_value
 
 __all__ = ["MAX_LINE_BYTES", "EventError", "EventLines", "parse_event", "read_events"]
 
@@ -64,7 +64,7 @@ def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | N
         EventError: the line is none of that. Nothing else.
     """
     try:
-        record = parse_json(line, max_bytes=max_bytes, max_values=MAX_VALUES)
+        record = parse_json(line, max_bytes=max_bytes, max_values=MAX_VALUES, unique=False)
     except DocumentError as error:
         raise EventError(str(error)) from None
     if not isinstance(record, dict):
@@ -81,12 +81,17 @@ def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | N
         known = cls.__dataclass_fields__
         record = _defaults(cls) | {key: value for key, value in record.items() if key in known}
     try:
+        check_value(head["time_s"], float, "time_s")
         check_record(cls, record)
-        _check_number("time_s", head["time_s"])
     except MismatchError as error:
         raise EventError(f"{cls.name}: {error}") from None
+    if not -MAX_SECONDS <= head["time_s"] <= MAX_SECONDS:
+        raise EventError(f"{cls.name}: time_s is out of range")
+    bounds = _bounds(cls)
     for key, value in record.items():
-        _check_bounds(cls.name, key, value)
+        within = bounds[key]
+        if within is not None and not within(value):
+            raise EventError(f"{cls.name}: {key} is out of range")
     return {**head, **record}
 
 
@@ -109,38 +114,39 @@ def _check_member(cls: type[Event], node: str, member: str, line: bytes) -> None
         raise EventError(f"{cls.name} with characters that are not printable ASCII")
 
 
-def _check_bounds(name: str, key: str, value: Any) -> None:
-    try:
-        if isinstance(value, dict):
-            for inner, entry in value.items():
-                if key in _COUNTED and not _NUMBER.fullmatch(inner):
-                    raise MismatchError(f"{key} has a key that is no whole number")
-                _check_number(key, entry)
-        elif isinstance(value, list):
-            for entry in value:
-                _check_number(key, entry)
-        else:
-            _check_number(key, value)
-    except MismatchError as error:
-        raise EventError(f"{name}: {error}") from None
+@cache
+def _bounds(cls: type) -> Mapping[str, Callable[[Any], bool] | None]:
+    """By field, whether a value of the right type is in its range; None for text."""
+    return {entry.name: _bound(entry.name, str(entry.type)) for entry in fields(cls)}
 
 
-def _check_number(key: str, value: Any) -> None:
-    if isinstance(value, str | bool) or value is None:
-        if key == "time_s":
-            raise MismatchError("time_s: expected a number")
-        return
-    if not isinstance(value, int | float):
-        raise MismatchError(f"{key}: expected a number")
-    if key.endswith("_s"):
-        fits = -MAX_SECONDS <= value <= MAX_SECONDS
-    elif isinstance(value, float):
-        fits = -MAX_FLOAT <= value <= MAX_FLOAT
-    else:
-        most = MAX_RANK if key in ("rank", "workers", "servers") else MAX_INT
-        fits = (-most if key in SIGNED else 0) <= value <= most
-    if not fits:
-        raise MismatchError(f"{key} is out of range")
+def _bound(name: str, annotation: str) -> Callable[[Any], bool] | None:
+    if not re.search(r"\b(int|float)\b", annotation) and name not in _COUNTED:
+        return None
+    low, high = _range(name, "float" in annotation)
+
+    def one(value: Any) -> bool:
+        return value is None or low <= value <= high
+
+    if annotation.startswith("Mapping"):
+        if name in _COUNTED:
+            is_text = "int" not in annotation
+            return lambda value: all(
+                _NUMBER.fullmatch(key) and (is_text or one(inner)) for key, inner in value.items()
+            )
+        return lambda value: all(map(one, value.values()))
+    if annotation.startswith("list"):
+        return lambda value: all(map(one, value))
+    return one
+
+
+def _range(name: str, is_float: bool) -> tuple[float, float]:
+    if name.endswith("_s"):
+        return -MAX_SECONDS, MAX_SECONDS
+    if is_float:
+        return -MAX_FLOAT, MAX_FLOAT
+    most = MAX_RANK if name in ("rank", "workers", "servers") else MAX_INT
+    return (-most if name in SIGNED else 0), most
 
 
 class EventLines:
