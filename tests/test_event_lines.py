@@ -161,7 +161,7 @@ def odd_run(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text('{"name": "odd", "began_unix_s": 1.0}')
     joined = b'{"event":"started","node":"coordinator","time_s":0,"job":"j","workers":1,"servers":1,'
-    joined += b'"strategy":"[/red]",'"optimizer":"sgd","num_parameters":1,"num_samples":8,"total_steps":1}\n'
+    joined += b'"strategy":"[/red]","optimizer":"sgd","num_parameters":1,"num_samples":8,"total_steps":1}\n'
     lines = b"\n".join(ODD.values()) + b"\n"
     (tmp_path / "run" / "events.jsonl").write_bytes(joined + LINE + lines + LINE + LINE[:30])
     return tmp_path / "run"

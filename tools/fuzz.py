@@ -86,8 +86,9 @@ def _record(one: Outcome) -> dict[str, object]:
         "refused": one.refused,
         "faults": len(one.findings),
         "seconds": round(one.seconds, 1),
-        "inputs_per_s": round(one.per_s),
-        "slowest_s": round(one.slowest_s, 4),
+        "cpu_s": round(one.cpu_s, 1),
+        "inputs_per_cpu_s": round(one.per_s),
+        "slowest_cpu_s": round(one.slowest_s, 4),
         "grown_bytes": one.grown_bytes,
     }
 

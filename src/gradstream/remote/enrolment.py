@@ -206,7 +206,7 @@ class Enrolment:
             grant = self._grant(seat, request)
             self._report(seat, "joined")
             await stream.send(_body(v1.Order(grant=grant)))
-            await self._runtime.gather(self._listen(stream), self._tell(stream, bell))
+            await self._runtime.gather(self._listen(stream, seat), self._tell(stream, bell))
         except GradstreamError as error:
             reason = str(error).removeprefix(f"{stream.peer}: ")
             raise
@@ -244,10 +244,12 @@ class Enrolment:
             await stream.waiting([self._roster.state])
             await bell.rung(self._runtime, BEAT_S)
 
-    async def _listen(self, stream: Stream) -> None:
+    async def _listen(self, stream: Stream, seat: Seat) -> None:
         """Passes on what becomes of the machine's nodes, until it hangs up."""
         while (received := await stream.recv()) is not None:
             report = v1.Report.FromString(received.frame.body.data)
+            if report.who not in seat.workers:
+                raise RefusedError(ENROLMENT, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
             if report.error:
                 self._on_message(
                     {

@@ -87,7 +87,7 @@ def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | N
         raise EventError(f"{cls.name}: {error}") from None
     if not -MAX_SECONDS <= head["time_s"] <= MAX_SECONDS:
         raise EventError(f"{cls.name}: time_s is out of range")
-    bounds = _bounds(cls)
+    bounds = _bounds(cls.name)
     for key, value in record.items():
         within = bounds[key]
         if within is not None and not within(value):
@@ -115,9 +115,9 @@ def _check_member(cls: type[Event], node: str, member: str, line: bytes) -> None
 
 
 @cache
-def _bounds(cls: type) -> Mapping[str, Callable[[Any], bool] | None]:
+def _bounds(name: str) -> Mapping[str, Callable[[Any], bool] | None]:
     """By field, whether a value of the right type is in its range; None for text."""
-    return {entry.name: _bound(entry.name, str(entry.type)) for entry in fields(cls)}
+    return {entry.name: _bound(entry.name, str(entry.type)) for entry in fields(_classes()[name])}
 
 
 def _bound(name: str, annotation: str) -> Callable[[Any], bool] | None:

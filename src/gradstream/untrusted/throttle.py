@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from gradstream.runtime.base import Runtime, Timer
+if TYPE_CHECKING:
+    from gradstream.runtime.base import Runtime, Timer
 
 __all__ = ["Throttle"]
 
