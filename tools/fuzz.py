@@ -18,13 +18,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuzzing import documents, messages
+from fuzzing import files, messages, texts
 from fuzzing.harness import Decoder, Outcome, fuzz
 from gradstream.cluster.machine import describe_machine, git_commit
 
 __all__ = ["DECODERS", "main"]
 
-DECODERS: dict[str, Decoder] = {one.name: one for one in (*documents.DECODERS, *messages.DECODERS)}
+DECODERS: dict[str, Decoder] = {
+    one.name: one for one in (*files.DECODERS, *texts.DECODERS, *messages.DECODERS)
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

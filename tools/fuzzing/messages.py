@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from google.protobuf.message import DecodeError, Message
 
-from fuzzing.documents import DECODERS as DOCUMENTS
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_message
+from fuzzing.texts import DECODERS as TEXTS
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
@@ -276,7 +276,7 @@ def _message(name: str, decode: Callable[[bytes], object], *seeds: Message) -> D
 
 
 _RECEIPTS = [receipt_of(BatchRef(0, 0, 0)), receipt_of(BatchRef(1, 0, 1))]
-_LINES = next(one.seeds for one in DOCUMENTS if one.name == "event-line")
+_LINES = next(one.seeds for one in TEXTS if one.name == "event-line")
 DECODERS = (
     _message(
         "beat",
