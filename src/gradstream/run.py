@@ -199,10 +199,10 @@ class _Machine:
 class _Info:
     """Those entries of `run.json` that are looked at here."""
 
-    name: str = ""
-    id: str = ""
-    began_unix_s: float = 0.0
-    nodes: str = ""
+    name: str | None = None
+    id: str | None = None
+    began_unix_s: float | None = None
+    nodes: str | None = None
     simulated: bool = False
     machine: _Machine | None = None
 
@@ -215,7 +215,7 @@ def check_info(info: Any) -> None:
     if isinstance(seen.get("machine"), dict):
         seen["machine"] = {"cores": seen["machine"].get("cores")}
     check_record(_Info, seen, "run.json: ")
-    if not abs(seen.get("began_unix_s", 0.0)) < MAX_UNIX_S:
+    if not abs(seen.get("began_unix_s") or 0.0) < MAX_UNIX_S:
         raise MismatchError("run.json: began_unix_s is no date")
 
 

@@ -18,7 +18,7 @@ __all__ = ["MisfitError", "Word", "fields_of", "fit", "record_in", "shown"]
 NONE, TRUE, FALSE = "none", ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-MAX_INT, MAX_FLOAT = 1 << 63, float("inf")
+MAX_INT = 1 << 63
 SHOWN_BYTES = 512
 
 
@@ -144,9 +144,12 @@ def _float(value: Any, _: Any) -> float:
             return float(value)
         except ValueError:
             pass
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= MAX_FLOAT:
+    if not isinstance(value, int | float) or isinstance(value, bool):
         raise MisfitError("a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise MisfitError("a number") from None
 
 
 def _text(value: Any, _: Any) -> str:
