@@ -1,4 +1,4 @@
-"""Inputs that decoders once took for something else, or raised what nobody caught: kept, with their errors."""
+"""Inputs that decoders once took for something else, or raised what nobody caught: kept."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from gradstream.sparse.svmlight import from_svmlight
 from gradstream.transport.addresses import host_and_port
 
 MANIFEST: dict[str, Any] = {
-    "format": 1, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "done": {"epochs": 1, "parts": {}}, "versions": [1],
-    "model": {"elems": 1}, "optimizer": "sgd", "strategy": "downpour", "seed": 1, "workers": 1, "servers": 1,
-    "num_samples": 8, "software": "1", "evaluated": None, "samples": {}, "files": {}, "shares": [], "dropped": {},
+    "format": 1, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "versions": [1],
+    "done": {"epochs": 1, "parts": {}}, "model": {"elems": 1}, "optimizer": "sgd", "strategy": "downpour", "seed": 1, "workers": 1, "servers": 1,
+    "num_samples": 8, "software": "1", "evaluated": None, "samples": {}, "files": {}, "shares": [],
+    "dropped": {},
 }  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def test_files_of_recordings(data: bytes) -> None:
         '{"class": "gradstream.optim.sgd:SGD", "fields": {"lr": [{"function": "os:getcwd"}]}}',
         '{"class": "gradstream.optim.sgd:SGD", "fields": []}',
         '{"class": "gradstream.optim.sgd:SGD", "fields": {"lr": "fast"}}',
-        '{"class": "gradstream.optim.sgd:SGD", "fields": {"lr": 0.1}, "groups": [{"match": {"function": "os:getcwd"}}]}',
+        '{"class": "gradstream.optim.sgd:SGD", "fields": {}, "groups": [{"match": {"function": "os:getcwd"}}]}',
         '{"class": "gradstream.optim.sgd:SGD", "fields": {"lr": 0.1}, "ranges": [[0]]}',
         '{"class": "builtins:dict", "fields": {}}',
         "[]", "null", "[" * 100_000,
@@ -171,7 +172,10 @@ def test_ports(port: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"1 99999999999999999999:1", b"1 99999999999:1", b"1 3000000000:1", b"\xff\xfe:1", b"1 1:1e39", b"1 1:nan", b"1e39 1:1"],
+    [
+        b"1 99999999999999999999:1", b"1 99999999999:1", b"1 3000000000:1", b"\xff\xfe:1", b"1 1:1e39",
+        b"1 1:nan", b"1e39 1:1",
+    ],
 )  # fmt: skip
 def test_svmlight(line: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(line + b"\n")

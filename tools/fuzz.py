@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commit = git_commit(Path.cwd())
     works = [(name, given.seed, given.inputs, given.seconds) for name in given.decoder or sorted(DECODERS)]
     # A fresh process for each decoder: its memory is its own.
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # what is imported takes long
     with context.Pool(given.processes, maxtasksperchild=1) as pool:
         outcomes = []
         for outcome in pool.imap_unordered(_work, works, chunksize=1):
