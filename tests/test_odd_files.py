@@ -20,11 +20,13 @@ from gradstream.recording.entries import decode
 from gradstream.recording.log import read_log
 from gradstream.registry import optimizer_of_text
 from gradstream.remote.address import Address
+from gradstream.report.page import Source, page
 from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import apply, from_texts, from_toml
 from gradstream.sparse.data import from_csr
 from gradstream.sparse.svmlight import from_svmlight
 from gradstream.transport.addresses import host_and_port
+from gradstream.untrusted.event_lines import parse_event
 
 MANIFEST: dict[str, Any] = {
     "format": 1, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "versions": [1], "model": {"elems": 1},
@@ -237,3 +239,20 @@ def test_words(word: str) -> None:
 def test_specs_of_nodes(text: str) -> None:
     with pytest.raises(ConfigError, match=r"nodes\.json"):
         NodeSpec.of_text(text, "nodes.json")
+
+
+def test_a_report_of_events_that_say_nothing() -> None:
+    # A staleness that no chunk had, and a run that took no time: the fuzzer's finds.
+    exchange = (
+        b'{"event":"exchange","node":"worker-0","time_s":0,"rank":0,"pushed_bytes":0,"fetched_bytes":0,'
+    )
+    exchange += b'"pushes":0,"fetches":0,"retries":0,"staleness":{"1":0}}'
+    step = b'{"event":"step","node":"worker-0","time_s":0,"rank":0,"step":0,"epoch":0,"samples":1,"loss":1,'
+    step += b'"compute_s":0,"wait_s":0}'
+    events = [parse_event(line) for line in (exchange, step)]
+    assert page(Source(events=events, title="t", info={"machine": {"cores": 2}}))
+
+
+def test_a_list_that_is_null_where_it_may_be() -> None:
+    line = b'{"event":"round","node":"coordinator","time_s":0,"round":0,"epoch":0,"batch":0,"accepted":[0],'
+    assert parse_event(line + b'"left_out":[],"ids":null}')["ids"] is None

@@ -90,7 +90,7 @@ def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | N
     bounds = _bounds(cls.name)
     for key, value in record.items():
         within = bounds[key]
-        if within is not None and not within(value):
+        if value is not None and within is not None and not within(value):
             raise EventError(f"{cls.name}: {key} is out of range")
     return {**head, **record}
 
