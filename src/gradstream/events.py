@@ -8,10 +8,9 @@ the report and the tests read these lines and nothing else.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 __all__ = [
     "GROUP",
@@ -37,6 +36,7 @@ __all__ = [
     "LinkEvent",
     "MachineEvent",
     "MemoryEvent",
+    "RefusedEventsEvent",
     "ResumedEvent",
     "RoundEvent",
     "SharesEvent",
@@ -54,9 +54,15 @@ GROUP = "group"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all records; subclasses add fields of str, int, float, or flat lists and maps of them."""
+    """Base of all records; subclasses add fields of str, int, float, or flat lists and maps of them.
+
+    Attributes:
+        name: what a line calls it.
+        from_members: workers and shards report it; all others are the coordinator's or the launcher's.
+    """
 
     name: ClassVar[str] = "event"
+    from_members: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +97,7 @@ class CarriersEvent(Event):
     """By which carrier a node reaches each other one, once all are there (worker, shard)."""
 
     name: ClassVar[str] = "carriers"
+    from_members: ClassVar[bool] = True
     by_peer: Mapping[str, str]  # node -> "shm", "tcp" or "grpc"
 
 
@@ -111,7 +118,7 @@ class MachineEvent(Event):
 
     name: ClassVar[str] = "machine"
     who: str
-    state: str
+    state: Literal["joined", "left", "refused"]
     address: str
     workers: list[str]  # names of its nodes
     reason: str
@@ -144,6 +151,7 @@ class GroupEvent(Event):
     """
 
     name: ClassVar[str] = "group"
+    from_members: ClassVar[bool] = True
     kind: str
     ranks: list[str]
     epoch: int
@@ -167,6 +175,7 @@ class StepEvent(Event):
     """
 
     name: ClassVar[str] = "step"
+    from_members: ClassVar[bool] = True
     rank: int
     step: int
     epoch: int
@@ -190,6 +199,7 @@ class ExchangeEvent(Event):
     """
 
     name: ClassVar[str] = "exchange"
+    from_members: ClassVar[bool] = True
     rank: int
     pushed_bytes: int
     fetched_bytes: int
@@ -209,6 +219,7 @@ class LinkEvent(Event):
     """
 
     name: ClassVar[str] = "link"
+    from_members: ClassVar[bool] = True
     rank: int
     shard: str
     pushed_bytes: int
@@ -224,8 +235,9 @@ class TransferEvent(Event):
     """
 
     name: ClassVar[str] = "transfer"
+    from_members: ClassVar[bool] = True
     rank: int
-    kind: str  # "push" or "fetch"
+    kind: Literal["push", "fetch"]
     seconds: float
     size_bytes: int
 
@@ -239,6 +251,7 @@ class AppliedEvent(Event):
     """
 
     name: ClassVar[str] = "applied"
+    from_members: ClassVar[bool] = True
     rank: int
     updates: int  # chunk updates
     duplicates: int
@@ -305,6 +318,7 @@ class CpuEvent(Event):
     """CPU seconds of a process, total so far, by role and by kind of work."""
 
     name: ClassVar[str] = "cpu"
+    from_members: ClassVar[bool] = True
     role: str
     user_s: float
     system_s: float
@@ -316,6 +330,7 @@ class LateEvent(Event):
     """How late the event loop ran its timers since the late event before."""
 
     name: ClassVar[str] = "late"
+    from_members: ClassVar[bool] = True
     role: str
     p99_ms: float
     max_ms: float
@@ -331,6 +346,7 @@ class MemoryEvent(Event):
     """
 
     name: ClassVar[str] = "memory"
+    from_members: ClassVar[bool] = True
     role: str
     peak_bytes: int
     peak_own_bytes: int
@@ -343,12 +359,13 @@ class EvaluatedEvent(Event):
     """Held-out samples were looked at (worker of the lowest rank)."""
 
     name: ClassVar[str] = "evaluated"
+    from_members: ClassVar[bool] = True
     step: int  # minibatches of its partition in the model; synchronous: rounds
     epoch: int  # data epoch of the last of them
     samples: int  # that the run has gone through by then; asynchronous: if all were as far as this worker
     accuracy: float | None
     loss: float | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
     held_out: int = 0  # samples looked at
     seconds: float = 0.0  # that it took, up to `time_s`
     final: bool = False  # of the parameters that the run ends with
@@ -422,9 +439,20 @@ class FactorsEvent(Event):
     """How the gradients of wide linear layers travel in the first round (worker of the lowest rank)."""
 
     name: ClassVar[str] = "factors"
+    from_members: ClassVar[bool] = True
     layers: Mapping[str, str]  # by weight: "factors" or "gradient"
     factor_elems: Mapping[str, int]  # what a worker has to tell each other one; of those that go as factors
     gradient_elems: Mapping[str, int]  # what the gradient of each has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedEventsEvent(Event):
+    """Lines that a member sent as events were none of its own, and were dropped (coordinator)."""
+
+    name: ClassVar[str] = "refused_events"
+    who: str
+    count: int  # since the one before
+    why: str  # of the latest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -449,12 +477,26 @@ class FinishedEvent(Event):
     dropped: int = 0  # samples that updates were made without
 
 
+MAX_FLOAT = 1e100
+"""Larger numbers are written as null: sums of them would overflow."""
+
+
 def encode(event: Event, *, node: str, time_s: float) -> bytes:
-    """The record as one JSON line. Values that JSON cannot hold (NaN, infinities) become null."""
+    """The record as one JSON line, of ASCII alone.
+
+    Numbers that JSON cannot hold, or that nobody can add up (NaN, infinities, beyond 1e100), become null.
+    """
     record: dict[str, Any] = {"event": event.name, "node": node, "time_s": round(time_s, 6)}
     for entry in fields(event):
-        value = getattr(event, entry.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            value = None
-        record[entry.name] = dict(value) if isinstance(value, Mapping) else value
+        record[entry.name] = _plain(getattr(event, entry.name))
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if -MAX_FLOAT <= value <= MAX_FLOAT else None
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple) and value and isinstance(value[0], float):
+        return [_plain(inner) for inner in value]
+    return value

@@ -21,15 +21,21 @@ from gradstream.errors import (
     RefusedError,
     UserCodeError,
 )
+from gradstream.untrusted import escaped
 
 __all__ = ["typed_error"]
+
+NAME_BYTES, MESSAGE_BYTES, TRACEBACK_BYTES = 128, 8192, 1 << 16
 
 _OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, DataError)}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
 
 
 def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> GradstreamError:
-    """The exception that a node has reported by name."""
+    """The exception that a node has reported by name. Its texts are escaped; newlines stay."""
+    culprit, error = escaped(culprit, NAME_BYTES), escaped(error, NAME_BYTES)
+    message = escaped(message, MESSAGE_BYTES, newlines=True)
+    traceback_text = escaped(traceback_text, TRACEBACK_BYTES, newlines=True)
     if error in _OF_USER:
         return _OF_USER[error](message if culprit in message else f"{culprit}: {message}", traceback_text)
     if error in _OF_PEER:

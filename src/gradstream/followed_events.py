@@ -5,7 +5,6 @@ The coordinator writes them; the launcher adds a few of its own, and says on std
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,8 @@ from gradstream.events import Event, encode
 from gradstream.node import EVENTS
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted import escaped
+from gradstream.untrusted.event_lines import EventLines
 
 __all__ = ["FollowedEvents", "OnEvent"]
 
@@ -24,6 +25,9 @@ OnEvent = Callable[[Mapping[str, Any]], None]
 
 DISK_AGAIN_S = 60.0
 """After so long without a word about the disk, it is said once more that it is full."""
+
+MESSAGE_BYTES = 1024
+"""Of what a node has said, on stderr."""
 
 
 class FollowedEvents:
@@ -43,6 +47,7 @@ class FollowedEvents:
         self._on_event = on_event
         self._read_bytes = self._path.stat().st_size if self._path.is_file() else 0
         self._torn = b""
+        self._lines = EventLines()
         self._own = EventLog(
             DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self.say_of_disk
         )
@@ -63,10 +68,14 @@ class FollowedEvents:
         self._read_bytes += len(data) - len(self._torn)
         self.take(lines)
 
+    @property
+    def skipped(self) -> str:
+        """Says how many lines were no events; "" for none."""
+        return self._lines.skipped
+
     def take(self, lines: Iterable[bytes]) -> None:
         """Takes events that are in the file, or did not get there."""
-        for line in lines:
-            event = json.loads(line)
+        for event in self._lines.take(b"".join(line + b"\n" for line in lines)):
             self.last[event["event"]] = event
             self._say(event)
             if event["event"] == "carriers":
@@ -101,11 +110,11 @@ class FollowedEvents:
         """Says on stderr what a person must know of an event."""
         if event["event"] == "checkpoint_failed":
             kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-            text = f"no checkpoint ({event['who']}: {event['message']}); {kept}"
+            text = escaped(f"no checkpoint ({event['who']}: {event['message']}); {kept}", MESSAGE_BYTES)
             of_disk = any(f"[Errno {number}]" in text for number in DISK_ERRORS)
             self.say_of_disk(text) if of_disk else _write(text)
         elif event["event"] == "disk" and event["state"] == "waiting":
-            self.say_of_disk(event["message"])
+            self.say_of_disk(escaped(event["message"], MESSAGE_BYTES))
 
 
 def _write(text: str) -> None:

@@ -45,6 +45,7 @@ from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
+from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
     from gradstream.remote.gathering import Gathering
@@ -55,6 +56,9 @@ OnAddress = Callable[[Path, str], None]
 
 SCRIPT = "gradstream.session.script:main"
 """A worker that is a script with a training loop of its own."""
+
+MESSAGE_BYTES = 1024
+"""Of what is shown of a node's message."""
 
 POLL_S = 0.2
 """Between two looks at what has been recorded. What nodes say is heard at once."""
@@ -120,13 +124,13 @@ class Launcher:
                 error.add_note(f"{peer}: its process {_ended_how(self._ended[peer])}")
             for note in self._where:
                 error.add_note(note)
+            if self._events.skipped:
+                error.add_note(f"events.jsonl: {self._events.skipped}")
             if isinstance(error, UserCodeError) and error.traceback_text:
                 error.add_note(f"where it was raised:\n{error.traceback_text.rstrip()}")
             raise
         except KeyboardInterrupt as error:  # the second Ctrl-C
             self._events.read()
-            if "started" in self._events.last:
-                self._take_back()
             if not self._is_trial:
                 error.args = error.args or ("\n".join(["interrupted", *self._where]),)
             raise
@@ -329,6 +333,8 @@ class Launcher:
         while COORDINATOR not in self._ended:
             silent = self._hear() is None
             self._events.read()
+            if "started" in self._events.last:
+                self._take_back()
             if self._ended and not {"started", "failed", "stopped"} & set(self._events.last):
                 raise self._error_of_ended()
             if silent and len(self._ended) == len(self._others) and self._on_address is None:
@@ -377,7 +383,8 @@ class Launcher:
             return typed_error(name, said["error"], said["message"], said["traceback"])
         tail = self._cluster.log_tail(name, 5)
         how = _ended_how(self._ended[name])
-        return PeerLostError(name, f"its process {how}; the end of its log:\n{tail}")
+        shown = escaped(tail, MESSAGE_BYTES, newlines=True)
+        return PeerLostError(name, f"its process {how}; the end of its log:\n{shown}")
 
     def _note_failure(self, error: GradstreamError) -> None:
         """Makes sure that the run's events say how it ended."""

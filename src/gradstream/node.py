@@ -38,8 +38,10 @@ from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
+from gradstream.run_files import read_record
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
+from gradstream.untrusted import DocumentError, MismatchError, check_record, parse_json
 from gradstream.wire import v1
 
 __all__ = [
@@ -58,6 +60,8 @@ __all__ = [
 ]
 
 OK, FAILED, ABORTED = 0, 1, 3
+
+MAX_SPEC_BYTES, MAX_SPEC_DEPTH = 16 << 20, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,34 @@ class NodeSpec:
             trial=trial,
         )
 
+    @classmethod
+    def of_text(cls, text: str, where: str) -> NodeSpec:
+        """The spec that a document holds. Raises ConfigError where it holds none.
+
+        Args:
+            text: JSON.
+            where: names the document in the message.
+        """
+        try:
+            record = parse_json(text, max_bytes=MAX_SPEC_BYTES, max_depth=MAX_SPEC_DEPTH)
+            check_record(cls, record)
+        except (DocumentError, MismatchError) as error:
+            raise ConfigError(f"{where}: written by another version of gradstream: {error}") from None
+        return cls(**record)
+
+    @classmethod
+    def read(cls, path: Path) -> NodeSpec:
+        """The spec in a file. Raises ConfigError where it holds none, FileNotFoundError where it is not."""
+        record = read_record(path)
+        try:
+            check_record(cls, record)
+        except MismatchError as error:
+            raise ConfigError(
+                f"{path} is damaged, or another version of gradstream wrote it: {error}; put it back from a "
+                "copy, or use the version that run.json names"
+            ) from None
+        return cls(**record)
+
     def load(self) -> Job:
         """Reads the job as a node does, in this process. Raises ConfigError where it is not in a file."""
         return self._load(self.job)
@@ -149,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        spec = NodeSpec(**json.loads(given.spec.read_text()))
+        spec = NodeSpec.read(given.spec)
         return asyncio.run(_run(spec, spec.load(), given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)
@@ -170,7 +202,7 @@ async def play(
     """
     given = _arguments(argv)
     try:
-        spec = NodeSpec(**json.loads(given.spec.read_text()))
+        spec = NodeSpec.read(given.spec)
         own = dataclasses.replace(job, model=copy.deepcopy(build_model(job)))
         return await _run(spec, own, given, say, core, when_asked)
     except Exception as error:
@@ -191,7 +223,7 @@ async def take_part(job: Job, argv: Sequence[str]) -> None:
         What ended it early.
     """
     given = _arguments(argv)
-    spec = NodeSpec(**json.loads(given.spec.read_text()))
+    spec = NodeSpec.read(given.spec)
     await _run(spec, job, given, lambda **_: None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from gradstream.config import Deadlines, Job
 from gradstream.errors import ConfigError
 from gradstream.membership.goal import Until
 from gradstream.registry import place_of
+from gradstream.untrusted import MismatchError, check_value
 from gradstream.worker.evaluation import Metric
 
 __all__ = ["overrides", "plain", "with_overrides"]
@@ -35,17 +37,34 @@ def _place_of(metric: str | Metric) -> str:
 
 
 def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
-    """The job with the fields that `overrides` has made of another."""
+    """The job with the fields that `overrides` has made of another.
+
+    Raises:
+        ConfigError: a field that a job does not have, or that is not of its type.
+    """
     values = dict(fields)
-    values["deadlines"] = Deadlines(**values["deadlines"])
-    if values.get("until") is not None:
-        values["until"] = Until(**values["until"])
-    if values["run_dir"] is not None:
-        values["run_dir"] = Path(values["run_dir"])
-    values["metrics"] = {
-        name: place or _own_metric(job, name) for name, place in values.get("metrics", {}).items()
-    }
-    return dataclasses.replace(job, **values)
+    try:
+        _check(values)
+        values["deadlines"] = Deadlines(**values["deadlines"])
+        if values.get("until") is not None:
+            values["until"] = Until(**values["until"])
+        if values["run_dir"] is not None:
+            values["run_dir"] = Path(values["run_dir"])
+        values["metrics"] = {
+            name: place or _own_metric(job, name) for name, place in values.get("metrics", {}).items()
+        }
+        return dataclasses.replace(job, **values)
+    except (KeyError, TypeError, MismatchError) as error:
+        raise ConfigError(f"the fields of a job that another node has told: {error}") from error
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raises MismatchError for a field that is not what JSON holds of a job's."""
+    hints = {**typing.get_type_hints(Job), "run_dir": str | None, "metrics": Mapping[str, str]}
+    for name, value in values.items():
+        if name in _NOT_PLAIN or name not in hints:
+            raise MismatchError(f"{name[:80]!r} is no plain field of a job")
+        check_value(value, hints[name], name)
 
 
 def _own_metric(job: Job, name: str) -> str | Metric:

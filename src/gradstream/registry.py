@@ -25,6 +25,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.plugins import GROUPS, HOUSE, Offer, choose, installed
 from gradstream.strategies.base import Strategy
+from gradstream.untrusted import check_record, parse_json
 
 __all__ = [
     "OPTIMIZERS",
@@ -77,6 +78,8 @@ TRANSPORTS = {
     "grpc": "gradstream.transport.grpc:GrpcEndpoint",
     "memory": "gradstream.transport.memory:MemoryEndpoint",
 }
+
+MAX_RULE_BYTES = 1 << 20
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "strategy": STRATEGIES,
@@ -169,6 +172,25 @@ def text_of_optimizer(
     return json.dumps(text, sort_keys=True)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a text says of an update rule; `place` is called "class" in it."""
+
+    place: str
+    fields: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]] = ()
+    ranges: Sequence[tuple[str, int, int]] = ()
+
+
+def _check_plain(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError where a field names code: a table would be made into an object of its class."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) or (
+            isinstance(value, list | tuple) and any(isinstance(one, Mapping | list) for one in value)
+        ):
+            raise ValueError(f"{name[:80]!r} is a table: a place of code is not taken from a peer")
+
+
 def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
     """The update rule that a worker has named, and the same with what some ranges have of their own.
 
@@ -176,18 +198,26 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
         ConfigError: it is none of ours: a place of code is not taken from a peer.
     """
     try:
-        described = json.loads(text)
-        place, fields = str(described["class"]), dict(described["fields"])
-        groups = described.get("groups", [])
-        ranges = [(str(name), int(start), int(stop)) for name, start, stop in described.get("ranges", [])]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}") from error
-    if place not in OPTIMIZERS.values():
-        raise ConfigError(f"update rule {place!r} is none of ours: {', '.join(sorted(OPTIMIZERS))}")
-    optimizer = find_optimizer(place, fields)
-    if not groups:
-        return optimizer, None
-    return optimizer, GroupedRule(optimizer, groups_of(groups, optimizer), ranges)
+        described = parse_json(text, max_bytes=MAX_RULE_BYTES)
+        described["place"] = described.pop("class")
+        check_record(_Rule, described)
+        rule = _Rule(**described)
+        _check_plain(rule.fields)
+        for group in rule.groups:
+            _check_plain(group)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}: {error}") from error
+    if rule.place not in OPTIMIZERS.values():
+        raise ConfigError(f"update rule {rule.place[:80]!r} is none of ours: {', '.join(sorted(OPTIMIZERS))}")
+    try:
+        optimizer = find_optimizer(rule.place, rule.fields)
+        if not rule.groups:
+            return optimizer, None
+        return optimizer, GroupedRule(optimizer, groups_of(rule.groups, optimizer), rule.ranges)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"an update rule that cannot be made: {text[:80]!r}: {error}") from error
 
 
 def describe(value: Any) -> dict[str, Any]:
@@ -287,11 +317,20 @@ def check_places(value: Any) -> None:
 def revived(value: Any) -> Any:
     """The object or function that `describe` has put into a field as a table; anything else as it is."""
     if isinstance(value, Mapping) and value.keys() == {"function"}:
-        return find_function(value["function"])
+        return find_function(_text(value["function"]))
     if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
+        if not isinstance(value["fields"], Mapping):
+            raise ConfigError(f"the fields of {value['class']!r}: expected a table")
+        _text(value["class"])
         fields = {name: revived(field) for name, field in value["fields"].items()}
         return _make("field", value["class"], find_function(value["class"]), fields)
     return value
+
+
+def _text(place: object) -> str:
+    if not isinstance(place, str):
+        raise ConfigError(f"a place of type {type(place).__name__}: expected 'file.py:name' or 'module:name'")
+    return place
 
 
 def load_module(path: Path, name: str | None = None) -> ModuleType:
@@ -359,7 +398,7 @@ def _is_class(value: object) -> bool:
 def _import(kind: str, spec: str, module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, ValueError, TypeError) as error:  # or a name that no module has
         raise ConfigError(
             f"{kind} {spec!r}: there is no module {module!r}; name a file with .py: file.py:Class"
         ) from error

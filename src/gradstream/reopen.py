@@ -18,7 +18,6 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.names import check_name
 from gradstream.node import NodeSpec
 from gradstream.run import FINAL_MODEL, Run
-from gradstream.run_files import read_record
 from gradstream.runtime.storage import DiskStorage
 
 __all__ = ["job_of_run", "kept_parameters", "reopen", "spec_of_run"]
@@ -60,16 +59,11 @@ def job_of_run(path: Path) -> Job:
 def spec_of_run(path: Path) -> NodeSpec:
     """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
     try:
-        spec = NodeSpec(**read_record(path / "nodes.json"))
+        spec = NodeSpec.read(path / "nodes.json")
         check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
         return spec
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
-    except TypeError as error:
-        raise ConfigError(
-            f"{path / 'nodes.json'} is damaged, or another version of gradstream wrote it: {error}; put it "
-            "back from a copy, or use the version that run.json names"
-        ) from error
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:

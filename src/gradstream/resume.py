@@ -21,9 +21,10 @@ from gradstream.node import LOCK, LOCK_S
 from gradstream.remote.listening import Listening
 from gradstream.reopen import job_of_run
 from gradstream.run import FINAL_MODEL, Run
-from gradstream.run_files import read_events, read_record
+from gradstream.run_files import read_record
 from gradstream.runtime.storage import DiskStorage
 from gradstream.train import launch
+from gradstream.untrusted.event_lines import EventLines
 
 __all__ = ["ResumeOptions", "resume"]
 
@@ -134,4 +135,4 @@ def _mend_events(path: Path) -> float:
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
         os.truncate(path, whole)
-    return float(max((event["time_s"] for event in read_events(path)), default=0.0))
+    return float(max((event["time_s"] for event in EventLines().take(data[:whole])), default=0.0))

@@ -21,11 +21,15 @@ from gradstream.report.notebook import run_html
 from gradstream.report.page import Source, page
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.trace import trace_json
-from gradstream.run_files import read_config, read_events, read_record
+from gradstream.run_files import read_config, read_record
 from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
+from gradstream.untrusted import MismatchError, check_record
+from gradstream.untrusted.event_lines import read_events
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 
-__all__ = ["Evaluation", "Run"]
+__all__ = ["Evaluation", "Run", "check_info", "read_events"]
+
+MAX_UNIX_S = 1e11
 
 FINAL_MODEL = Path("checkpoints/final/model.safetensors")
 """Where a run directory holds the trained parameters, under the user's own names."""
@@ -103,6 +107,7 @@ class Run:
             raise ConfigError(f"{path} is not a run directory: it has no run.json")
         info, final = read_record(path / "run.json"), path / FINAL_MODEL
         try:
+            check_info(info)
             parameters = load_file(final) if final.is_file() else {}
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(
@@ -184,6 +189,35 @@ class Run:
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]
         return [(key, _short(value)) for key, value in rows if value is not None]
+
+
+@dataclass(frozen=True)
+class _Machine:
+    cores: int | None = None
+
+
+@dataclass(frozen=True)
+class _Info:
+    """Those entries of `run.json` that are looked at here."""
+
+    name: str | None = None
+    id: str | None = None
+    began_unix_s: float | None = None
+    nodes: str | None = None
+    simulated: bool = False
+    machine: _Machine | None = None
+
+
+def check_info(info: Any) -> None:
+    """Raises ValueError where `run.json` has something else than what is looked at in it."""
+    if not isinstance(info, dict):
+        raise MismatchError("run.json is no JSON object")
+    seen = {name: value for name, value in info.items() if name in _Info.__annotations__}
+    if isinstance(seen.get("machine"), dict):
+        seen["machine"] = {"cores": seen["machine"].get("cores")}
+    check_record(_Info, seen, "run.json: ")
+    if not abs(seen.get("began_unix_s") or 0.0) < MAX_UNIX_S:
+        raise MismatchError("run.json: began_unix_s is no date")
 
 
 def flatten(model: Model, parameters: Arrays) -> torch.Tensor:

@@ -6,17 +6,15 @@ never a traceback of the parser.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
-from gradstream import events as schema
 from gradstream.errors import ConfigError
-from gradstream.summary import EventDict
+from gradstream.untrusted import parse_json, parse_toml
 
-__all__ = ["read_config", "read_events", "read_record"]
+__all__ = ["read_config", "read_record"]
+
+MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
 _REMEDIES = {
     "run.json": "put it back from a copy, or write {} into it: it only says where and when the run was made",
@@ -25,17 +23,6 @@ _REMEDIES = {
     "config.toml": "put it back from a copy, or remove it: it is only shown in the report",
     "job.json": "put it back from a copy: it says which job file was recorded",
 }
-_EVENTS_REMEDY = "remove that line, or put the file back from a copy; what the line told is lost"
-
-_NEEDED = {
-    kind.name: [
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    for kind in schema.Event.__subclasses__()
-}
-"""By kind of event, the keys that its line must have."""
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -46,7 +33,7 @@ def read_record(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or holds something else.
     """
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes(), max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, RecursionError) as error:
@@ -60,50 +47,12 @@ def read_config(path: Path) -> str:
     """The text of a `config.toml`, "" where there is none. Raises ConfigError where it is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
-        tomllib.loads(text)
+        parse_toml(text)
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     return text
-
-
-def read_events(path: Path) -> list[EventDict]:
-    """The events of a file of JSON lines, [] if there is none. A torn last line is left out.
-
-    Raises:
-        ConfigError: another line is not an event; says which.
-    """
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if lines and not lines[-1].endswith(b"\n"):
-        del lines[-1]  # its writer was killed in the middle, or is writing now
-    return [_event(path, number, line) for number, line in enumerate(lines, 1)]
-
-
-def _event(path: Path, number: int, line: bytes) -> EventDict:
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _no_event(path, number, f"{type(error).__name__}: {error}") from error
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        raise _no_event(path, number, "expected a JSON object with a string under 'event'")
-    if not isinstance(event.get("time_s"), int | float) or not isinstance(event.get("node"), str):
-        raise _no_event(path, number, "expected a string under 'node' and a number under 'time_s'")
-    missing = [key for key in _NEEDED.get(event["event"], ()) if key not in event]
-    if missing:
-        raise _no_event(path, number, f"a {event['event']!r} event needs {', '.join(missing)}")
-    return event
-
-
-def _no_event(path: Path, number: int, why: str) -> ConfigError:
-    return ConfigError(
-        f"{path}, line {number}: not an event, so the file is damaged: {why}; {_EVENTS_REMEDY}"
-    )
 
 
 def _damaged(path: Path, why: str) -> ConfigError:

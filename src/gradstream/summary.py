@@ -143,7 +143,7 @@ def _group(events: Sequence[EventDict]) -> str | None:
     formed = next(iter(_of(events, "group")[-1:]), None)
     if formed is None:
         return None
-    if not formed["choices"]:
+    if not formed["choices"] or formed["alpha_s"] is None or formed["beta_s_byte"] is None:
         return f"{formed['kind']}: {formed['algorithm']}"
     (_, first), *later = sorted(formed["choices"].items(), key=lambda item: int(item[0]))
     chosen = ", ".join([first, *(f"from {int(size):,} bytes on {name}" for size, name in later)])

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.checkpoint.format import TensorSpec, header_of, parse
+from gradstream.checkpoint.format import MAX_HEADER_BYTES, TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
 from gradstream.checkpoint.own_state import OwnState
 from gradstream.checkpoint.policy import Kept, Policy
@@ -386,10 +386,14 @@ def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def data_offset(storage: Storage, path: str) -> int:
     """Where the data of a safetensors file begins. Raises DataError."""
+    return _parsed(storage, path)[0]
+
+
+def _parsed(storage: Storage, path: str) -> tuple[int, Mapping[str, tuple[TensorSpec, int]]]:
+    """The header of a file. Reads no more of it than a header may have, whatever its length says."""
     size_bytes = storage.size(path)
     length = int.from_bytes(storage.read_at(path, 0, min(8, size_bytes)), "little")
-    offset_bytes, _ = parse(storage.read_at(path, 0, min(8 + length, size_bytes)))
-    return offset_bytes
+    return parse(storage.read_at(path, 0, min(8 + min(length, MAX_HEADER_BYTES), size_bytes)))
 
 
 def read_own(storage: Storage, folder: str, worker: str) -> OwnState | None:
@@ -411,15 +415,15 @@ def read_own(storage: Storage, folder: str, worker: str) -> OwnState | None:
 
 def read_tensors(storage: Storage, path: str, names: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
     """Some tensors of a safetensors file. Raises DataError where one is not in it."""
-    size_bytes = storage.size(path)
-    length = int.from_bytes(storage.read_at(path, 0, 8), "little")
-    offset_bytes, tensors = parse(storage.read_at(path, 0, min(8 + length, size_bytes)))
+    offset_bytes, tensors = _parsed(storage, path)
     out = {}
     for name in names:
         if name not in tensors:
             raise DataError(f"{path} has no tensor {name!r}: is it a checkpoint of this model?")
         spec, start = tensors[name]
         data = storage.read_at(path, offset_bytes + start, spec.size_bytes)
+        if len(data) != spec.size_bytes:
+            raise DataError(f"{path} ends inside tensor {name!r}: it was cut short")
         out[name] = np.frombuffer(data, spec.numpy_dtype).reshape(spec.shape).copy()
     return out
 

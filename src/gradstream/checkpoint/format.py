@@ -22,9 +22,10 @@ import numpy as np
 import torch
 
 from gradstream.errors import ConfigError, DataError
+from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
-__all__ = ["TensorSpec", "header_of", "of_spec", "parse", "spec_of", "to_spec"]
+__all__ = ["MAX_HEADER_BYTES", "TensorSpec", "header_of", "of_spec", "parse", "spec_of", "to_spec"]
 
 _OF_NUMPY = {
     "float64": "F64", "float32": "F32", "float16": "F16",
@@ -37,6 +38,12 @@ _TO_NUMPY = {theirs: ours for ours, theirs in _OF_NUMPY.items()}
 ALIGNMENT_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself takes at most."""
+
+MAX_VALUES = 4 << 20
+"""Of a header: some seven a tensor."""
+
+MAX_DIMENSIONS = 64
+MAX_TENSOR_BYTES = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,26 @@ def header_of(tensors: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _placed(name: str, entry: Mapping[str, Any]) -> tuple[TensorSpec, int]:
+    """A tensor and its offset. Raises ValueError where it cannot lie there, KeyError for an unknown type."""
+    (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
+    if len(shape) > MAX_DIMENSIONS or not all(0 <= length <= MAX_TENSOR_BYTES for length in shape):
+        raise ValueError(f"{name[:80]!r} has a shape that no tensor has")
+    spec = TensorSpec(name, shape, entry["dtype"])
+    if not 0 <= start <= stop <= MAX_TENSOR_BYTES or stop - start != spec.size_bytes:
+        raise ValueError(f"{name[:80]!r} lies at [{start}, {stop}), which are not the bytes of its shape")
+    return spec, start
+
+
 def parse(begin: bytes) -> tuple[int, Mapping[str, tuple[TensorSpec, int]]]:
     """The offset of a file's data, and each tensor with its own offset in that data.
 
@@ -120,15 +147,17 @@ def parse(begin: bytes) -> tuple[int, Mapping[str, tuple[TensorSpec, int]]]:
     if len(begin) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(begin) - 8):
         raise DataError(f"not a safetensors file: its header would have {length} of {len(begin)} bytes")
     try:
-        entries = json.loads(begin[8 : 8 + length])
+        entries = parse_json(begin[8 : 8 + length], max_bytes=MAX_HEADER_BYTES, max_values=MAX_VALUES)
         entries.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in entries.items():
-            start, stop = entry["data_offsets"]
-            spec = TensorSpec(name, tuple(map(int, entry["shape"])), entry["dtype"])
-            if start < 0 or stop - start != spec.size_bytes:
-                raise ValueError(f"{name!r} of {spec.size_bytes} bytes lies at [{start}, {stop})")
-            tensors[name] = spec, start
+        check_value(entries, Mapping[str, _Entry], "header")
+        tensors = {name: _placed(name, entry) for name, entry in entries.items()}
+        end = 0
+        for name, (spec, start) in sorted(
+            tensors.items(), key=lambda item: (item[1][1], item[1][0].size_bytes)
+        ):
+            if start != end:
+                raise ValueError(f"{name[:80]!r} lies at {start}: the one before it ends at {end}")
+            end = start + spec.size_bytes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"not a safetensors file: {error!r}") from error
     return 8 + length, tensors

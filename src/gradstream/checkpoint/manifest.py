@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradstream.data.done import Done
-from gradstream.errors import DataError
+from gradstream.errors import ConfigError, DataError
+from gradstream.untrusted import MismatchError, check_record, parse_json
 
 __all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume"]
 
@@ -31,7 +32,9 @@ STATE = "state.json"
 
 _SEAL = b'{"sha256": "%s",\n'
 _SEAL_BYTES = len(_SEAL % (64 * b"0"))
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+MAX_BYTES, MAX_VALUES = 64 << 20, 8 << 20
+"""Of `state.json`: it has a number for each chunk, of millions at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +122,12 @@ class Manifest:
         if seal != _seal_of(body):
             raise DataError(f"{STATE} was altered or cut short: it is not what its own SHA-256 says")
         try:
-            record = json.loads(data)
+            record = parse_json(data, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
             del record["sha256"]
             number = record.pop("format")
             if number != FORMAT:
                 raise DataError(f"{STATE} has format {number}, this gradstream reads {FORMAT}: install newer")
+            check_record(cls, {**record, "done": {"epochs": 0}})
             record["done"] = Done.of_json(record["done"])
             record["files"] = {_checked(name): FileEntry(**entry) for name, entry in record["files"].items()}
             if record["evaluated"] is not None:
@@ -200,5 +204,10 @@ class Resume:
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Resume:
-        """What `as_json` has made."""
-        return cls(**{**record, "done": Done.of_json(record["done"])})
+        """What `as_json` has made. Raises ConfigError for anything else."""
+        done = Done.of_json(record.get("done", {}))
+        try:
+            check_record(cls, {**record, "done": {"epochs": 0}})
+        except MismatchError as error:
+            raise ConfigError(f"not where a run goes on: {error}") from None
+        return cls(**{**record, "done": done})

@@ -8,7 +8,6 @@ has gone through. Asked for what is fixed, it gives the frozen parameters of its
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from gradstream.checkpoint.format import TensorSpec
 from gradstream.errors import DataError, RefusedError
 from gradstream.model.buffers import Buffers, average_buffers
 from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.untrusted import parse_json
 from gradstream.wire import v1
 
 __all__ = ["METHOD", "OwnState", "ask", "averaged", "serve"]
@@ -27,6 +27,7 @@ __all__ = ["METHOD", "OwnState", "ask", "averaged", "serve"]
 METHOD = "state"
 PIECE_BYTES = 1 << 20
 FIXED = b"fixed"
+STEP_DIGITS = 18
 HEADER_BYTES = 1 << 20
 """More than any header that describes buffers in this bound is refused."""
 
@@ -64,7 +65,7 @@ class OwnState:
         try:
             buffers = safetensors.numpy.load(data)
             length = int.from_bytes(data[:8], "little")
-            metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+            metadata = parse_json(data[8 : 8 + length], max_bytes=HEADER_BYTES)["__metadata__"]
             samples, steps = int(metadata["samples"]), int(metadata.get("steps", 0))
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"not a worker's state: {error!r}") from error
@@ -94,6 +95,10 @@ def serve(
 
     async def answer(stream: Stream) -> None:
         asked = v1.Body.FromString(stream.opened.body).data
+        if asked not in (b"", FIXED) and not (asked.isdigit() and len(asked) <= STEP_DIGITS):
+            raise RefusedError(
+                endpoint.identity.name, "BAD_REQUEST", "a state is asked for of no step: expected a number"
+            )
         found = await (fixed() if asked == FIXED else state(int(asked) if asked.isdigit() else None))
         data = found.encode()
         for start in range(0, len(data), PIECE_BYTES):

@@ -51,13 +51,17 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except GradstreamError as error:
             from gradstream.cli.report import error_text
+            from gradstream.untrusted.text import escaped
 
-            click.echo(error_text(error), err=True)
+            click.echo(escaped(error_text(error), ERROR_BYTES, newlines=True), err=True)
             ctx.exit(exit_code(error))
         except KeyboardInterrupt as error:
             click.echo(str(error) or "interrupted", err=True)
             ctx.exit(exit_code(error))
 
+
+ERROR_BYTES = 1 << 17
+"""Of what is shown of an error: other nodes may have worded it."""
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means in EXIT_CODES.items())
 

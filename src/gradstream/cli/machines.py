@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gradstream.errors import ConfigError
+from gradstream.untrusted.text import escaped
 
 if TYPE_CHECKING:
     from gradstream.remote.listening import Listening
@@ -19,6 +20,7 @@ __all__ = ["listen_options", "listening_of", "note", "token_of", "token_options"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+NOTE_BYTES = 8192
 TOKEN = "GRADSTREAM_TOKEN"  # a name
 
 
@@ -112,6 +114,6 @@ def listening_of(
 
 
 def note(text: str) -> None:
-    """Says something on stderr."""
-    sys.stderr.write(f"{text}\n")
+    """Says something on stderr. What a launcher or a node has worded is escaped."""
+    sys.stderr.write(f"{escaped(text, NOTE_BYTES, newlines=True)}\n")
     sys.stderr.flush()

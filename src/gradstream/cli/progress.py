@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gradstream.report.held import turn_text
+from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
     from gradstream.summary import EventDict
@@ -15,6 +16,8 @@ __all__ = ["Progress"]
 
 WINDOW_S = 10.0
 """Rates are means over this much of the run's own time."""
+
+LINE_BYTES = 1024
 
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
@@ -96,7 +99,13 @@ class Progress:
                 pass
 
     def news(self, event: EventDict) -> str:
-        """What is worth a line of its own about an event that `update` has taken in; else ""."""
+        """What is worth a line of its own about an event that `update` has taken in; else "".
+
+        Names and reasons in it are those of other nodes: they are escaped.
+        """
+        return escaped(self._news(event), LINE_BYTES)
+
+    def _news(self, event: EventDict) -> str:
         match event["event"]:
             case "drive":
                 return turn_text(event)
@@ -165,6 +174,9 @@ class Progress:
 
     def line(self) -> str:
         """The run in one line; what is not known yet is left out."""
+        return escaped(self._line(), LINE_BYTES)
+
+    def _line(self) -> str:
         if self._began_s is None:
             return f"starting: {len(self.workers)}/{self._expected_workers or '?'} workers are in"
         parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]

@@ -133,6 +133,9 @@ class Meeting:
             who = f"{', '.join(request.names)}, of whom it is rank {request.rank}"
             message = f"{stream.peer} has a group of {who}: expected {', '.join(self._names)}"
             raise RefusedError(self._me, "BAD_REQUEST", message)
+        if self._names[request.rank] != stream.opened.sender:
+            message = f"{stream.opened.sender} says that it is {self._names[request.rank]}"
+            raise RefusedError(self._me, "BAD_REQUEST", message)
         if request.rank in self.streams:
             raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already")
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()

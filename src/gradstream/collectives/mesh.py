@@ -31,6 +31,7 @@ from gradstream.errors import (
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.silence import Bell
+from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
 __all__ = ["Loss", "Mesh"]
@@ -38,6 +39,7 @@ __all__ = ["Loss", "Mesh"]
 T = TypeVar("T")
 
 BEATS = 8  # signs of life within `silence_s`
+MESSAGE_BYTES = 1024  # of what another rank says about a loss
 LOST = "lost by its group: "
 """How the reason begins that a rank is told whose group goes on without it, or breaks because of it."""
 LINGER_S = 5.0  # how long a rank that leaves waits for the others to have heard all it said
@@ -333,7 +335,10 @@ class Mesh:
         """Somebody has lost a rank."""
         broken = v1.Broken.FromString(stream.opened.body)
         if broken.epoch == self._epoch:
-            self.lose(Loss(broken.culprit, broken.silent, broken.message))
+            if broken.culprit not in self.names:
+                message = f"{broken.culprit[:64]!r} is in no group of {self._me}: it cannot be to blame"
+                raise RefusedError(self._me, "BAD_REQUEST", message)
+            self.lose(Loss(broken.culprit, broken.silent, escaped(broken.message, MESSAGE_BYTES)))
         await stream.send(v1.Frame(body=v1.Body(data=v1.Broken().SerializeToString())))
 
     # ---- leaving ------------------------------------------------------------------------

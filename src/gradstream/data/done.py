@@ -12,8 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 from gradstream.errors import ConfigError
+from gradstream.untrusted import check_value
 
 __all__ = ["Done", "Run", "merged"]
+
+MAX_DIGITS = 15
 
 Run = tuple[int, int]
 """Positions [start, stop) of an epoch's order."""
@@ -63,15 +66,24 @@ class Done:
     def of_json(cls, record: Mapping[str, Any]) -> Done:
         """What `as_json` has made. Raises ConfigError for anything else."""
         try:
-            parts = {
-                int(epoch): merged((int(start), int(stop)) for start, stop in runs)
-                for epoch, runs in record["parts"].items()
-            }
-            return cls(int(record["epochs"]), parts)
+            check_value(dict(record), Mapping[str, int | Mapping[str, Sequence[Run]]], "done")
+            parts = {_number(epoch): merged(map(_run, runs)) for epoch, runs in record["parts"].items()}
+            return cls(_number(record["epochs"]), parts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
                 f"not an account of samples: {error!r}; expected epochs, and parts by epoch"
             ) from error
+
+
+def _number(value: int | str) -> int:
+    number = int(value) if len(str(value)) <= MAX_DIGITS else -1
+    if number < 0:
+        raise ValueError(f"{str(value)[:40]!r}: expected a number from 0 on")
+    return number
+
+
+def _run(run: Run) -> Run:
+    return _number(run[0]), _number(run[1])
 
 
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:

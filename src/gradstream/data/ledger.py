@@ -163,6 +163,21 @@ class Ledger:
             self._num_complete += 1
         return True
 
+    def knows(self, ref: BatchRef, worker: int) -> bool:
+        """Whether the run has such a minibatch, for any worker to do."""
+        del worker
+        inside = 0 <= ref.partition < len(self._partitions) and 0 <= ref.epoch < self._num_epochs
+        return inside and 0 <= ref.batch < self._span(ref.partition, ref.epoch)
+
+    def has_round(self, k: int) -> bool:
+        """Whether every partition has a k-th minibatch."""
+        return 0 <= k < min(line.total for line in self._partitions)
+
+    @property
+    def most_begun(self) -> int:
+        """The most minibatches that one worker can have begun: all of the run."""
+        return sum(line.total for line in self._partitions)
+
     def verdict(self, k: int, ranks: Collection[int]) -> tuple[BatchRef, ...]:
         """Every partition's k-th minibatch has met its fate: those of `ranks` are in the model, others not.
 

@@ -22,6 +22,10 @@ from gradstream.errors import InternalError
 __all__ = ["OpenLedger"]
 
 
+MAX_AHEAD = 1 << 20
+"""How far beyond all others a receipt may be: each that is missing between takes memory."""
+
+
 @dataclass(slots=True)
 class _Line:
     """The minibatches of one worker, numbered from 0."""
@@ -93,6 +97,16 @@ class OpenLedger:
             return True
         self._held = max(self._held, next_round)
         return False
+
+    most_begun = 1 << 53
+    """The most minibatches that one worker can have begun: as many as its loop likes."""
+
+    def knows(self, ref: BatchRef, worker: int) -> bool:
+        """Whether this may be a minibatch of the worker's: its own, and not far beyond what has receipts."""
+        if worker != ref.partition or ref.epoch != 0 or not 0 <= ref.partition < len(self._lines):
+            return False
+        line = self._lines[ref.partition]
+        return 0 <= ref.batch < line.low + len(line.ahead) + MAX_AHEAD
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of `worker`'s is in the model. True the first time."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradstream.checkpoint.format import of_spec
 from gradstream.checkpoint.manifest import Resume
 from gradstream.membership.instructions import Refuse
 from gradstream.membership.nodes import Nodes
+from gradstream.untrusted import parse_json
 from gradstream.wire import v1
 
 __all__ = ["Admission"]
+
+MAX_ELEMS, MAX_CHUNKS, MAX_DIMENSIONS = 1 << 44, 1 << 24, 64
+_ADDRESS = re.compile(r"[ -~]{0,1024}")
 
 
 class Admission:
@@ -54,7 +60,7 @@ class Admission:
         """The update rule's name, where the workers bring it; "" where they do not."""
         if self.model is None or not self.model.optimizer:
             return ""
-        name: str = json.loads(self.model.optimizer)["class"].rpartition(":")[2].lower()
+        name: str = _rule_of(self.model.optimizer)["class"].rpartition(":")[2].lower()
         return name
 
     def objection(self, request: v1.Join, *, gathering: bool) -> Refuse | None:
@@ -65,6 +71,8 @@ class Admission:
             gathering: the run still waits for nodes.
         """
         node = request.node
+        if not _ADDRESS.fullmatch(node.address):
+            return Refuse(v1.BAD_REQUEST, "a node joined with an address that is none")
         if request.software != self._software:
             return Refuse(
                 v1.BAD_PROTOCOL,
@@ -111,6 +119,10 @@ class Admission:
         spec, model = request.model, self.model
         if not spec.elems or not spec.fingerprint:
             return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined without a model")
+        try:
+            _check_model(request)
+        except ValueError as error:
+            return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined with a model that cannot be: {error}")
         if model is not None and self._rows_open:
             spec = v1.ModelSpec()
             spec.CopyFrom(request.model)
@@ -122,6 +134,36 @@ class Admission:
             f"model of {request.node.name}: {_describe(spec)}; expected that of {self._registrar}: "
             f"{_describe(model)}. All workers must build the same model, from the same version of the job",
         )
+
+
+def _check_model(request: v1.Join) -> None:
+    """Raises ValueError where a worker's model is none that a run could have."""
+    spec = request.model
+    if spec.dtype not in (v1.FLOAT32, v1.FLOAT64, v1.DTYPE_UNSPECIFIED) or spec.elems > MAX_ELEMS:
+        raise ValueError(f"{spec.elems} elements of type {spec.dtype}")
+    if spec.chunk_elems and spec.elems // spec.chunk_elems > MAX_CHUNKS:
+        raise ValueError(f"{spec.elems} elements in chunks of {spec.chunk_elems}")
+    if spec.optimizer:
+        _rule_of(spec.optimizer)
+    names: dict[str, v1.TensorSpec] = {}
+    for tensor in (*request.tensors, *request.buffers, *request.fixed):
+        if tensor.name in names:
+            raise ValueError(f"two tensors are called {tensor.name[:80]!r}")
+        names[tensor.name] = tensor
+        if len(tensor.shape) > MAX_DIMENSIONS or of_spec(tensor).size_bytes > MAX_ELEMS * 8:
+            raise ValueError(f"{tensor.name[:80]!r} has a shape that no tensor has")
+        if tensor.same_as and tensor.same_as not in names:
+            raise ValueError(f"{tensor.name[:80]!r} is another name of no tensor")
+    if request.tensors and sum(math.prod(tensor.shape) for tensor in request.tensors) != spec.elems:
+        raise ValueError(f"tensors that do not have {spec.elems} elements together")
+
+
+def _rule_of(text: str) -> dict[str, Any]:
+    """The update rule that workers bring. Raises ValueError where it is none."""
+    rule = parse_json(text)
+    if not isinstance(rule, dict) or not isinstance(rule.get("class"), str):
+        raise ValueError("an update rule without a class")
+    return rule
 
 
 def _spec_of(model: Mapping[str, Any]) -> v1.ModelSpec:

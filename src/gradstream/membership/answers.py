@@ -9,6 +9,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import Speed
 from gradstream.membership.balance import Balance
+from gradstream.membership.claims import Claims
 from gradstream.membership.cut import Cuts
 from gradstream.membership.instructions import Emit, Instruction, Refuse
 from gradstream.membership.nodes import Nodes
@@ -33,6 +34,7 @@ class Answers:
         cuts: in one that ends early, nothing more is handed out.
         balance: decides the shares of a round; None where nobody asks.
         turns: who is held back gets nothing; None where nobody is.
+        claims: says what a worker can have to say.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Answers:
         cuts: Cuts,
         balance: Balance | None,
         turns: Turns | None,
+        claims: Claims,
     ) -> None:
         self._ledger = ledger
         self._nodes = nodes
@@ -50,6 +53,7 @@ class Answers:
         self._cuts = cuts
         self._balance = balance
         self._turns = turns
+        self._claims = claims
 
     def orphans(self, who: str, epoch: int, last: bool) -> v1.OrphanBatches | Refuse | None:
         """Batches of lost workers for `who` to go through; None when the answer has to wait.
@@ -59,9 +63,9 @@ class Answers:
             epoch: data epoch.
             last: answer only with batches, or once every batch of the run has a receipt.
         """
-        node = self._nodes.get(who)
-        if node is None:
-            return self._no_member(who)
+        node = self._worker(who)
+        if isinstance(node, Refuse):
+            return node
         if self._cuts.ending:
             return v1.OrphanBatches(complete=True)
         turn = self._turns.turn_of(who) if self._turns is not None else v1.Turn()
@@ -73,28 +77,39 @@ class Answers:
         return v1.OrphanBatches(batches=batches, complete=complete, turn=turn.number)
 
     def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
-        """A worker of an open-ended run has no minibatches left; None when the answer has to wait."""
-        node = self._nodes.get(who)
-        if node is None:
-            return self._no_member(who)
+        """A worker of an open-ended run has no minibatches left; None when the answer has to wait.
+
+        Raises:
+            RefusedError: it says what cannot be.
+        """
+        node = self._worker(who)
+        if isinstance(node, Refuse):
+            return node
         if not isinstance(self._ledger, OpenLedger):
             return Refuse(v1.BAD_REQUEST, f"{who} has run out of data in a run whose minibatches are planned")
+        self._claims.check_ending(who, request)
         over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
         return None if over is None and not self._phases.over else v1.Ended(over=bool(over))
 
     def took(self, who: str, request: v1.Took) -> list[Instruction]:
-        """A worker says how long its part of the rounds before took, and asks for the shares of the next."""
-        node = self._nodes.get(who)
-        if node is None or self._balance is None:
+        """A worker says how long its part of the rounds before took, and asks for the shares of the next.
+
+        Raises:
+            RefusedError: it says what cannot be.
+        """
+        node = self._worker(who)
+        if isinstance(node, Refuse) or self._balance is None:
             return []
+        self._claims.check_took(who, node.rank, request)
         stretch = Speed(request.rounds, request.samples, request.seconds, request.squares)
         self._balance.took(node.rank, (request.epoch, request.batch), stretch)
         return self.rebalance()
 
     def shares(self, who: str, request: v1.Took) -> v1.Shares | Refuse | None:
         """The answer to it; None when it has to wait."""
-        if self._nodes.get(who) is None:
-            return self._no_member(who)
+        node = self._worker(who)
+        if isinstance(node, Refuse):
+            return node
         if self._balance is None:
             return Refuse(v1.BAD_REQUEST, f"{who} asks for shares in a run that does not measure them")
         sizes = self._balance.decided((request.epoch, request.batch))
@@ -107,5 +122,10 @@ class Answers:
         decided = self._balance.decide([node.rank for node in self._nodes.workers])
         return [] if decided is None else [Emit(decided)]
 
-    def _no_member(self, who: str) -> Refuse:
-        return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self._nodes.epoch}")
+    def _worker(self, who: str) -> v1.Node | Refuse:
+        node = self._nodes.get(who)
+        if node is None:
+            return Refuse(v1.NOT_MEMBER, f"{who} is not a member in epoch {self._nodes.epoch}")
+        if node.role != "worker":
+            return Refuse(v1.BAD_REQUEST, f"{who} is no worker, and has no minibatches")
+        return node

@@ -7,25 +7,33 @@ sees neither gradients nor parameters.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.deadlines import Deadlines
-from gradstream.errors import GradstreamError, PeerLostError
-from gradstream.events import Event, FailedEvent, encode
+from gradstream.errors import GradstreamError, PeerLostError, RefusedError
+from gradstream.events import Event, FailedEvent, RefusedEventsEvent, encode
 from gradstream.membership.bell import Bell
 from gradstream.membership.driver import Driver
+from gradstream.membership.event_gate import EventGate
 from gradstream.membership.goal import Goal
 from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
 from gradstream.membership.keeper import Keeper, Keeping
 from gradstream.membership.state import Membership
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
+from gradstream.untrusted import Throttle, escaped
 from gradstream.wire import v1
 
 __all__ = ["Coordinator", "Outcome"]
+
+WHY_BYTES = 100
+"""Of the reason in a `refused_events` event, which has at most 256 bytes in all."""
+
+REASON_BYTES = 512
+"""Of what a member or its carrier says about the end of its stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +167,9 @@ class Coordinator:
         try:
             await self._runtime.gather(self._listen(stream, who), self._tell(stream, presence.bell))
         except Exception as error:  # its stream is broken, or what came on it makes no sense
-            reason = str(error).removeprefix(f"{who}: ")
+            reason = escaped(str(error).removeprefix(f"{who}: "), REASON_BYTES)
+            if isinstance(error, RefusedError):
+                stream.refuse(v1.BAD_REQUEST, error.reason)
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
         del self._presences[who]
         self._reasons[who] = reason or "it left"
@@ -169,6 +179,16 @@ class Coordinator:
 
     async def _listen(self, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises when it was not allowed to, or is gone."""
+        gate = EventGate(who, self._age_s())
+        refusals: Throttle[str] = Throttle(
+            self._runtime, lambda why, more: self.emit(_refused_events(who, more + 1, why))
+        )
+        try:
+            await self._take_beats(stream, who, gate, refusals)
+        finally:
+            refusals.close()
+
+    async def _take_beats(self, stream: Stream, who: str, gate: EventGate, refusals: Throttle[str]) -> None:
         while True:
             received = await stream.recv(self._deadlines.lease_s)
             if received is None:
@@ -176,9 +196,14 @@ class Coordinator:
                     raise PeerLostError(who, "left before the run was over")
                 return
             beat = v1.Beat.FromString(received.frame.body.data)
+            self._membership.check(who, beat)
             if beat.events:
-                self._on_events(beat.events)
-                self._note(beat.events)
+                admitted = gate.take(beat.events, self._age_s())
+                if admitted.num_refused:
+                    refusals.tell(admitted.why, admitted.num_refused)
+                if admitted.lines:
+                    self._on_events(admitted.lines)
+                    self._note(admitted.events)
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
             self._tell_driver()
             if (beat.receipts or beat.verdicts) and self._goal is not None:
@@ -302,13 +327,10 @@ class Coordinator:
             why = f"{type(error).__name__}: {error}"
             self._carry_out(membership.cut_failed(cut, self._runtime.node, why, self._age_s()))
 
-    def _note(self, lines: bytes) -> None:
+    def _note(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Remembers the latest evaluation, which the next checkpoint tells of, and looks for the goal."""
         goal = self._goal if self._goal is not None and self._goal.needs_events else None
-        if goal is None and b'"evaluated"' not in lines:
-            return
-        for line in lines.splitlines():
-            event = json.loads(line)
+        for event in events:
             if event["event"] == "evaluated":
                 self._membership.cuts.evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
             if goal is not None:
@@ -334,3 +356,7 @@ class Coordinator:
         if self._training_ns is None:
             return self._earlier_s
         return self._earlier_s + (self._runtime.now() - self._training_ns) / 1e9
+
+
+def _refused_events(who: str, count: int, why: str) -> RefusedEventsEvent:
+    return RefusedEventsEvent(who=who, count=count, why=escaped(ascii(why)[1:-1], WHY_BYTES))

@@ -27,9 +27,13 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
+from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
 __all__ = ["Cut", "Cuts", "Limits"]
+
+ERROR_BYTES = 1024
+"""Of what a node says of its failure to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +106,17 @@ class Cut:
         return self.phase != v1.Cut.WRITE
 
     def take(self, who: str, report: v1.CutReport) -> None:
-        """Notes what a node says. What is said twice, or too late, changes nothing."""
+        """Notes what a node says. What is said twice, too early or too late changes nothing."""
         kind = v1.CutReport
-        if report.kind == kind.BEGUN and who in self.workers:
-            self.begun.setdefault(who, report.count)
-        elif report.kind == kind.REACHED and who in self.workers:
-            self.reached.add(who)
-        elif report.kind == kind.HELD and who in self.shards:
-            self.versions.setdefault(who, tuple(report.versions))
-        elif report.kind == kind.WRITTEN and who in self.shards:
-            self.sums.setdefault(who, tuple(report.sums))
+        match report.kind, self.phase:
+            case kind.BEGUN, v1.Cut.PAUSE if who in self.workers:
+                self.begun.setdefault(who, report.count)
+            case kind.REACHED, v1.Cut.STOP if who in self.workers:
+                self.reached.add(who)
+            case kind.HELD, v1.Cut.SNAPSHOT if who in self.shards:
+                self.versions.setdefault(who, tuple(report.versions))
+            case kind.WRITTEN, v1.Cut.WRITE if who in self.shards:
+                self.sums.setdefault(who, tuple(report.sums))
 
     def stop(self) -> None:
         """PAUSE → STOP: how far each worker goes."""
@@ -243,7 +248,7 @@ class Cuts:
         if cut is None or report.number != cut.number:
             return []
         if report.kind == v1.CutReport.FAILED:
-            return self.fail(who, report.error, at_s)
+            return self.fail(who, escaped(report.error, ERROR_BYTES), at_s)
         cut.take(who, report)
         return self._advance(cut, at_s)
 

@@ -14,6 +14,7 @@ from gradstream.checkpoint.format import TensorSpec, of_spec
 from gradstream.checkpoint.manifest import Manifest, Resume
 from gradstream.checkpoint.own_state import OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
+from gradstream.errors import DataError
 from gradstream.membership.cut import Cut
 from gradstream.membership.state import Membership
 from gradstream.model.buffers import Buffers
@@ -131,8 +132,9 @@ class Keeper:
         spec = self._membership.admission.model
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
-        versions = _dealt(num_chunks, [cut.versions[shard] for shard in cut.shards])
         pieces = keeping.pieces(spec, len(cut.shards))
+        _check_reports(cut, num_chunks, [len(one) for one in pieces])
+        versions = _dealt(num_chunks, [cut.versions[shard] for shard in cut.shards])
         sums = {
             place.vector: _in_order(pieces, [_part(cut.sums[s], index, len(cut.places)) for s in cut.shards])
             for index, place in enumerate(cut.places)
@@ -204,6 +206,19 @@ class Keeper:
 
 def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
     return [of_spec(tensor) for tensor in tensors]
+
+
+def _check_reports(cut: Cut, num_chunks: int, num_pieces: Sequence[int]) -> None:
+    """Raises DataError where a holder has told of more or fewer chunks or pieces than it has."""
+    count = len(cut.shards)
+    for rank, (who, theirs) in enumerate(zip(cut.shards, num_pieces, strict=True)):
+        told = {"versions": len(cut.versions[who]), "checksums": len(cut.sums[who])}
+        expected = {
+            "versions": len(range(rank, num_chunks, count)),
+            "checksums": theirs * len(cut.places),
+        }
+        if told != expected:
+            raise DataError(f"{who} has told of {told}; expected {expected}")
 
 
 def _dealt(num_chunks: int, by_shard: Sequence[Sequence[int]]) -> list[int]:

@@ -17,6 +17,7 @@ from gradstream.deadlines import Deadlines
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.events import CarriersEvent, Event, encode
 from gradstream.membership.bell import Bell
+from gradstream.membership.event_gate import in_beats
 from gradstream.membership.lifeline import EvictedError, Lifeline
 from gradstream.membership.receipts import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
@@ -427,9 +428,10 @@ class Member:
 
     async def _send_beat(self, stream: Stream) -> None:
         beat, self._beat = self._beat, v1.Beat()
-        beat.events = b"".join(self._events)
-        self._events.clear()
-        await stream.send(v1.Frame(body=v1.Body(data=beat.SerializeToString())))
+        *earlier, beat.events = in_beats(self._events)
+        self._events = []
+        for one in [*(v1.Beat(events=events) for events in earlier), beat]:
+            await stream.send(v1.Frame(body=v1.Body(data=one.SerializeToString())))
 
     # ---- waiting ------------------------------------------------------------------------
 

@@ -26,15 +26,22 @@ from gradstream.events import DriveEvent, JoinedEvent, LeftEvent, StartedEvent
 from gradstream.membership.admission import Admission
 from gradstream.membership.answers import Answers
 from gradstream.membership.balance import Balance
+from gradstream.membership.claims import Claims
 from gradstream.membership.cut import Cut, Cuts, Limits
 from gradstream.membership.instructions import Emit, Instruction, Notify
 from gradstream.membership.nodes import Nodes
 from gradstream.membership.phases import Phases
 from gradstream.membership.tally import Tally
 from gradstream.membership.turns import Turns
+from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
 __all__ = ["Membership"]
+
+NAME_BYTES = 128
+MESSAGE_BYTES = 8192
+TRACEBACK_BYTES = 1 << 16
+"""Of what a member says about its failure."""
 
 
 class Membership:
@@ -104,7 +111,9 @@ class Membership:
             survives_worker_loss=survives_worker_loss,
             quorum=quorum,
         )
-        self.answers = Answers(ledger, self.nodes, self.phases, self.cuts, balance, turns)
+        first_round = resume.rounds if resume is not None else 0
+        self._claims = Claims(ledger, started.workers, first_round=first_round, quorum=quorum is not None)
+        self.answers = Answers(ledger, self.nodes, self.phases, self.cuts, balance, turns, self._claims)
 
     @property
     def notice(self) -> v1.Notice:
@@ -134,6 +143,12 @@ class Membership:
         joined = JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch)
         return [Emit(joined), *out, Notify()]
 
+    def check(self, who: str, beat: v1.Beat) -> None:
+        """Raises RefusedError for a beat that says what cannot be. Ask before `beat`, which believes it."""
+        node = self.nodes.get(who)
+        if node is not None and not self.phases.over:
+            self._claims.check_beat(node, beat)
+
     def beat(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """A member says what it has done: receipts, that its strategy is done, that it failed."""
         node = self.nodes.get(who)
@@ -141,7 +156,12 @@ class Membership:
             return []
         if beat.HasField("failure"):
             failure = beat.failure
-            return self.phases.abort(who, failure.error, failure.message, failure.traceback)
+            return self.phases.abort(
+                who,
+                escaped(failure.error, NAME_BYTES),
+                escaped(failure.message, MESSAGE_BYTES, newlines=True),
+                escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),
+            )
         self.tally.receipts(beat.receipts, node.rank, at_s)
         out: list[Instruction] = []
         if beat.stands and self.turns is not None and self.turns.stands(who, beat.stands):

@@ -174,6 +174,7 @@ Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | C
 
 PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, CHANGED, TURNED, DECIDED = range(1, 11)
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
+MAX_SHIFT = 63
 FLAG = 0x10
 """Of the kind's byte: assign, complete, ends. Twice as much: absent."""
 
@@ -227,8 +228,8 @@ def decode(data: bytes) -> Iterator[Entry]:
             kind, at = data[at], at + 1
             entry, at = _decoded(kind, data, at)
             yield entry
-    except (IndexError, OverflowError, UnicodeError) as error:
-        raise DataError(f"a recording ends inside an entry, at byte {at} of its block") from error
+    except (IndexError, ValueError) as error:
+        raise DataError(f"a recording has no whole entry at byte {at} of its block: {error}") from error
 
 
 def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
@@ -271,6 +272,8 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             return Decided(round_, tuple(ranks), tuple(zip(flat[::2], flat[1::2], strict=True))), at
         case 9:
             (begun, number, first_batch, size), at = _numbers(data, at, 4)
+            if at + size > len(data):
+                raise IndexError("it ends inside a phase")
             return Turned(begun, number, first_batch, data[at : at + size].decode()), at + size
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
@@ -305,5 +308,7 @@ def _numbers(data: bytes, at: int, count: int) -> tuple[list[int], int]:
             shift += 7
             if byte < 0x80:
                 break
+            if shift > MAX_SHIFT:
+                raise ValueError("a number of more than 70 bits")
         found.append(number)
     return found, at

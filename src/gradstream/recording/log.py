@@ -20,6 +20,7 @@ from typing import Any
 from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
+from gradstream.untrusted import parse_json
 
 __all__ = ["FOLDER", "JOB_FILE", "Log", "LogReader", "Part", "read_log"]
 
@@ -35,6 +36,8 @@ BLOCK_BYTES = 1 << 16
 HEAD_BYTES = 8
 ROOM_BYTES = 16 << 20
 """Of blocks that may wait while the disk is full."""
+MAX_BLOCK_BYTES = 64 << 20
+"""Of a block's content: a flood in few bytes is refused."""
 
 
 class Log:
@@ -146,9 +149,12 @@ class LogReader:
                     "back from a copy: a recording that was altered cannot be replayed"
                 )
             try:
-                yield zlib.decompress(packed)
+                content = zlib.decompressobj().decompress(packed, MAX_BLOCK_BYTES)
             except zlib.error as error:
                 raise DataError(f"{self._name}: the block at byte {at} cannot be read: {error}") from error
+            if len(content) == MAX_BLOCK_BYTES:
+                raise DataError(f"{self._name}: the block at byte {at} has more than {MAX_BLOCK_BYTES} bytes")
+            yield content
             at = stop
 
 
@@ -166,9 +172,11 @@ def read_log(data: bytes, name: str) -> Part:
     blocks = reader.blocks()
     first = next(blocks, b"")
     try:
-        header = json.loads(first)
-        number, node = header.pop("format"), str(header["node"])
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        header = parse_json(first)
+        number, node = header.pop("format"), header["node"]
+        if not isinstance(node, str):
+            raise ValueError("the node has no name")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DataError(
             f"{name} is not a recording, or nothing of it was written; put it back from a copy"
         ) from error

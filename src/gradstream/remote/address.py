@@ -45,8 +45,12 @@ class Address:
             if text.count(":") == 1:
                 host, _, port = text.partition(":")
             fits = ":" not in text or bool(port)
-        if not host or not fits or (port and not (port.isdigit() and int(port) <= 65535)):
-            raise ConfigError(f"{what} {text!r}: expected host:port, 10.0.0.1:4000 for example")
+        if (
+            not host
+            or not fits
+            or (port and not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535))
+        ):
+            raise ConfigError(f"{what} {text[:80]!r}: expected host:port, 10.0.0.1:4000 for example")
         return cls(host, int(port or 0))
 
     def at(self, port: int) -> Address:

@@ -6,6 +6,7 @@ It has a thread and an event loop of its own, beside the launcher's, for as long
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from gradstream.remote.roster import Roster, Seat
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.untrusted import LINE_BYTES, Throttle, counted, escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
@@ -37,6 +39,9 @@ START_S = 10.0
 LEAVE_S = 30.0
 LOUD_S = 60.0
 """How often a run in plain text says so."""
+
+REFUSED_BYTES, HEAD_BYTES = 16, 120
+"""Of the name, and of the address, of a refused machine; and of what else its event has as a line."""
 
 OnMessage = Callable[[dict[str, Any]], None]
 
@@ -92,6 +97,7 @@ class Enrolment:
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._closing = asyncio.Event()
+        self._refusals: Throttle[tuple[Seat, str]] | None = None
         self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
 
     def __enter__(self) -> Enrolment:
@@ -149,6 +155,8 @@ class Enrolment:
             max_message_bytes=MAX_HEADER_BYTES,
         )
         self._runtime = runtime
+        self._refusals = Throttle(runtime, self._report_refused)
+        endpoint.on_stranger = self._refuse_stranger
         endpoint.serve("hello", self._hello, model=False)
         endpoint.serve("enrol", self._enrol, model=False)
         endpoint.serve("measure", self._measure, model=False)
@@ -164,6 +172,7 @@ class Enrolment:
             await self._let_leave()
         finally:
             await endpoint.close()
+            self._refusals.close()
             runtime.close()
 
     async def _shout(self) -> None:
@@ -180,6 +189,10 @@ class Enrolment:
 
     # ---- methods ------------------------------------------------------------------------
 
+    def _refuse_stranger(self, address: str) -> None:
+        assert self._refusals is not None
+        self._refusals.tell((Seat("a machine", address, ()), "it has not proved that it knows the token"))
+
     async def _hello(self, stream: Stream) -> None:
         welcome = v1.Welcome(software=gradstream.__version__, state=self._roster.state, clock_s=time.time())
         await stream.send(_body(welcome))
@@ -192,7 +205,8 @@ class Enrolment:
         request = v1.Enrol.FromString(stream.opened.body)
         seat = self._roster.enrol(request)
         if isinstance(seat, v1.Refuse):
-            self._report(Seat(request.machine, request.address, ()), "refused", seat.message)
+            assert self._refusals is not None
+            self._refusals.tell((Seat(request.machine, request.address, ()), seat.message))
             stream.refuse(seat.code, seat.message)
             return
         bell = Bell()
@@ -202,7 +216,7 @@ class Enrolment:
             grant = self._grant(seat, request)
             self._report(seat, "joined")
             await stream.send(_body(v1.Order(grant=grant)))
-            await self._runtime.gather(self._listen(stream), self._tell(stream, bell))
+            await self._runtime.gather(self._listen(stream, seat), self._tell(stream, bell))
         except GradstreamError as error:
             reason = str(error).removeprefix(f"{stream.peer}: ")
             raise
@@ -240,10 +254,12 @@ class Enrolment:
             await stream.waiting([self._roster.state])
             await bell.rung(self._runtime, BEAT_S)
 
-    async def _listen(self, stream: Stream) -> None:
+    async def _listen(self, stream: Stream, seat: Seat) -> None:
         """Passes on what becomes of the machine's nodes, until it hangs up."""
         while (received := await stream.recv()) is not None:
             report = v1.Report.FromString(received.frame.body.data)
+            if report.who not in seat.workers:
+                raise RefusedError(ENROLMENT, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
             if report.error:
                 self._on_message(
                     {
@@ -256,6 +272,14 @@ class Enrolment:
             self._on_message({"exited": report.who, "status": report.status})
         if self._over is None:
             raise RefusedError(stream.peer, "LEFT", "it has left the run")
+
+    def _report_refused(self, refused: tuple[Seat, str], more: int) -> None:
+        seat, reason = refused
+        named = Seat(escaped(seat.machine, REFUSED_BYTES), escaped(seat.address, REFUSED_BYTES), ())
+        left_bytes = limit_bytes = LINE_BYTES - HEAD_BYTES - len(json.dumps(named.machine + named.address))
+        while len(json.dumps(counted(reason, more, limit_bytes))) > left_bytes and limit_bytes > 32:
+            limit_bytes -= 8
+        self._report(named, "refused", counted(reason, more, limit_bytes))
 
     def _report(self, seat: Seat, state: str, reason: str = "") -> None:
         self._on_message(

@@ -22,11 +22,15 @@ from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.listening import Listening
 from gradstream.remote.roster import Roster
 from gradstream.transport.credentials import Credentials
+from gradstream.untrusted import escaped
 
 __all__ = ["Gathering"]
 
 REMIND_S = 30.0
 """How often a run that waits for machines says for how many."""
+
+REASON_BYTES = 512
+"""Of what a machine, or its carrier, says about why it left."""
 
 INVITE = "on each other machine, beside its own copy of the job file:\n\n    {}\n\n"
 
@@ -135,6 +139,7 @@ class Gathering:
             self._emit(InsecureEvent(address=message["insecure"]))
             return {}
         fields = {name: message[name] for name in ("state", "address", "workers", "reason")}
+        fields["reason"] = escaped(fields["reason"], REASON_BYTES)
         self._emit(MachineEvent(who=message["machine"], **fields))
         if message["state"] != "left" or not self.roster.begun:
             return {}

@@ -12,7 +12,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.security import Tls
+from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
 __all__ = ["Joining", "join"]
@@ -45,6 +46,7 @@ POLL_S = 0.05
 EXPECTED = (0, 3, 75)
 """Exit statuses of a node that ended well, because of another node, or because the run was stopped."""
 
+NO_NAME = r"[^\w.-]"
 LEAVE_S = 10.0
 
 OnNote = Callable[[str], None]
@@ -197,11 +199,16 @@ class _Machine:
 
     def _spec(self, grant: v1.Grant, run_dir: Path) -> dict[str, Any]:
         """What the nodes of this machine are told: the run's, with this machine's own paths."""
-        spec: dict[str, Any] = json.loads(grant.spec)
+        try:
+            spec: dict[str, Any] = parse_json(grant.spec, max_bytes=len(grant.spec.encode()), max_depth=32)
+            for part in ("plain", "strategy", "optimizer"):
+                check_value(spec[part], Mapping[str, Any], part)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"the job that the launcher tells cannot be read: {error}") from error
         spec |= {"job": self._job.spec, "run_dir": str(run_dir), "earlier": []}
         spec["plain"]["run_dir"] = None
         for described in (spec["strategy"], spec["optimizer"]):
-            file, _, name = described["class"].rpartition(":")
+            file, _, name = str(described.get("class", "")).rpartition(":")
             if file.endswith(".py"):
                 described["class"] = f"{self._own_file(Path(file).name, grant)}:{name}"
         return spec
@@ -210,11 +217,11 @@ class _Machine:
         """This machine's copy of a file of the user's that the run needs: beside the job file."""
         path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
         here = file_hash(path) if path.is_file() else "no such file"
-        if here != grant.files[name]:
+        if here != grant.files.get(name, "not told"):
             raise RefusedError(
                 ENROLMENT,
                 "BAD_JOB_FILE",
-                f"the run needs {name} with SHA-256 {grant.files[name]}; {path}: {here}. "
+                f"the run needs {name} with SHA-256 {grant.files.get(name)}; {path}: {here}. "
                 "Copy it from the launcher's machine to beside the job file",
             )
         return path

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from gradstream.errors import ConfigError
 from gradstream.names import check_name
 from gradstream.remote.facts import difference
+from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
 __all__ = ["Roster", "Seat"]
+
+NAME_BYTES = 128
+"""Of what a machine says about its name and its address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,8 @@ class Roster:
             return v1.Refuse(
                 code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}"
             )
-        seat = Seat(self._name(request.machine), request.address, self.workers_of(free[0]))
+        asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
+        seat = Seat(self._name(asked), address, self.workers_of(free[0]))
         self._seats[free[0]] = seat
         return seat
 

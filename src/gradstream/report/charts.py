@@ -180,7 +180,7 @@ def histogram(counts: Mapping[int, int], *, title: str, max_bars: int = 20) -> s
     parts = []
     for index, count in enumerate(sums):
         if count:
-            tall = max(1.0, (height - 2) * count / high)
+            tall = max(1.0, (height - 2) * count / max(high, 1))
             label = f"{index}" if size == 1 else f"{index * size} to {index * size + size - 1}"
             parts.append(
                 f'<rect class="fill c0" x="{8 * index}" y="{height - tall:.1f}" width="7" '

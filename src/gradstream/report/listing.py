@@ -8,8 +8,9 @@ from typing import Any, Literal, TypedDict
 
 from gradstream.errors import ConfigError
 from gradstream.report.story import Status, status_of
-from gradstream.run_files import read_events, read_record
+from gradstream.run_files import read_record
 from gradstream.summary import EventDict, summary_of
+from gradstream.untrusted.event_lines import read_events
 
 __all__ = ["RunEntry", "list_runs"]
 

@@ -195,7 +195,11 @@ def _for_exchange(
     busy: Mapping[str, float],
 ) -> Reason:
     busiest = max(busy, key=lambda name: busy[name], default="")
-    used = sum(node.cpu_s for node in figures.nodes) / (figures.seconds * cores) if cores else 0.0
+    used = (
+        sum(node.cpu_s for node in figures.nodes) / (figures.seconds * cores)
+        if cores and figures.seconds
+        else 0.0
+    )
     if used >= FULL:
         return Reason(
             "machine",

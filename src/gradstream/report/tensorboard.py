@@ -105,7 +105,7 @@ def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path
         folder: where to; TensorBoard takes each folder for a run.
     """
     scalars = Scalars()
-    began_unix_s, name = float(info.get("began_unix_s", 0.0)), str(info.get("name", "run"))
+    began_unix_s, name = float(info.get("began_unix_s") or 0.0), str(info.get("name") or "run")
     with EventFile(folder, began_unix_s, name, replace=True) as file:
         for event in sorted(events, key=lambda event: event["time_s"]):
             file.add(scalars.update(event))

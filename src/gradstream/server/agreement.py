@@ -23,6 +23,7 @@ __all__ = ["Agreement"]
 
 FIRST = "shard-0"
 RETRY_S = 0.1
+MAX_ROUND = 1 << 53
 
 
 class _Outbox:
@@ -46,6 +47,7 @@ class Agreement:
         needed: N contributions make an update.
         num_chunks: on this shard.
         num_shards: how many shards have chunks.
+        workers: how many there are; 0 where nobody has said.
         waiting_every_s: how often a shard that must wait is told so.
         decided: called with each verdict, once and in the order of rounds.
     """
@@ -59,12 +61,15 @@ class Agreement:
         needed: int,
         num_chunks: int,
         num_shards: int,
+        workers: int = 0,
         waiting_every_s: float,
         decided: Callable[[Verdict], None],
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._rank = rank
+        self._num_shards = num_shards
+        self._workers = workers
         self._every_s = waiting_every_s
         self._decided = decided
         self._tally = Tally(num_chunks)
@@ -101,6 +106,10 @@ class Agreement:
     async def _serve(self, stream: Stream) -> None:
         assert self._judge is not None
         outbox, shard = _Outbox(), rank_of(stream.opened.sender)
+        if not 0 < shard < self._num_shards:
+            raise self._bad(
+                stream.peer, f"there are {self._num_shards} shards with chunks, and this is the first"
+            )
         self._outboxes[outbox] = None
         if self._judge.last is not None:
             outbox.put(_told(self._judge.last))
@@ -112,8 +121,13 @@ class Agreement:
     async def _hear_wholes(self, stream: Stream, shard: int) -> None:
         while (received := await stream.recv()) is not None:
             said = v1.Whole.FromString(received.frame.body.data)
+            if said.round > MAX_ROUND or (self._workers and said.rank >= self._workers):
+                raise self._bad(stream.peer, f"round {said.round} of rank {said.rank}, which there is not")
             self._whole(shard, said.round, said.rank)
         raise ClosedError(f"{stream.peer} has ended its stream")  # ends the other half too
+
+    def _bad(self, who: str, message: str) -> RefusedError:
+        return RefusedError(FIRST, "BAD_REQUEST", f"request of {who}: {message}")
 
     # ---- the others ---------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from gradstream.wire import v1
 
 __all__ = ["Commands"]
 
+MAX_NAMED = 64  # vectors, each as long as the shard's parameters
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
 
 
@@ -101,6 +102,10 @@ class Commands:
             if command.kind == kind.DROP:
                 store.drop(command.out)
                 return 0.0
+            if command.kind == kind.CREATE and store.num_named >= MAX_NAMED and not store.has(command.out):
+                raise ConfigError(
+                    f"{command.out[:64]!r} would be the {MAX_NAMED + 1}th named vector: DROP one"
+                )
             if command.kind == kind.CREATE and store.create(command.out):
                 return 0.0
             reads = [store.vector(name) for name in _reads(command)]

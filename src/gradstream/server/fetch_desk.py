@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -120,13 +119,9 @@ class FetchDesk:
         """Reads a request, and checks it."""
         request = v1.Fetch.FromString(opened.body)
         here = self._conductor.numbers()
+        self._inspection.fetch(opened.sender, request, set(here))
         chunks = list(request.chunks) or here
         known = dict(zip(chunks, (version - 1 for version in request.known), strict=False))
-        bad = partial(self._inspection.bad, opened.sender)
-        if known and self._changed is None:
-            raise bad("asks for what has changed, where whole chunks are exchanged")
-        if not set(chunks) <= set(here):
-            raise bad(f"asks for chunks {chunks[:8]}... that live elsewhere")
         terms = FetchTerms(
             opened.sender,
             opened.incarnation,

@@ -56,6 +56,7 @@ class PushDesk:
                 meanwhile. The chunks before it stand.
         """
         request = v1.Push.FromString(stream.opened.body)
+        self._inspection.push(stream.opened.sender, request)
         inbox = Inbox(stream, self._runtime.now())
         await self._runtime.gather(self._take(inbox, request), self._answer(inbox))
 
@@ -68,13 +69,19 @@ class PushDesk:
             if chunk.index in came:
                 raise self._inspection.bad(inbox.sender, f"chunk {chunk.index} comes twice in one push")
             came.add(chunk.index)
+            self._inspection.basis(
+                inbox.sender, chunk.index, chunk.version, self._conductor.version(chunk.index)
+            )
             self._contribute(inbox, request, chunk.index, chunk.version, part)
             await self._runtime.sleep(0)  # its update begins now, while what was looked at is in the cache
         if request.rows:
-            for index in self._conductor.numbers():
-                if index not in came:
-                    inbox.absent.add(index)
-                    self._contribute(inbox, request, index, request.basis, None)
+            absent = [index for index in self._conductor.numbers() if index not in came]
+            for index in absent:
+                version = self._conductor.version(index)
+                self._inspection.basis(inbox.sender, index, request.basis, version)
+            for index in absent:
+                inbox.absent.add(index)
+                self._contribute(inbox, request, index, request.basis, None)
         inbox.ended = True
         inbox.wake.set()
 

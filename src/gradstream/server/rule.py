@@ -14,9 +14,12 @@ A rule that waits for every worker has `among` (`Waiting`): the shard knows who 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from gradstream.errors import ConfigError
 
 __all__ = [
     "Contribution",
@@ -32,6 +35,9 @@ __all__ = [
     "in_step",
     "rank_of",
 ]
+
+
+_NAME = re.compile(r"[a-z]+-([0-9]{1,7})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +76,17 @@ class Contribution:
 
 
 def rank_of(sender: str) -> int:
-    """The rank of a node, from its name."""
-    return int(sender.rpartition("-")[2])
+    """The rank of a node, from its name: a role and a rank, as in "worker-3".
+
+    Raises:
+        ConfigError: it is no such name.
+    """
+    found = _NAME.fullmatch(sender)
+    if found is None:
+        raise ConfigError(
+            f"{sender[:64]!r} is no name of a node: expected a role and a rank, as in 'worker-3'"
+        )
+    return int(found[1])
 
 
 @dataclass(frozen=True, slots=True)

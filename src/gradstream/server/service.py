@@ -138,6 +138,7 @@ class ShardService:
             num_chunks=num_chunks,
             num_shards=min(self._config.num_shards, self.chunks.num_chunks),
             waiting_every_s=self._config.waiting_every_s,
+            workers=self._config.workers,
             decided=self._decide,
         )
 
@@ -149,8 +150,16 @@ class ShardService:
         """Makes what serves each method."""
         runtime, config, name = self._runtime, self._config, self._endpoint.identity.name
         inspection = Inspection(
-            name, self.chunks, self.state.chunks, self.store.dtype, self.changed, self.counters
+            name,
+            self.chunks,
+            self.state.chunks,
+            self.store.dtype,
+            self.changed,
+            self.counters,
+            workers=config.workers,
+            states=self.store.state,
         )
+        self._inspection = inspection
         news = News(runtime, config.waiting_every_s, self.state.awaited)
         self._pushes = PushDesk(
             runtime, self.conductor, inspection, news, self.agreement, self._known_members
@@ -209,6 +218,7 @@ class ShardService:
     async def _command(self, stream: Stream) -> None:
         await self._admitted(stream)
         request = v1.Command.FromString(stream.opened.body)
+        self._inspection.command(stream.opened.sender, request)
         if self.changed is not None and not request.out and request.kind in _WRITING:
             raise ConfigError(
                 "a command on the parameters, of which only the rows that pushes change are sent"

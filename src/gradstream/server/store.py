@@ -70,6 +70,15 @@ class Store:
         self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
         return True
 
+    @property
+    def num_named(self) -> int:
+        """How many vectors were created, and not dropped."""
+        return len(self._named)
+
+    def has(self, name: str) -> bool:
+        """Whether a vector of that name was created, and not dropped."""
+        return name in self._named
+
     def drop(self, name: str) -> None:
         """Forgets a vector; unknown names change nothing."""
         self._named.pop(name, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +34,7 @@ class Assignment:
 
     def told(self) -> NodeSpec:
         """What all nodes of the run are told."""
-        return NodeSpec(**json.loads(Path(self.spec).read_text()))
+        return NodeSpec.read(Path(self.spec))
 
     def job(self) -> Job:
         """The job as the launcher has it, but for model and data."""

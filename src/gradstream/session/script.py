@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
     given = parser.parse_args(argv)
     say = say_to(given.report_fd)
-    spec = NodeSpec(**json.loads(given.spec.read_text()))
+    spec = NodeSpec.read(given.spec)
     rank, size = int(given.name.rpartition("-")[2]), int(spec.plain["workers"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     # As torchrun sets them, for code of the user's that looks.

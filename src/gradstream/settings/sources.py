@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,16 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.settings.values import Word
+from gradstream.untrusted import DocumentError, parse_toml
 
-__all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml"]
+__all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml", "from_toml_text"]
 
 PREFIX = "GRADSTREAM_"
 
 OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN"})
 """Variables of ours that are no settings of a job."""
 
-_HEADER = re.compile(r"\s*\[{1,2}\s*([\w.\-\s\"']+?)\s*\]{1,2}\s*(?:#.*)?$")
-_KEY = re.compile(r"\s*([\w.\-\"']+(?:\s*\.\s*[\w\-\"']+)*)\s*=")
+_NAME = re.compile(r"[\w.\-\s\"']+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,18 @@ def from_toml(path: Path) -> list[Setting]:
     """
     try:
         text = path.read_text()
-        tree = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not TOML, or not UTF-8
+    except ValueError as error:  # not UTF-8
+        raise ConfigError(f"{path}: not a TOML file: {error}") from error
+    return from_toml_text(text, path)
+
+
+def from_toml_text(text: str, path: Path) -> list[Setting]:
+    """The settings of the text of a TOML file; its path is for messages. Raises ConfigError."""
+    try:
+        tree = parse_toml(text)
+    except DocumentError as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from error
     lines = _lines(text)
     settings = []
@@ -90,12 +97,14 @@ def _lines(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            table = _plain(header[1])
+        line = line.strip()
+        key, equals, _ = line.partition("=")
+        if line.startswith("["):
+            table = _plain(line.partition("#")[0].strip().strip("[]"))
             lines.setdefault(table, number)
             table += "."
-        elif key := _KEY.match(line):
-            lines.setdefault(table + _plain(key[1]), number)
+        elif equals and _NAME.fullmatch(key):
+            lines.setdefault(table + _plain(key), number)
     return lines
 
 

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 from gradstream.registry import find_function, revived
+from gradstream.untrusted import escaped, parse_json
 
 __all__ = ["MisfitError", "Word", "fields_of", "fit", "record_in", "shown"]
 
 NONE, TRUE, FALSE = "none", ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+MAX_INT = 1 << 63
+SHOWN_BYTES = 512
 
 
 class Word(str):
@@ -33,7 +38,11 @@ class MisfitError(Exception):
 
 def shown(value: Any) -> str:
     """A value as a message shows it."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError):  # keys or numbers that JSON has not
+        text = f"a {type(value).__name__}"
+    return escaped(text, SHOWN_BYTES)
 
 
 def fit(value: Any, hint: Any) -> Any:
@@ -121,10 +130,10 @@ def _bool(value: Any, _: Any) -> bool:
 def _int(value: Any, _: Any) -> int:
     if isinstance(value, Word):
         try:
-            return int(value)
+            value = int(value)
         except ValueError:
             pass
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or not -MAX_INT < value < MAX_INT:
         raise MisfitError("a whole number")
     return value
 
@@ -137,7 +146,10 @@ def _float(value: Any, _: Any) -> float:
             pass
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise MisfitError("a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise MisfitError("a number") from None
 
 
 def _text(value: Any, _: Any) -> str:
@@ -197,13 +209,17 @@ def _record(value: Any, member: Any) -> Any:
         value = _read(value, None)
     if not isinstance(value, Mapping) or set(value) - set(hints):
         raise MisfitError(f"a table with keys of {', '.join(hints)}")
-    return member(**{key: fit(entry, hints[key]) for key, entry in value.items()})
+    fitted = {key: fit(entry, hints[key]) for key, entry in value.items()}
+    try:
+        return member(**fitted)
+    except TypeError as error:  # a field that has no default is missing
+        raise MisfitError(f"a table with keys of {', '.join(hints)}: {error}") from None
 
 
 def _read(word: Word, otherwise: Any) -> Any:
     """What a word says as JSON."""
     try:
-        return json.loads(word)
+        return parse_json(word)
     except ValueError:
         return otherwise
 

@@ -28,6 +28,9 @@ __all__ = [
     "table_of",
 ]
 
+MAX_FEATURES = (1 << 31) - 1  # they are int32
+FEW_FEATURES, FEATURES_PER_VALUE = 1 << 24, 1024
+
 Array = np.ndarray[Any, Any]
 
 
@@ -214,6 +217,14 @@ def from_csr(
     arrays = [_checked(part, which) for part, which in zip(parts, ("training", "test"), strict=False)]
     largest = max((int(part[1].max()) + 1 for part in arrays if len(part[1])), default=0)
     d = largest if num_features is None else num_features
+    if largest > MAX_FEATURES or not 0 <= d <= MAX_FEATURES:
+        raise DataError(f"{name}: {max(largest, d)} features; expected at most {MAX_FEATURES:,}")
+    num_values = sum(len(part[1]) for part in arrays)
+    if num_features is None and largest > FEW_FEATURES + FEATURES_PER_VALUE * num_values:
+        raise DataError(
+            f"{name}: feature {largest - 1} in {num_values} values: memory for so many is taken only "
+            "where num_features says that there are so many"
+        )
     if largest > d:
         raise DataError(f"{name}: feature {largest - 1} of num_features={d}: features are numbered from 0")
     labels = np.concatenate([part[3] for part in arrays])
@@ -299,7 +310,17 @@ def sparsity_of(table: Table, *, exact: bool) -> Sparsity:
 
 
 def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array, Array, Array]:
-    indptr, indices, values, targets = (np.asarray(array) for array in part)
+    try:
+        indptr, indices, values, targets = (np.asarray(array) for array in part)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise DataError(f"{which} samples: {error}; expected four arrays of numbers") from error
+    kinds = (("indptr", indptr, "iu"), ("indices", indices, "iu"), ("values", values, "iufb"))
+    for what, array, kind in (*kinds, ("targets", targets, "iufb")):
+        if array.ndim != 1 or (array.dtype.kind not in kind and len(array)):
+            raise DataError(
+                f"{what} of the {which} samples: {array.ndim} dimensions of {array.dtype}; expected one, of "
+                f"{'whole numbers' if kind == 'iu' else 'numbers'}"
+            )
     if indptr.ndim != 1 or not len(indptr) or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise DataError(
             f"indptr of the {which} samples: expected (n+1,) numbers that begin at 0 and never fall"
@@ -311,6 +332,8 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
         )
     if len(indices) and indices.min() < 0:
         raise DataError(f"{which} samples: feature {indices.min()}; expected numbers from 0")
+    with np.errstate(over="ignore"):  # what overflows is not finite, and refused
+        values, targets = (array.astype(np.float32, copy=False) for array in (values, targets))
     if not (np.isfinite(values).all() and np.isfinite(targets).all()):
         raise DataError(f"{which} samples: a value or target is not finite")
     rows = np.repeat(np.arange(len(targets)), np.diff(indptr))

@@ -29,7 +29,7 @@ def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, A
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
     indptr, indices, values, targets = array("q", [0]), array("q"), array("f"), array("f")
-    with path.open() as lines:
+    with path.open(errors="backslashreplace") as lines:  # what is no text is no number either
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()
             if not words:
@@ -41,7 +41,7 @@ def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, A
                     if feature != "qid":
                         indices.append(int(feature) - first)
                         values.append(float(value))
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise DataError(
                     f"{path}:{number}: {error}; expected a line `target feature:value feature:value ...`"
                 ) from error

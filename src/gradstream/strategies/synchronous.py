@@ -71,7 +71,7 @@ class Rounds:
 
     def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
         """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
-        total = sum(one.samples for one in update)
+        total = sum(one.samples for one in update) or 1
         return [(one.samples if self.reduction == "mean" else 1) / total for one in update]
 
     def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:

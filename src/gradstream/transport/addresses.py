@@ -12,8 +12,13 @@ __all__ = ["host_and_port", "is_loopback"]
 def host_and_port(address: str) -> tuple[str, int]:
     """The parts of host:port; an IPv6 host keeps its brackets. Raises ConfigError where it is none."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError(f"listen = {address!r}: expected host:port, 127.0.0.1:0 for example")
+    if (
+        not colon
+        or not host
+        or not (port.isascii() and port.isdigit() and len(port) <= 5)
+        or int(port) > 65535
+    ):
+        raise ConfigError(f"listen = {address[:80]!r}: expected host:port, 127.0.0.1:0 for example")
     return host, int(port)
 
 

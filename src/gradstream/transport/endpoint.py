@@ -12,7 +12,7 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -40,6 +40,7 @@ from gradstream.transport.mailbox import Arrival, Mailbox
 from gradstream.transport.methods import COORDINATOR, METHODS, UNLISTED, Method, role_of
 from gradstream.transport.silence import Bell
 from gradstream.transport.stream import StreamCore, code_of
+from gradstream.untrusted import Throttle, escaped
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.frames import PROTOCOL
@@ -56,6 +57,9 @@ CONNECTION_S = Deadlines().connection_s
 
 PIECE_BYTES = 1 << 20
 """Tagged sends go in chunks of this size."""
+
+ADDRESS_BYTES = 64
+"""Of a stranger's address, as it is told."""
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +107,9 @@ class EndpointCore(ABC):
         self._closed = False
         self._lending: Lending | None = None
         self._news = Bell()  # of membership
+        self._strangers_told = Throttle(runtime, self._log_stranger)
+        self.on_stranger: Callable[[str], None] = self._strangers_told.tell
+        """Called with the address of whoever has not proved to know the secret."""
 
     # ---- what a carrier adds ----------------------------------------------------------
 
@@ -129,6 +136,14 @@ class EndpointCore(ABC):
     def _hang_up_on(self, sender: str) -> None:
         """Closes the connections of a caller that has been refused too much."""
         del sender
+
+    def _log_stranger(self, address: str, more: int) -> None:
+        _log.warning(
+            "%s: refused %s, which does not know the secret of this run%s",
+            self.identity.name,
+            escaped(address, ADDRESS_BYTES),
+            f" (and {more:,} more)" if more else "",
+        )
 
     def share(self, other: EndpointCore) -> None:
         """Has handlers, parked tensors and their numbers in common with another endpoint of the same node."""
@@ -336,6 +351,7 @@ class EndpointCore(ABC):
         finally:
             await self._shut(abruptly=False)
             self._stop_lending()
+            self._strangers_told.close()
 
     async def abort(self) -> None:
         """Ends as a killed process would: nobody is told, connections just break. For fault tests."""

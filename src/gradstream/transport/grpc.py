@@ -441,6 +441,8 @@ class GrpcEndpoint(EndpointCore):
         """Serves the session of a caller that has proved to know the secret, until its connection ends."""
         answered = self._sessions.greeted(_shown(context, GREETING), self.runtime.now())
         if isinstance(answered, v1.Refuse):
+            if answered.code == v1.BAD_SECRET:
+                self.on_stranger(context.peer())
             await context.write(encode(v1.Frame(refuse=answered)))
             return
         session, proven = answered
@@ -474,6 +476,7 @@ class GrpcEndpoint(EndpointCore):
         """Serves one incoming call: its first message is Open, the rest is its stream's."""
         session = self._sessions.passes(_shown(context, PASS))
         if session is None:
+            self.on_stranger(context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
         try:
             opened = await self._first(context)

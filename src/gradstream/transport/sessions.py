@@ -30,6 +30,9 @@ __all__ = ["BAD_SECRET", "CallerSession", "Session", "Sessions", "proved"]
 BAD_SECRET = "the caller has not proved that it knows the secret of this run"
 """All that somebody is told who has not."""
 
+NO_CHALLENGE = "the challenge is not of this node, is too old, or was answered before: ask for another one"
+"""What somebody is told who knows the secret, and may have been recorded, or was too slow."""
+
 PASS_BYTES = 64
 _STAMP = struct.Struct("<Q16s")  # when a challenge was made, in ns, and something random
 _NUMBER = struct.Struct("<Q")
@@ -56,9 +59,7 @@ class Sessions:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._challenge_key = secrets.token_bytes(32)
-        self._answered: dict[
-            bytes, int
-        ] = {}  # challenges that were answered rightly: when they expire, in ns
+        self._answered: dict[bytes, int] = {}  # challenges, by when they expire, in ns: each is good once
         self._sessions: dict[int, Session] = {}
         self._of = Counter[str]()
 
@@ -80,10 +81,12 @@ class Sessions:
         if greeting.protocol != PROTOCOL:
             text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
             return v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
-        if not (self._is_fresh(greeting.challenge, now_ns) and greeting.sender):
+        if not greeting.sender:
             return refused
         if not proof.knows(mine.secret, greeting.challenge, greeting, job=mine.job, called=mine.name):
             return refused
+        if not self._is_fresh(greeting.challenge, now_ns):
+            return v1.Refuse(code=v1.TOO_OLD, message=NO_CHALLENGE)
         self._answered[greeting.challenge] = now_ns + round(LIMITS.handshake_s * 1e9)
         if self._of[greeting.sender] >= LIMITS.sessions:
             text = f"{greeting.sender} has {LIMITS.sessions} connections to {mine.name} already: close some"

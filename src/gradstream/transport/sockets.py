@@ -153,7 +153,11 @@ class SocketEndpoint(EndpointCore):
         try:
             heard = answer(connected, self.identity, self._objection)
             greeting = await self.runtime.within(LIMITS.handshake_s, heard)
-        except (TimeoutError, OSError, FrameError, RefusedError):
+        except RefusedError as error:
+            if error.code == "BAD_SECRET":
+                self.on_stranger(_address_of(connected))
+            connected.close()
+        except (TimeoutError, OSError, FrameError):
             connected.close()
         except BaseException:
             connected.close()
@@ -313,3 +317,11 @@ class SocketEndpoint(EndpointCore):
 
 def _key_of(greeting: v1.Greeting) -> tuple[str, int, int]:
     return greeting.sender, greeting.incarnation, greeting.link
+
+
+def _address_of(connected: socket.socket) -> str:
+    """Of the other side, as far as the system says."""
+    try:
+        return str(connected.getpeername())
+    except OSError:
+        return "unknown"

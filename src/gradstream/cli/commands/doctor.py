@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
+TEXT_BYTES = 4096
 MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
 
 
@@ -51,6 +52,7 @@ def doctor(
     from gradstream.errors import ConfigError
     from gradstream.remote.address import Address
     from gradstream.remote.doctor import Visit, look_here, look_there
+    from gradstream.untrusted.text import escaped
 
     findings: Iterable[Finding] = look_here(folder.resolve())
     if address is not None:
@@ -63,5 +65,6 @@ def doctor(
     failed = False
     for finding in findings:
         failed |= finding.state == "failed"
-        click.echo(f"{MARKS[finding.state]} {finding.what:<12}{finding.text}")
+        text = escaped(f"{finding.what:<12}{finding.text}", TEXT_BYTES, newlines=True)
+        click.echo(f"{MARKS[finding.state]} {text}")
     sys.exit(3 if failed else 0)

@@ -8,6 +8,8 @@ import click
 
 __all__ = ["runs"]
 
+NAME_BYTES = 128
+
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
@@ -28,8 +30,10 @@ def runs(folder: Path, as_json: bool) -> None:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from gradstream.report.listing import list_runs
+    from gradstream.untrusted import escaped
 
     found = list_runs(folder)
     for run in found:
@@ -43,9 +47,9 @@ def runs(folder: Path, as_json: bool) -> None:
     for run in found:
         rate, seconds = run["samples_per_s"], run["train_s"]
         table.add_row(
-            run["path"].name,
+            Text(escaped(run["path"].name, NAME_BYTES)),
             run["status"],
-            run["strategy"] or "",
+            Text(escaped(run["strategy"] or "", NAME_BYTES)),
             "" if run["accuracy"] is None else f"{run['accuracy']:.2%}",
             "" if run["loss"] is None else f"{run['loss']:.4g}",
             "" if rate is None else f"{rate:,.0f}",

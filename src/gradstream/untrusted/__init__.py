@@ -1,0 +1,23 @@
+"""What comes from outside of a process is not believed: text is escaped, documents are bounded and checked.
+
+Other nodes, other machines, strangers on the network and files on a disk may say anything. Everything in
+here turns what they say into a checked value or into one typed error, in memory that is bounded beforehand.
+"""
+
+from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
+from gradstream.untrusted.schema import MismatchError, check_record, check_value
+from gradstream.untrusted.text import LINE_BYTES, counted, escaped
+from gradstream.untrusted.throttle import Throttle
+
+__all__ = [
+    "LINE_BYTES",
+    "DocumentError",
+    "MismatchError",
+    "Throttle",
+    "check_record",
+    "check_value",
+    "counted",
+    "escaped",
+    "parse_json",
+    "parse_toml",
+]

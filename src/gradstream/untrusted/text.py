@@ -1,0 +1,47 @@
+"""Text of other nodes and machines, made safe to show: on a terminal, in a log, in an event."""
+
+from __future__ import annotations
+
+__all__ = ["LINE_BYTES", "counted", "escaped"]
+
+LINE_BYTES = 256
+"""The most bytes of one line that a stranger can cause to be written."""
+
+ELLIPSIS = "…"
+
+
+def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
+    r"""Returns the text without anything that acts on a terminal or hides what is shown.
+
+    Control characters, terminal escapes, marks that change the direction of writing, invisible characters
+    and lone surrogates become backslash escapes such as `\x1b` and `\u202e`. Printable text of any
+    script stays as it is.
+
+    Args:
+        text: from outside.
+        limit_bytes: the result has at most so many bytes of UTF-8, at least 3; a longer text ends with "…".
+        newlines: a newline stays a newline, as tracebacks have them.
+    """
+    cut = text[:limit_bytes]
+    if not cut.isprintable():
+        cut = "".join(one if one.isprintable() or (newlines and one == "\n") else _escape(one) for one in cut)
+    data = cut.encode()
+    if len(cut) >= len(text) and len(data) <= limit_bytes:
+        return cut
+    return data[: limit_bytes - len(ELLIPSIS.encode())].decode(errors="ignore") + ELLIPSIS
+
+
+def counted(text: str, more: int, limit_bytes: int = LINE_BYTES) -> str:
+    """The text escaped, and behind it how many others like it there were: "… (and 3,211 more)".
+
+    Args:
+        text: from outside.
+        more: how many were held back; 0 adds nothing.
+        limit_bytes: of the result. The text is cut, the count never is.
+    """
+    behind = f" (and {more:,} more)" if more else ""
+    return escaped(text, limit_bytes - len(behind)) + behind
+
+
+def _escape(one: str) -> str:
+    return one.encode("unicode_escape").decode("ascii")

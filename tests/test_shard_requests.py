@@ -1,0 +1,99 @@
+"""Requests to a shard that parse and cannot be: refused with a word, and nothing has changed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from gradstream.wire import v1, v1_pb2_grpc
+from test_server_stubs import Stub, chunk, exchange, fetch, opening, push, with_shard
+
+PUSH: dict[str, Any] = {"sequence": 2, "learning_rate": 1.0, "samples": 1}
+
+
+def code(frames: list[v1.Frame]) -> v1.Code | None:
+    return next((frame.refuse.code for frame in frames if frame.WhichOneof("kind") == "refuse"), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sender"),
+    [
+        ({"command": 2}, "worker-5"),
+        ({"command": 99}, "worker-5"),
+        ({"vector": "nonsense"}, "worker-5"),
+        ({"sequence": 0}, "worker-5"),
+        ({"sequence": (1 << 64) - 1}, "worker-5"),
+        ({"samples": (1 << 64) - 1}, "worker-5"),
+        ({"round": (1 << 64) - 1}, "worker-5"),
+        ({"clock": (1 << 64) - 1}, "worker-5"),
+        ({"learning_rate": math.nan}, "worker-5"),
+        ({"learning_rate": math.inf}, "worker-5"),
+        ({"loss": math.inf}, "worker-5"),
+        ({}, "worker"),
+        ({}, "worker-five"),
+        ({}, ""),
+    ],
+)
+def test_pushes(changes: dict[str, Any], sender: str) -> None:
+    async def script(stub: Stub) -> None:
+        await push(stub, 1, 4.0, command=v1.Push.ASSIGN)
+        request = v1.Push(**{**PUSH, **changes})
+        frames = [opening("push", request, sender=sender), chunk(1, [1.0] * 36, 2), v1.Frame(end=v1.End())]
+        assert code(await exchange(stub, *frames)) in (v1.BAD_REQUEST, v1.NON_FINITE)
+        assert await fetch(stub) == ([4.0] * 100, {0})
+
+    with_shard(script)
+
+
+def test_a_push_on_a_version_that_is_not_there_yet() -> None:
+    async def script(stub: Stub) -> None:
+        await push(stub, 1, 4.0, command=v1.Push.ASSIGN)
+        late = chunk(1, [1.0] * 36, 2)
+        late.chunk.version = 7
+        frames = [opening("push", v1.Push(**PUSH)), late, v1.Frame(end=v1.End())]
+        assert code(await exchange(stub, *frames)) == v1.BAD_REQUEST
+        assert await fetch(stub) == ([4.0] * 100, {0})
+
+    with_shard(script)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "sender"),
+    [
+        ("fetch", v1.Fetch(chunks=[0, 0]), "worker-5"),
+        ("fetch", v1.Fetch(chunks=[9]), "worker-5"),
+        ("fetch", v1.Fetch(known=[1]), "worker-5"),
+        ("fetch", v1.Fetch(vector="nonsense"), "worker-5"),
+        ("fetch", v1.Fetch(), "nobody"),
+        ("command", v1.Command.FromString(b"\x08\x63"), "worker-5"),
+        ("command", v1.Command(kind=v1.Command.SCALE, alpha=math.nan), "worker-5"),
+        ("command", v1.Command(kind=v1.Command.ENTER, clock=(1 << 64) - 1), "worker-5"),
+        ("command", v1.Command(kind=v1.Command.LEAVE), "nobody"),
+        ("command", v1.Command(kind=v1.Command.DOT, x="a", y="b"), "worker-5"),
+    ],
+)
+def test_fetches_and_commands(method: str, request_: Any, sender: str) -> None:
+    async def script(stub: Stub) -> None:
+        await push(stub, 1, 4.0, command=v1.Push.ASSIGN)
+        frames = await exchange(stub, opening(method, request_, sender=sender), v1.Frame(end=v1.End()))
+        assert code(frames) in (v1.BAD_REQUEST, v1.INTERNAL), frames
+        assert "Traceback" not in str(frames) and (
+            "ConfigError" in str(frames) or code(frames) != v1.INTERNAL
+        )
+        assert await fetch(stub) == ([4.0] * 100, {0})
+
+    with_shard(script)
+
+
+def test_named_vectors_are_bounded() -> None:
+    async def script(stub: Stub) -> None:
+        codes = []
+        for number in range(66):
+            create = v1.Command(kind=v1.Command.CREATE, out=f"v{number}", sequence=number + 1)
+            codes.append(code(await exchange(stub, opening("command", create), v1.Frame(end=v1.End()))))
+        assert codes[:64] == [None] * 64
+        assert codes[64] is not None
+
+    with_shard(script)

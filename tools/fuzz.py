@@ -1,0 +1,112 @@
+"""Fuzzes every decoder of what comes from outside. Prints a table; exit status 1 where one has a fault.
+
+    python tools/fuzz.py --seconds 10                         # each decoder
+    python tools/fuzz.py --decoder manifest --inputs 1000000 --seed 7
+    python tools/fuzz.py --processes 2 --inputs 1000000 --into bench/results/fuzz.json
+
+A fault is an error that the decoder does not document, more than a second of CPU time for one input,
+memory that grows by more than 256 MiB, or an invariant that does not hold afterwards. Its input is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fuzzing import files, messages, texts
+from fuzzing.harness import Decoder, Outcome, fuzz
+from gradstream.cluster.machine import describe_machine, git_commit
+
+__all__ = ["DECODERS", "main"]
+
+DECODERS: dict[str, Decoder] = {
+    one.name: one for one in (*files.DECODERS, *texts.DECODERS, *messages.DECODERS)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fuzzes what is asked for; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--decoder", action="append", choices=sorted(DECODERS), help="only this one; may be repeated"
+    )
+    parser.add_argument("--inputs", type=int, help="for each decoder")
+    parser.add_argument("--seconds", type=float, help="for each decoder, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1, help="decoders that are fuzzed side by side")
+    parser.add_argument(
+        "--save", type=Path, default=Path("fuzz-findings"), help="folder for inputs with faults"
+    )
+    parser.add_argument("--into", type=Path, help="JSON file for the record")
+    given = parser.parse_args(argv)
+    if given.inputs is None and given.seconds is None:
+        given.seconds = 5.0
+    commit = git_commit(Path.cwd())
+    works = [(name, given.seed, given.inputs, given.seconds) for name in given.decoder or sorted(DECODERS)]
+    # A fresh process for each decoder: its memory is its own.
+    context = multiprocessing.get_context("fork")  # what is imported takes long
+    with context.Pool(given.processes, maxtasksperchild=1) as pool:
+        outcomes = []
+        for outcome in pool.imap_unordered(_work, works, chunksize=1):
+            outcomes.append(outcome)
+            sys.stderr.write(
+                f"{outcome.decoder}: {outcome.inputs:,} inputs, {len(outcome.findings)} faults\n"
+            )
+    outcomes.sort(key=lambda one: one.decoder)
+    print(table(outcomes))
+    for finding in (finding for one in outcomes for finding in one.findings):
+        print(f"{finding.decoder}: {finding.what}\n  saved as {finding.save(given.save)}")
+    if given.into is not None:
+        record = {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "commit": commit,
+            "seed": given.seed,
+            **describe_machine({}),
+            "decoders": [_record(one) for one in outcomes],
+        }
+        given.into.write_text(json.dumps(record, indent=2) + "\n")
+    return 1 if any(one.findings for one in outcomes) else 0
+
+
+def _work(work: tuple[str, int, int | None, float | None]) -> Outcome:
+    name, seed, inputs, seconds = work
+    return fuzz(DECODERS[name], seed=seed, inputs=inputs, seconds=seconds)
+
+
+def _record(one: Outcome) -> dict[str, object]:
+    return {
+        "decoder": one.decoder,
+        "inputs": one.inputs,
+        "accepted": one.accepted,
+        "refused": one.refused,
+        "faults": len(one.findings),
+        "seconds": round(one.seconds, 1),
+        "cpu_s": round(one.cpu_s, 1),
+        "inputs_per_cpu_s": round(one.per_s),
+        "slowest_cpu_s": round(one.slowest_s, 4),
+        "grown_bytes": one.grown_bytes,
+    }
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One line for each decoder."""
+    lines = [
+        f"{'decoder':18} {'inputs':>10} {'accepted':>10} {'refused':>10} {'faults':>6} {'per s':>9} slowest"
+    ]
+    lines += [
+        f"{one.decoder:18} {one.inputs:>10,} {one.accepted:>10,} {one.refused:>10,} {len(one.findings):>6} "
+        f"{one.per_s:>9,.0f} {one.slowest_s * 1e3:6.0f} ms"
+        for one in outcomes
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Decoders of checkpoints, recordings, jobs, settings and sparse data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gradstream as gs
+from fuzzing.harness import Decoder
+from fuzzing.mutator import mutated_json
+from gradstream.checkpoint.format import TensorSpec, header_of, parse
+from gradstream.checkpoint.manifest import Evaluated, FileEntry, Manifest, Resume
+from gradstream.checkpoint.own_state import OwnState
+from gradstream.config import Job
+from gradstream.data.base import BatchRef
+from gradstream.data.done import Done
+from gradstream.errors import ConfigError, DataError
+from gradstream.node import NodeSpec
+from gradstream.overrides import overrides, with_overrides
+from gradstream.recording import entries, log
+from gradstream.registry import describe, optimizer_of_text, text_of_optimizer
+from gradstream.settings import apply, from_texts
+from gradstream.settings.sources import from_toml_text
+from gradstream.sparse.data import from_csr
+from gradstream.sparse.svmlight import from_svmlight
+from gradstream.strategies.downpour import Downpour
+
+__all__ = ["DECODERS"]
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+# ---- checkpoints, recordings --------------------------------------------------------------
+
+_MANIFEST = Manifest(
+    step=12,
+    rounds=6,
+    steps={"worker-0": 6, "worker-1": 6},
+    done=Done(1, {1: ((0, 8), (16, 24))}),
+    versions=[6, 6],
+    model={"fingerprint": 7, "elems": 100, "dtype": 1, "chunk_elems": 64, "optimizer": ""},
+    optimizer="sgd",
+    strategy="downpour",
+    seed=1,
+    workers=2,
+    servers=1,
+    num_samples=64,
+    software="0.1.0",
+    evaluated=Evaluated(10, 0.5, None),
+    files={"model.safetensors": FileEntry(100, "ab" * 32)},
+    dropped={"0": 3},
+)
+_HEADER = header_of(
+    [TensorSpec("a.weight", (2, 3), "F32"), TensorSpec("b", (), "F64"), TensorSpec("c", (0, 4), "BOOL")]
+)
+
+
+def _manifest(data: bytes) -> None:
+    manifest = Manifest.decode(data)
+    manifest.encode()
+    json.dumps(Resume.at("checkpoints/x", manifest).as_json())
+    assert all("/" not in name for name in manifest.files)
+
+
+def _header(data: bytes) -> None:
+    offset_bytes, tensors = parse(data)
+    end = sum(spec.size_bytes for spec, _ in tensors.values())
+    assert 8 < offset_bytes <= len(data) and all(0 <= start <= end for _, start in tensors.values())
+
+
+def _header_json(data: bytes, rng: random.Random) -> bytes:
+    text = mutated_json(data[8:], rng)
+    return len(text).to_bytes(8, "little") + text
+
+
+_ENTRIES = b"".join(
+    entries.encode(one)
+    for one in (
+        entries.Pushed(3, 1, 9, 4, 1, 2),
+        entries.Asked(1, 0, 2, 3),
+        entries.Read(1, 0, 2, 0, 3, 7),
+        entries.Summed(1, 2, 1 << 31),
+        entries.Orphans((BatchRef(0, 1, 2),), True, 3),
+        entries.Stood(4, False),
+        entries.Changed("keep", (0, 1), 3, 4, ((0, 1), (2, 3))),
+        entries.Turned(1, 2, 3, "warm"),
+        entries.Decided(5, (0, 2), ((0, 1),)),
+        entries.Closed(),
+    )
+)
+
+
+def _block(content: bytes) -> bytes:
+    packed = zlib.compress(content, 1)
+    return len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little") + packed
+
+
+_LOG_HEAD = _json({"format": 1, "node": "shard-0", "job": "j", "threads": 1})
+
+
+def _log_blocks(data: bytes, rng: random.Random) -> bytes:
+    """Blocks whose sums are right, of content that is not."""
+    head = mutated_json(_LOG_HEAD, rng) if rng.random() < 0.5 else _LOG_HEAD
+    content = bytearray(_ENTRIES)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    bomb = _block(bytes(1 << 24)) if rng.random() < 0.001 else b""
+    return _block(head) + _block(bytes(content)) + bomb
+
+
+# ---- jobs and settings --------------------------------------------------------------------
+
+_JOB = Job(model=None, data=None, strategy="downpour", workers=2, epochs=1, batch_size=8, spec="job.py")  # type: ignore[arg-type]
+_SPEC = NodeSpec(
+    id="ab",
+    job="job.py",
+    earlier=(),
+    run_dir="runs/x",
+    plain=overrides(_JOB),
+    strategy=describe(Downpour()),
+    optimizer=describe(gs.SGD(lr=0.1)),
+    resume=Resume.at("checkpoints/x", _MANIFEST).as_json(),
+)
+_TOML = b"""workers = 4
+batch_size = [8, 16]
+epochs = 3
+run_dir = "runs"
+deadlines = {join_s = 3.0}
+until = {accuracy = 0.5}
+
+[strategy]
+name = "downpour"
+push_every = 10  # comment
+"""
+
+
+def _spec(data: bytes) -> None:
+    spec = NodeSpec.of_text(data.decode(errors="replace"), "nodes.json")
+    with_overrides(_JOB, spec.plain)
+    if spec.resume is not None:
+        Resume.of_json(spec.resume)
+
+
+def _csr(data: bytes) -> None:
+    try:
+        given = json.loads(data)
+    except (ValueError, RecursionError):
+        raise DataError("no JSON") from None
+    if not isinstance(given, list) or len(given) != 5:
+        raise DataError("not five")
+    num = given[4] if isinstance(given[4], int) and given[4] < 1 << 20 else None
+    from_csr(*given[:4], num_features=num)
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+
+
+def _svmlight(data: bytes) -> None:
+    path = Path(_FOLDER.name) / "data.svm"
+    path.write_bytes(data)
+    from_svmlight(path)
+
+
+_BOARD = (DataError, ConfigError)
+DECODERS = (
+    Decoder("manifest", _manifest, [_MANIFEST.encode()], (DataError,), mutated_json),
+    Decoder("safetensors", _header, [_HEADER, header_of([])], (DataError,), _header_json),
+    Decoder(
+        "own-state",
+        OwnState.decode,
+        [OwnState(3, {"mean": np.ones(3, np.float32)}, 2).encode()],
+        (DataError,),
+        _header_json,
+    ),
+    Decoder("recording-entries", lambda data: list(entries.decode(data)), [_ENTRIES], (DataError,)),
+    Decoder(
+        "recording-log",
+        lambda data: log.read_log(data, "x"),
+        [_block(_LOG_HEAD) + _block(_ENTRIES)],
+        (DataError,),
+        _log_blocks,
+    ),
+    Decoder(
+        "settings-toml",
+        lambda data: apply(_JOB, [from_toml_text(data.decode(errors="replace"), Path("job.toml"))]),
+        [_TOML],
+        (ConfigError,),
+        None,
+        [b"[strategy]\n", b"a.b.c = 1\n", b"strategy.push_every = 1\n", b"1979-05-27", b"inf"],
+    ),
+    Decoder(
+        "settings-words",
+        lambda data: apply(_JOB, [from_texts(data.decode(errors="replace").splitlines())]),
+        [
+            b'workers=4\nstrategy.push_every=10\nuntil={"accuracy": 0.5}',
+            b"batch_size=8,16\ndeadlines.join_s=3",
+        ],
+        (ConfigError,),
+    ),
+    Decoder("node-spec", _spec, [_json(dataclasses.asdict(_SPEC))], (ConfigError,), mutated_json),
+    Decoder(
+        "update-rule",
+        lambda data: optimizer_of_text(data.decode(errors="replace")),
+        [
+            text_of_optimizer(gs.Adagrad(lr=0.1)).encode(),
+            text_of_optimizer(gs.SGD(lr=0.1), [{"match": "0", "lr_scale": 0.5}], [("0", 0, 64)]).encode(),
+        ],
+        (ConfigError,),
+        mutated_json,
+        [b'{"class": "os:system", "fields": {}}', b'{"function": "os:getcwd"}'],
+    ),
+    Decoder(
+        "svmlight",
+        _svmlight,
+        [b"1 1:0.5 7:2 # x\n-1 qid:3 2:1\n"],
+        _BOARD,
+        None,
+        [b"qid:", b"1e39", b"nan:nan", b"9" * 30],
+    ),
+    Decoder(
+        "csr", _csr, [_json([[0, 2, 3], [0, 5, 2], [1.0, 2.0, 1.0], [0, 1], None])], _BOARD, mutated_json
+    ),
+)

@@ -1,0 +1,313 @@
+"""Handlers of messages: what the coordinator, a shard and the launcher make of what a peer has said.
+
+Each holds an invariant besides: a message that is refused has changed nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from google.protobuf.message import DecodeError, Message
+
+from fuzzing.harness import Decoder
+from fuzzing.mutator import mutated_message
+from fuzzing.texts import DECODERS as TEXTS
+from gradstream.data.base import BatchRef
+from gradstream.data.ledger import Ledger
+from gradstream.data.plan import RoundPlan
+from gradstream.errors import GradstreamError
+from gradstream.events import MachineEvent, StartedEvent, encode
+from gradstream.membership.balance import Balance
+from gradstream.membership.event_gate import BEAT_BYTES, EventGate
+from gradstream.membership.instructions import Emit, Refuse
+from gradstream.membership.receipts import receipt_of
+from gradstream.membership.state import Membership
+from gradstream.remote.roster import Roster
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.inspection import Inspection
+from gradstream.server.rule import Contribution, FetchTerms
+from gradstream.server.shard import Acknowledge, Apply, Parked, ShardState
+from gradstream.strategies.synchronous import Rounds
+from gradstream.wire import v1
+
+__all__ = ["DECODERS"]
+
+WORKERS = 2
+_SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
+
+
+def _of(kind: type[Message]) -> Callable[[bytes, random.Random], bytes]:
+    """Changes fields of a message; the first byte, which says who sends it, stays."""
+
+    def changed(data: bytes, rng: random.Random) -> bytes:
+        message = kind()
+        try:
+            message.MergeFromString(data[1:])
+        except DecodeError:
+            return data
+        mutated_message(message, rng)
+        return bytes([rng.randrange(4)]) + message.SerializeToString()
+
+    return changed
+
+
+def _who(data: bytes) -> str:
+    return ("worker-0", "worker-1", "shard-0", "worker-7")[data[0] & 3 if data else 0]
+
+
+# ---- the coordinator ----------------------------------------------------------------------
+
+
+def _join(name: str) -> v1.Join:
+    role, _, rank = name.partition("-")
+    node = v1.Node(name=name, role=role, rank=int(rank), address=f"{name}:1", incarnation=1)
+    tensors = [v1.TensorSpec(name="a", shape=[10, 10], dtype="F32")] if role == "worker" else []
+    return v1.Join(node=node, software="1", model=_SPEC if role == "worker" else None, tensors=tensors)
+
+
+def _membership(*, joined: bool = True) -> Membership:
+    """Of two workers that go through 4 rounds in each of 2 epochs, with a quorum."""
+    started = StartedEvent(
+        job="j",
+        workers=WORKERS,
+        servers=1,
+        strategy="synchronous",
+        optimizer="sgd",
+        num_parameters=0,
+        num_samples=32,
+        total_steps=8,
+    )
+    plan = RoundPlan(32, 4, WORKERS, shares="measured")
+    membership = Membership(
+        started,
+        Ledger(plan, epochs=2),
+        survives_worker_loss=True,
+        software="1",
+        together=True,
+        quorum=1,
+        balance=Balance(plan),
+    )
+    for name in membership.nodes.missing if joined else ():
+        membership.join(_join(name), 0.0)
+    return membership
+
+
+def _state(membership: Membership) -> object:
+    ledger = membership.tally.ledger
+    return (
+        membership.notice.SerializeToString(deterministic=True),
+        ledger.num_receipts,
+        ledger.num_samples,
+        dict(membership.tally.dropped),
+        tuple(membership.nodes.unfinished),
+        tuple(membership.balance.sizes if membership.balance else ()),
+    )
+
+
+def _emitted(instructions: Any) -> None:
+    for one in instructions:
+        if isinstance(one, Emit):
+            line = encode(one.event, node="coordinator", time_s=0.0)
+            assert line.isascii() and line.count(b"\n") == 1
+
+
+def _beat(data: bytes) -> None:
+    membership, who = _membership(), _who(data)
+    beat = v1.Beat.FromString(data[1:])
+    if beat.cuts:
+        membership.stop(0.0)  # begins no cut, where there is no disk
+    before = _state(membership)
+    try:
+        membership.check(who, beat)
+        instructions = membership.beat(who, beat, 1.0)
+    except GradstreamError:
+        assert _state(membership) == before
+        raise
+    _emitted(instructions)
+    assert membership.tally.num_samples is not None and membership.tally.num_samples <= 64
+
+
+def _asks_to_join(data: bytes) -> None:
+    membership = _membership(joined=False)
+    request = v1.Join.FromString(data[1:])
+    before = _state(membership)
+    out = membership.join(request, 0.0)
+    if any(isinstance(one, Refuse) for one in out):
+        assert _state(membership) == before
+        raise GradstreamError("refused")
+    _emitted(out)
+    str(membership.admission.optimizer)
+
+
+def _asks(data: bytes) -> None:
+    """Orphans, an end, or shares, by the second byte."""
+    membership, who, body = _membership(), _who(data), data[2:]
+    answers, before = membership.answers, _state(membership)
+    answer: object
+    try:
+        match data[1] & 3 if len(data) > 1 else 0:
+            case 0:
+                orphans = v1.Orphans.FromString(body)
+                answer = answers.orphans(who, orphans.epoch, orphans.last)
+            case 1:
+                answer = answers.ending(who, v1.Ending.FromString(body))
+            case _:
+                took = v1.Took.FromString(body)
+                _emitted(answers.took(who, took))
+                answer = answers.shares(who, took)
+    except GradstreamError:
+        assert _state(membership) == before
+        raise
+    if isinstance(answer, Refuse):
+        raise GradstreamError("refused")
+
+
+def _asked(data: bytes, rng: random.Random) -> bytes:
+    kind = rng.randrange(3)
+    message: Message = (
+        v1.Orphans(),
+        v1.Ending(batches=1, samples=8, round=2),
+        v1.Took(rounds=1, samples=4, seconds=0.5),
+    )[kind]
+    mutated_message(message, rng)
+    return bytes([rng.randrange(4), kind]) + message.SerializeToString()
+
+
+def _events(data: bytes) -> None:
+    gate = EventGate("worker-0", 0.0)
+    admitted = gate.take(data, 1.0)
+    assert len(admitted.lines) <= min(len(data) + 1, BEAT_BYTES + 1) and admitted.lines.isascii()
+    assert admitted.lines.count(b"\n") == len(admitted.events)
+    assert all(event["node"] == "worker-0" for event in admitted.events)
+
+
+# ---- a shard ------------------------------------------------------------------------------
+
+
+def _shard() -> tuple[Inspection, ShardState, Rounds]:
+    chunks, rule = ChunkMap(100, 64, 1), Rounds(1, "mean")
+    state = ShardState(chunks.chunks_of(0), rule, workers=WORKERS)
+    inspection = Inspection(
+        "shard-0", chunks, state.chunks, torch.float32, None, Counter(), workers=WORKERS, states=("momentum",)
+    )
+    return inspection, state, rule
+
+
+def _push(data: bytes) -> None:
+    """What `PushDesk` does, but for the arithmetic: contributions go up to their acknowledgement."""
+    inspection, state, rule = _shard()
+    who, request = _who(data), v1.Push.FromString(data[1:])
+    inspection.push(who, request)
+    for chunk in state.chunks:
+        inspection.basis(who, chunk, request.basis, state.version(chunk))
+        one = Contribution(
+            who,
+            inspection.rank(who),
+            1,
+            request.sequence,
+            request.samples,
+            request.num_gradients,
+            request.learning_rate,
+            request.round,
+            request.basis,
+            request.rows,
+            request.clock,
+            request.loss,
+            request.vector,
+        )
+        out = list(state.push(chunk, Parked(one, "token", request.command == v1.Push.ASSIGN)))
+        for instruction in out:
+            if isinstance(instruction, Apply):
+                rule.weights(state.version(chunk), [held.contribution for held in instruction.update])
+                out += state.applied(chunk)
+            if isinstance(instruction, Acknowledge):
+                v1.PushResult(
+                    sequence=instruction.sequence,
+                    version=max(0, instruction.version),
+                    staleness=instruction.staleness,
+                )
+
+
+def _fetch(data: bytes) -> None:
+    inspection, state, _ = _shard()
+    who, request = _who(data), v1.Fetch.FromString(data[1:])
+    inspection.fetch(who, request, set(state.chunks))
+    terms = FetchTerms(
+        who, 1, request.min_version, request.after_sequence, flush=request.flush, min_clock=request.min_clock
+    )
+    for chunk in request.chunks or state.chunks:
+        state.fetch(chunk, terms, "token")
+        state.awaited([chunk], request.min_clock)
+
+
+def _command(data: bytes) -> None:
+    inspection, state, _ = _shard()
+    who, request = _who(data), v1.Command.FromString(data[1:])
+    inspection.command(who, request)
+    if request.kind == v1.Command.ENTER:
+        v1.CommandResult(clock=state.clocks.enter(inspection.rank(who), request.clock))
+        assert state.clocks.present <= frozenset(range(WORKERS))
+
+
+# ---- the launcher -------------------------------------------------------------------------
+
+
+def _enrol(data: bytes) -> None:
+    roster = Roster("here", machines=2, workers_per_machine=1, facts={"torch": "1"})
+    seat = roster.enrol(v1.Enrol.FromString(data[1:]))
+    json.dumps(roster.state)
+    assert roster.state.isprintable()
+    if isinstance(seat, v1.Refuse):
+        raise GradstreamError("refused")
+    event = MachineEvent(
+        who=seat.machine, state="joined", address=seat.address, workers=list(seat.workers), reason=""
+    )
+    assert len(encode(event, node="launcher", time_s=0.0)) < 2048
+
+
+def _message(name: str, decode: Callable[[bytes], object], *seeds: Message) -> Decoder:
+    data = [b"\0" + seed.SerializeToString() for seed in seeds]
+    return Decoder(name, decode, data, (GradstreamError, DecodeError), _of(type(seeds[0])))
+
+
+_RECEIPTS = [receipt_of(BatchRef(0, 0, 0)), receipt_of(BatchRef(1, 0, 1))]
+_LINES = next(one.seeds for one in TEXTS if one.name == "event-line")
+DECODERS = (
+    _message(
+        "beat",
+        _beat,
+        v1.Beat(receipts=_RECEIPTS, cuts=[v1.CutReport(number=1, count=2)]),
+        v1.Beat(finished=True, relies=True),
+        v1.Beat(failure=v1.Failure(error="ValueError", message="x\x1b[2J")),
+    ),
+    _message("join", _asks_to_join, _join("worker-0"), _join("worker-1")),
+    Decoder(
+        "asks",
+        _asks,
+        [b"\0\0", b"\0\2" + v1.Took(rounds=1, samples=4, seconds=0.5).SerializeToString()],
+        (GradstreamError, DecodeError),
+        _asked,
+    ),
+    Decoder("event-gate", _events, [b"\n".join([*_LINES, b""])], ()),
+    _message(
+        "push",
+        _push,
+        v1.Push(sequence=1, samples=4, learning_rate=0.1, command=v1.Push.ASSIGN),
+        v1.Push(sequence=2, samples=4, learning_rate=0.1, loss=1.0),
+    ),
+    _message("fetch", _fetch, v1.Fetch(chunks=[0, 1], number=1)),
+    _message(
+        "command",
+        _command,
+        v1.Command(kind=v1.Command.ENTER, clock=3),
+        v1.Command(kind=v1.Command.DOT, x="a", y="b"),
+    ),
+    _message(
+        "enrol", _enrol, v1.Enrol(machine="m", facts={"torch": "1"}, address="10.0.0.2")
+    ),
+)
