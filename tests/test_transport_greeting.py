@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,6 @@ from gradstream.segments import SharedMemory
 from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import echo, reply_once
-from gradstream.transport import greeting as greeting_module
 from gradstream.transport import proof, sockets
 from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS
@@ -469,7 +469,7 @@ def test_a_greeting_thrown_back_at_its_sender_opens_nothing() -> None:
 
 def test_a_missing_check_of_the_called_side_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above fails for a caller that believes any proof."""
-    monkeypatch.setattr(greeting_module.hmac, "compare_digest", lambda one, other: True)
+    monkeypatch.setattr(hmac, "compare_digest", lambda one, other: True)
     monkeypatch.setitem(globals(), "SILENCE_S", 0.2)
     with pytest.raises(DeadlineError):
         test_who_is_called_proves_it_too(shown(lambda g: b""), RefusedError, "BAD_SECRET", monkeypatch)

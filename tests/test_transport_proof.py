@@ -222,7 +222,11 @@ def test_passes_are_good_once_each_in_any_order() -> None:
 
 
 def forged(**fields: object) -> Callable[[v1.Pass], None]:
-    return lambda shown: [setattr(shown, name, value) for name, value in fields.items()] and None
+    def forge(shown: v1.Pass) -> None:
+        for name, value in fields.items():
+            setattr(shown, name, value)
+
+    return forge
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ that says so with `lost`, and the next stream begins a session on the new connec
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -35,7 +35,7 @@ EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 """What gRPC raises where a call or its connection has failed."""
 
-_Call = grpc.aio.StreamStreamCall  # type: ignore[type-arg]
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 class GrpcConnection:
