@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def test_the_flips_are_noticed_by_the_hash_alone(monkeypatch: pytest.MonkeyPatch
     altered = good.replace(b'"step": 20', b'"step": 21')
     with pytest.raises(DataError, match=r"was altered or cut short: it is not what its own SHA-256 says"):
         Manifest.decode(altered)
-    monkeypatch.setattr("gradstream.checkpoint.manifest._seal_of", lambda body: altered[: -len(body)])
+    monkeypatch.setattr("gradstream.checkpoint.manifest.seal_of", lambda body: altered[: -len(body)])
     assert Manifest.decode(altered).step == 21
 
 
@@ -112,7 +111,7 @@ def sealed(body: bytes) -> bytes:
             "another version of gradstream wrote it; resume from another",
         ),
         (b"[" * 100_000, "does not begin with the SHA-256"),
-        (sealed(b' "x": ' + b"[" * 100_000), "cannot be read: RecursionError"),
+        (sealed(b' "x": ' + b"[" * 100_000), "cannot be read: "),
         (sealed(b' "format": 2}\n'), "cannot be read"),
         (sealed(b' "format": 1}\n'), "has format 1, this gradstream reads 2"),
         (sealed(b"[]"), "cannot be read"),
@@ -281,14 +280,12 @@ def test_a_damaged_config_is_named_with_what_to_do(run: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["[]", "{", "\x00", NESTED, '{"event": 3}', '{"event":"step","node":"worker-0","time_s":1.0}']
 )
-def test_a_damaged_line_of_events_is_named_with_what_to_do(run: Path, line: str) -> None:
+def test_a_damaged_line_of_events_is_passed_over_and_said(run: Path, line: str) -> None:
     lines = (run / "events.jsonl").read_text().splitlines()
     (run / "events.jsonl").write_text("\n".join([*lines[:3], line, *lines[3:]]) + "\n")
-    for text in (said("report", run), said("resume", run)):
-        assert "events.jsonl, line 4: not an event" in text
-        assert "remove that line" in text
-    result = CliRunner().invoke(main, ["runs", str(run.parent), "--json"])
-    assert "line 4" in json.loads(result.stdout)["damaged"]
+    result = CliRunner().invoke(main, ["report", str(run)])
+    assert result.exit_code == 0
+    assert "events.jsonl: passed over 1 line" in result.stderr.replace("\n", " ")
 
 
 def test_a_damaged_recording_is_named_with_what_to_do(run: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import gradstream as gs
 from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import TensorSpec, header_of, parse
-from gradstream.checkpoint.manifest import Manifest, Resume
+from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
 from gradstream.data.done import Done
 from gradstream.errors import ConfigError, DataError
 from gradstream.node import NodeSpec
@@ -36,6 +36,12 @@ MANIFEST: dict[str, Any] = {
 }  # fmt: skip
 
 
+def sealed(record: dict[str, Any]) -> bytes:
+    """As a `state.json` with the SHA-256 that belongs to it."""
+    body = json.dumps(record).encode()[1:]
+    return seal_of(body) + body
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -53,13 +59,13 @@ MANIFEST: dict[str, Any] = {
     ids=lambda changes: str(changes)[:40],
 )
 def test_manifests(changes: dict[str, Any]) -> None:
-    assert Manifest.decode(json.dumps(MANIFEST).encode()).step == 1
+    assert Manifest.decode(sealed(MANIFEST)).step == 1
     with pytest.raises(DataError):
-        Manifest.decode(json.dumps({**MANIFEST, **changes}).encode())
+        Manifest.decode(sealed({**MANIFEST, **changes}))
 
 
 def test_where_a_run_goes_on() -> None:
-    record = Resume.at("f", Manifest.decode(json.dumps(MANIFEST).encode())).as_json()
+    record = Resume.at("f", Manifest.decode(sealed(MANIFEST))).as_json()
     assert Resume.of_json(record).done == Done(1, {})
     changes: dict[str, Any]
     for changes in (

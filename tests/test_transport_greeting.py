@@ -19,7 +19,6 @@ from gradstream.segments import SharedMemory
 from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import echo, reply_once
-from gradstream.transport import greeting as greeting_module
 from gradstream.transport import proof, sockets
 from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS

@@ -177,12 +177,12 @@ def test_a_greeting_is_good_once() -> None:
     sessions = Sessions(SHARD)
     greeting, answer = begin(sessions)
     assert isinstance(answer, tuple)
-    assert refused(sessions, greeting.SerializeToString()) == v1.BAD_SECRET
+    assert refused(sessions, greeting.SerializeToString()) == v1.TOO_OLD
     again = BARE.greeting(v1.Challenge(nonce=greeting.challenge))  # another greeting for the same challenge
-    assert refused(sessions, again.SerializeToString()) == v1.BAD_SECRET
+    assert refused(sessions, again.SerializeToString()) == v1.TOO_OLD
     late_ns = 2 * EXPIRES_NS  # not even when nobody remembers that it was answered
     begin(sessions, now_ns=late_ns)
-    assert refused(sessions, greeting.SerializeToString(), late_ns) == v1.BAD_SECRET
+    assert refused(sessions, greeting.SerializeToString(), late_ns) == v1.TOO_OLD
 
 
 @pytest.mark.parametrize(("age_ns", "is_good"), [(0, True), (EXPIRES_NS - 1, True), (EXPIRES_NS, False)])
@@ -199,7 +199,7 @@ def test_a_challenge_is_of_the_node_that_looks_at_it() -> None:
     ahead = BARE.greeting(sessions.challenge(SECOND_NS))  # of a time that has not come
     empty = BARE.greeting(v1.Challenge())
     for greeting in (foreign, made_up, ahead, empty):
-        assert refused(sessions, greeting.SerializeToString()) == v1.BAD_SECRET
+        assert refused(sessions, greeting.SerializeToString()) == v1.TOO_OLD
 
 
 def test_what_was_answered_is_not_remembered_for_ever() -> None:

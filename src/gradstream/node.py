@@ -36,9 +36,9 @@ from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.overrides import overrides, with_overrides
 from gradstream.registry import describe, find_optimizer, find_strategy
 from gradstream.roles import COORDINATOR, Cast
+from gradstream.run_files import read_record
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
-from gradstream.run_files import read_record
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint
 from gradstream.untrusted import DocumentError, MismatchError, check_record, parse_json

@@ -307,7 +307,5 @@ DECODERS = (
         v1.Command(kind=v1.Command.ENTER, clock=3),
         v1.Command(kind=v1.Command.DOT, x="a", y="b"),
     ),
-    _message(
-        "enrol", _enrol, v1.Enrol(machine="m", facts={"torch": "1"}, address="10.0.0.2")
-    ),
+    _message("enrol", _enrol, v1.Enrol(machine="m", facts={"torch": "1"}, address="10.0.0.2")),
 )

@@ -23,7 +23,7 @@ from gradstream.data.done import Done
 from gradstream.errors import ConfigError, DataError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 
-__all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume"]
+__all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume", "seal_of"]
 
 FORMAT = 2
 """Of `state.json`; a reader refuses others."""
@@ -108,7 +108,7 @@ class Manifest:
         record["files"] = {name: dataclasses.asdict(entry) for name, entry in self.files.items()}
         record["evaluated"] = None if self.evaluated is None else dataclasses.asdict(self.evaluated)
         body = json.dumps({"format": FORMAT, **record}, indent=1).encode()[2:] + b"\n"  # without "{\n"
-        return _seal_of(body) + body
+        return seal_of(body) + body
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
@@ -119,7 +119,7 @@ class Manifest:
                 f"{STATE} does not begin with the SHA-256 of itself: it was altered, or another version of "
                 "gradstream wrote it; resume from another checkpoint, or begin anew"
             )
-        if seal != _seal_of(body):
+        if seal != seal_of(body):
             raise DataError(f"{STATE} was altered or cut short: it is not what its own SHA-256 says")
         try:
             record = parse_json(data, max_bytes=MAX_BYTES, max_values=MAX_VALUES)
@@ -139,7 +139,7 @@ class Manifest:
             raise DataError(f"{STATE} cannot be read: {error!r}") from error
 
 
-def _seal_of(body: bytes) -> bytes:
+def seal_of(body: bytes) -> bytes:
     """The first line of a `state.json` that goes on with `body`."""
     return _SEAL % hashlib.sha256(body).hexdigest().encode()
 

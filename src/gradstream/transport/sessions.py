@@ -25,7 +25,7 @@ from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["BAD_SECRET", "CallerSession", "Session", "Sessions", "proved"]
+__all__ = ["BAD_SECRET", "NO_CHALLENGE", "CallerSession", "Session", "Sessions", "proved"]
 
 BAD_SECRET = "the caller has not proved that it knows the secret of this run"
 """All that somebody is told who has not."""
