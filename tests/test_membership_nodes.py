@@ -17,7 +17,9 @@ from gradstream.events import StartedEvent, StepEvent
 from gradstream.membership import Coordinator, Member, Membership, Outcome, RunAbortedError
 from gradstream.runtime import Network, Partition, VirtualCluster, World
 from gradstream.transport.base import Identity
+from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
@@ -182,6 +184,31 @@ def test_batches_of_a_worker_that_dies_are_taken_over() -> None:
     assert (left["who"], left["epoch"]) == ("worker-1", 2)
     ledger = next(event for event in cluster.events if event["event"] == "ledger")
     assert (ledger["samples"], ledger["reassigned"]) == (8, 1)
+
+
+def test_members_hear_of_certificates_that_are_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under TLS: from the stream of a member that is lost to what the endpoints of the others refuse."""
+    incoming = EndpointCore._incoming
+
+    def with_certificate(endpoint: EndpointCore, opened: v1.Open, *given: Any, **named: Any) -> StreamCore:
+        stream = incoming(endpoint, opened, *given, **named)
+        stream.certificate = f"digest of {opened.sender}".encode()
+        return stream
+
+    monkeypatch.setattr(EndpointCore, "_incoming", with_certificate)
+    cluster = Cluster()
+    seen: dict[str, tuple[frozenset[bytes], set[str]]] = {}
+    take = EndpointCore.members_changed
+
+    def note(endpoint: EndpointCore, members: Any, revoked: Any = ()) -> None:
+        take(endpoint, members, revoked)
+        if endpoint.identity.revoked:
+            seen.setdefault(endpoint.identity.name, (endpoint.identity.revoked, set(members)))
+
+    monkeypatch.setattr(EndpointCore, "members_changed", note)
+    cluster.run(shard, worker(0, diligent), worker(1, dies))
+    expected = (frozenset({b"digest of worker-1"}), {"shard-0", "worker-0"})
+    assert seen == dict.fromkeys(["coordinator", "shard-0", "worker-0"], expected)
 
 
 async def expects_abort(cluster: Cluster, member: Member) -> None:

@@ -134,6 +134,18 @@ def test_who_is_lost_while_gathering_may_come_again_but_not_later() -> None:
     assert refusal.code == v1.NOT_MEMBER
 
 
+def test_certificates_of_lost_members_are_revoked_by_each_notice_from_then_on() -> None:
+    membership = make()
+    assert not refusals(membership.join(ask("worker-1"), 0.0))
+    membership.lost("worker-1", "gone", 1.0, b"early")
+    assert membership.notice.revoked == []  # before training it may come again, with what it has
+    for name in membership.nodes.missing:
+        assert not refusals(membership.join(ask(name), 2.0))
+    membership.lost("worker-1", "gone", 3.0, b"digest of worker-1")
+    membership.lost("worker-1", "told again", 3.0, b"another")
+    assert membership.notice.revoked == [b"digest of worker-1"]
+
+
 def test_the_deadline_for_joining_names_who_is_missing() -> None:
     membership = make()
     membership.join(ask("shard-0"), 0.0)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import datetime
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Self
 
 import pytest
 
 import gradstream
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.remote.authority import ENROLMENT, Authority, Key, fingerprint_of
+from gradstream.remote import authority as authority_module
+from gradstream.remote.authority import ENROLMENT, LIFE, Authority, Key, fingerprint_of
 from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
-from gradstream.testing.pieces import reply_once
-from gradstream.transport.base import Identity
+from gradstream.testing.pieces import echo, reply_once
+from gradstream.transport import security
+from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
-from gradstream.transport.methods import METHODS, ROLES, role_of
-from gradstream.transport.security import Tls
+from gradstream.transport.methods import METHODS, ROLES, Method, role_of
+from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 
 SOURCE = Path(gradstream.__file__).parent
@@ -31,8 +36,8 @@ def authority() -> Authority:
     return Authority()
 
 
-def endpoint(name: str, security: Tls | None) -> GrpcEndpoint:
-    return GrpcEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), security=security)
+def endpoint(name: str, tls: Tls | None) -> GrpcEndpoint:
+    return GrpcEndpoint(Identity("job", name, 1, secret=SECRET), RealRuntime(name), security=tls)
 
 
 @asynccontextmanager
@@ -90,9 +95,9 @@ def test_another_authority_is_not_believed_by_either_side(authority: Authority) 
 
 
 def test_plain_text_and_no_certificate_get_nowhere(authority: Authority) -> None:
-    for security in (None, Tls(authority=authority.certificate)):
+    for shown in (None, Tls(authority=authority.certificate)):
         caller = GrpcEndpoint(Identity("job", "worker-0", 1, secret=SECRET), RealRuntime("worker-0"))
-        caller._security = security  # it only dials
+        caller._security = shown  # it only dials
         with pytest.raises(PeerLostError, match="coordinator: "):
             call(caller, endpoint("coordinator", authority.issue("coordinator")))
 
@@ -200,3 +205,105 @@ def test_signing_requests() -> None:
         with pytest.raises(RefusedError, match="signing request") as caught:
             authority.sign("worker-0", bad)
         assert caught.value.peer == ENROLMENT
+
+
+# ---- certificates that are worth nothing any more -------------------------------------------
+
+
+async def talk(stream: Stream) -> None:
+    await stream.send(v1.Frame(body=v1.Body(data=b"x")))
+    assert await stream.recv(20) is not None
+
+
+@asynccontextmanager
+async def connected(authority: Authority) -> AsyncIterator[tuple[GrpcEndpoint, GrpcEndpoint, Stream]]:
+    """A worker that has a stream to a shard already, over a connection that stays."""
+    worker, shard = (endpoint(name, authority.issue(name)) for name in ("worker-0", "shard-0"))
+    async with two(worker, shard):
+        shard.methods = {
+            "join": Method(callers=frozenset({"worker"}), members=False),
+            "push": Method(callers=frozenset({"worker"}), members=False),
+        }
+        shard.serve("join", reply_once, model=False)
+        shard.serve("push", echo, model=False)
+        stream = await worker.open("shard-0", "push", v1.Body())
+        await talk(stream)
+        await ask(worker)
+        yield worker, shard, stream
+
+
+async def ask(worker: GrpcEndpoint) -> None:
+    await worker.call("shard-0", "join", v1.Body(), v1.Body, silence_s=20)
+
+
+def digest(tls: Tls | None) -> bytes:
+    assert tls is not None and tls.certificate is not None
+    return Shown.read(tls.certificate).digest
+
+
+def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(authority: Authority) -> None:
+    async def main() -> None:
+        async with connected(authority) as (worker, shard, _):
+            assert shard._security is not None
+            revoked = digest(worker._security)
+            shard.members_changed({"worker-0": 1}, [bytes(32)])
+            await ask(worker)
+            shard.members_changed({"worker-0": 1}, [bytes(32), revoked])
+            for _ in range(2):
+                with pytest.raises(RefusedError, match="the certificate of worker-0 was revoked") as refused:
+                    await ask(worker)
+                assert refused.value.code == "BAD_CERTIFICATE"
+            # Nor over a new connection, nor as a new start of the process.
+            again = endpoint("worker-0", worker._security)
+            again.identity.incarnation = 2
+            again.know("shard-0", shard.address)
+            with pytest.raises(RefusedError, match="was revoked"):
+                await ask(again)
+            await again.close()
+            # A new certificate of the same name is another one.
+            newer = endpoint("worker-0", authority.issue("worker-0"))
+            newer.know("shard-0", shard.address)
+            await ask(newer)
+            await newer.close()
+
+    asyncio.run(main())
+
+
+class Later(datetime.datetime):
+    """A clock that is ahead."""
+
+    ahead = datetime.timedelta()
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Self:
+        """See `datetime`."""
+        ahead: Self = super().now(tz) + cls.ahead
+        return ahead
+
+
+def test_a_certificate_that_expires_while_its_connection_is_open(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security, "datetime", SimpleNamespace(datetime=Later, UTC=datetime.UTC))
+    monkeypatch.setattr(Later, "ahead", datetime.timedelta())
+
+    async def main() -> None:
+        async with connected(authority) as (worker, _, stream):
+            Later.ahead = LIFE - datetime.timedelta(hours=1)
+            await ask(worker)
+            Later.ahead = LIFE + datetime.timedelta(hours=1)
+            with pytest.raises(RefusedError, match="the certificate of worker-0 has expired at ") as refused:
+                await ask(worker)
+            assert refused.value.code == "BAD_CERTIFICATE"
+            await talk(stream)  # what was begun before goes on
+
+    asyncio.run(main())
+
+
+def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Authority()
+    with monkeypatch.context() as patch:
+        patch.setattr(authority_module, "LIFE", -datetime.timedelta(minutes=1))
+        expired = old.issue("worker-0")
+    with pytest.raises(PeerLostError, match="coordinator: "):
+        call(endpoint("worker-0", expired), endpoint("coordinator", old.issue("coordinator")))

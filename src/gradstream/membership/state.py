@@ -191,7 +191,7 @@ class Membership:
         node, over = self.nodes.remove(who), self.phases.over
         if node is None:
             return []
-        if certificate and not over:
+        if certificate and self.nodes.epoch and not over:  # who is lost before it begins may come again
             self.nodes.revoked.append(certificate)
         left = LeftEvent(who=who, lost=not over, reason="" if over else reason, epoch=self.nodes.epoch)
         if over:

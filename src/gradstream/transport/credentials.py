@@ -74,10 +74,15 @@ class Credentials:
         """
         path = run_dir / FILE
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            # Somebody else's pipe, which nobody writes to, is not waited for.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                found = os.fstat(descriptor)
+                mine = found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+                if not (mine and stat.S_ISREG(found.st_mode)):
                     raise ConfigError(f"{path}: expected a file of this user that nobody else can read")
-                return cls.parse(file.read(1 << 16))
+                return cls.parse(os.read(descriptor, 1 << 16).decode())
+            finally:
+                os.close(descriptor)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; a run that has begun takes nobody in") from None
