@@ -29,7 +29,7 @@ from gradstream.transport.addresses import host_and_port
 from gradstream.untrusted.event_lines import parse_event
 
 MANIFEST: dict[str, Any] = {
-    "format": 1, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "versions": [1], "model": {"elems": 1},
+    "format": 2, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "versions": [1], "model": {"elems": 1},
     "done": {"epochs": 1, "parts": {}}, "optimizer": "sgd", "strategy": "downpour", "seed": 1, "workers": 1,
     "servers": 1, "num_samples": 8, "software": "1", "evaluated": None, "samples": {}, "files": {},
     "shares": [], "dropped": {},
@@ -141,10 +141,10 @@ def test_recordings(data: bytes) -> None:
     "data",
     [
         block(b"[]"),
-        block(b'{"format": 1}'),
-        block(b'{"format": 1, "node": 3}'),
+        block(b'{"format": 2}'),
+        block(b'{"format": 2, "node": 3}'),
         block(b"[" * 100_000),
-        block(b'{"format": 1, "node": "shard-0"}') + block(bytes(65 << 20)),
+        block(b'{"format": 2, "node": "shard-0"}') + block(bytes(65 << 20)),
     ],
 )
 def test_files_of_recordings(data: bytes) -> None:
