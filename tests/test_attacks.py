@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -163,6 +164,25 @@ def test_only_known_ports_are_open_and_only_on_loopback(plain: Run, tls: Run) ->
         assert not [name for name in unix if not name.startswith("@gradstream/")]
         assert len(unix) == 2 * len(run.ports("shm"))  # frames, and memory beside them
         assert not run.leaks(" ".join(unix))  # every user can read these names
+
+
+@pytest.mark.limit_s(240)
+def test_secrets_are_in_no_file_and_in_no_command_line(plain: Run, tls: Run) -> None:
+    for run in (plain, tls):
+        secret = bytes.fromhex(run.leak.secret)
+        known = [secret, run.leak.secret.encode(), b"PRIVATE KEY"]
+        files = [path for path in (run.folder / "run").rglob("*") if path.is_file()]
+        assert len(files) >= 5
+        for path in files:
+            assert not [one for one in known if one in path.read_bytes()], path
+        for pid in run.pids:
+            for where in ("cmdline", "environ"):
+                said = Path(f"/proc/{pid}/{where}").read_bytes()
+                assert said or where == "environ"
+                assert not [one for one in known if one in said], (pid, where)
+            opened = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").glob("*")]
+            assert not [path for path in opened if path.endswith((".pem", ".key"))]
+    assert not list(Path(tempfile.gettempdir()).glob("gradstream-*/*.key"))
 
 
 # ---- strangers by gRPC -----------------------------------------------------------------------

@@ -15,9 +15,10 @@ from gradstream.cli.progress import Progress
 from gradstream.events import EvaluatedEvent, FinishedEvent, StepEvent, encode
 from gradstream.followed_events import FollowedEvents
 from gradstream.membership import Member
-from gradstream.membership.event_gate import BEAT_BYTES, BURST_BYTES, RATE_BYTES_S, EventGate, in_beats
+from gradstream.membership.event_gate import EventGate, in_beats
 from gradstream.report.tensorboard import write_run
 from gradstream.run import Run
+from gradstream.transport.limits import LIMITS
 from gradstream.untrusted.event_lines import EventError, parse_event
 from gradstream.wire import v1
 from test_membership_nodes import Cluster, diligent, shard, worker
@@ -107,22 +108,26 @@ def test_the_gate_keeps_what_is_good_and_counts_the_rest() -> None:
 
 def test_bytes_are_bounded_in_a_beat_and_in_a_second() -> None:
     gate = EventGate("worker-0", 0.0)
-    assert gate.take(LINE * (BEAT_BYTES // len(LINE) + 1), 0.0).num_refused > 1000
-    beat = LINE * (BEAT_BYTES // len(LINE))
+    assert gate.take(LINE * (LIMITS.beat_events_bytes // len(LINE) + 1), 0.0).num_refused > 1000
+    beat = LINE * (LIMITS.beat_events_bytes // len(LINE))
     taken = sum(len(gate.take(beat, 0.0).lines) for _ in range(40))
-    assert BURST_BYTES - BEAT_BYTES <= taken <= BURST_BYTES
+    assert LIMITS.events_burst_bytes - LIMITS.beat_events_bytes <= taken <= LIMITS.events_burst_bytes
     refused = gate.take(beat, 0.0)
     assert (refused.lines, "a second" in refused.why) == (b"", True)
     taken = sum(len(gate.take(beat, 1.0).lines) for _ in range(40))
-    assert RATE_BYTES_S - BEAT_BYTES <= taken <= RATE_BYTES_S + BEAT_BYTES
+    assert (
+        LIMITS.events_bytes_s - LIMITS.beat_events_bytes
+        <= taken
+        <= LIMITS.events_bytes_s + LIMITS.beat_events_bytes
+    )
 
 
 def test_a_member_divides_what_is_too_much_for_one_beat() -> None:
-    lines = [LINE] * (3 * BEAT_BYTES // len(LINE))
+    lines = [LINE] * (3 * LIMITS.beat_events_bytes // len(LINE))
     beats = list(in_beats(lines))
     assert b"".join(beats) == b"".join(lines)
     assert len(beats) == 4
-    assert max(map(len, beats)) <= BEAT_BYTES
+    assert max(map(len, beats)) <= LIMITS.beat_events_bytes
     assert list(in_beats([])) == [b""]
 
 

@@ -23,7 +23,7 @@ from gradstream.data.plan import RoundPlan
 from gradstream.errors import GradstreamError
 from gradstream.events import MachineEvent, StartedEvent, encode
 from gradstream.membership.balance import Balance
-from gradstream.membership.event_gate import BEAT_BYTES, EventGate
+from gradstream.membership.event_gate import EventGate
 from gradstream.membership.instructions import Emit, Refuse
 from gradstream.membership.receipts import receipt_of
 from gradstream.membership.state import Membership
@@ -33,6 +33,7 @@ from gradstream.server.inspection import Inspection
 from gradstream.server.rule import Contribution, FetchTerms
 from gradstream.server.shard import Acknowledge, Apply, Parked, ShardState
 from gradstream.strategies.synchronous import Rounds
+from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 
 __all__ = ["DECODERS"]
@@ -181,7 +182,9 @@ def _asked(data: bytes, rng: random.Random) -> bytes:
 def _events(data: bytes) -> None:
     gate = EventGate("worker-0", 0.0)
     admitted = gate.take(data, 1.0)
-    assert len(admitted.lines) <= min(len(data) + 1, BEAT_BYTES + 1) and admitted.lines.isascii()
+    assert (
+        len(admitted.lines) <= min(len(data) + 1, LIMITS.beat_events_bytes + 1) and admitted.lines.isascii()
+    )
     assert admitted.lines.count(b"\n") == len(admitted.events)
     assert all(event["node"] == "worker-0" for event in admitted.events)
 

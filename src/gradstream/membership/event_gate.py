@@ -9,17 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from gradstream.transport.limits import LIMITS
 from gradstream.untrusted.event_lines import EventError, parse_event
 
-__all__ = ["BEAT_BYTES", "Admitted", "EventGate", "in_beats"]
-
-BEAT_BYTES = 1 << 20
-"""Of events in one beat. A member that has more sends more beats."""
-
-LINE_BYTES = 1 << 16
-RATE_BYTES_S = 4 << 20
-BURST_BYTES = 16 << 20
-"""Of events of one member: so many at once, and then `RATE_BYTES_S` every second."""
+__all__ = ["Admitted", "EventGate", "in_beats"]
 
 
 class Admitted(NamedTuple):
@@ -49,7 +42,7 @@ class EventGate:
     def __init__(self, member: str, at_s: float) -> None:
         self._member = member
         self._at_s = at_s
-        self._left_bytes = float(BURST_BYTES)
+        self._left_bytes = float(LIMITS.events_burst_bytes)
 
     def take(self, data: bytes, at_s: float) -> Admitted:
         """Takes the events of one beat.
@@ -58,13 +51,14 @@ class EventGate:
             data: lines, as the member has sent them.
             at_s: now, on the clock of `at_s` above.
         """
-        self._left_bytes = min(BURST_BYTES, self._left_bytes + (at_s - self._at_s) * RATE_BYTES_S)
+        earned_bytes = (at_s - self._at_s) * LIMITS.events_bytes_s
+        self._left_bytes = min(LIMITS.events_burst_bytes, self._left_bytes + earned_bytes)
         self._at_s = at_s
-        if len(data) > BEAT_BYTES:
-            why = f"{len(data):,} bytes of events in one beat, expected at most {BEAT_BYTES:,}"
+        if len(data) > LIMITS.beat_events_bytes:
+            why = f"{len(data):,} bytes of events in one beat, expected at most {LIMITS.beat_events_bytes:,}"
             return Admitted(b"", [], max(1, data.count(b"\n")), why)
         if len(data) > self._left_bytes:
-            why = f"more than {RATE_BYTES_S:,} bytes of events a second"
+            why = f"more than {LIMITS.events_bytes_s:,} bytes of events a second"
             return Admitted(b"", [], max(1, data.count(b"\n")), why)
         self._left_bytes -= len(data)
         kept: list[bytes] = []
@@ -74,7 +68,7 @@ class EventGate:
         last = lines.pop()
         for line in [*lines, last] if last else lines:
             try:
-                events.append(parse_event(line, max_bytes=LINE_BYTES, member=self._member))
+                events.append(parse_event(line, max_bytes=LIMITS.event_bytes, member=self._member))
                 kept.append(line + b"\n")
             except EventError as error:
                 refused, why = refused + 1, str(error)
@@ -86,7 +80,7 @@ def in_beats(lines: Iterable[bytes]) -> Iterator[bytes]:
     piece: list[bytes] = []
     size_bytes = 0
     for line in lines:
-        if size_bytes + len(line) > BEAT_BYTES:
+        if size_bytes + len(line) > LIMITS.beat_events_bytes:
             yield b"".join(piece)
             piece, size_bytes = [], 0
         piece.append(line)

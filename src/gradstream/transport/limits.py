@@ -30,6 +30,9 @@ class Limits:
             for the registered model's chunks amounts to.
         refusals: of one identity, or of strangers in all, within `refusals_s`; more, and its connections are
             closed, and new ones turned away until `refusals_s` have passed.
+        event_bytes: of one event that a member reports.
+        beat_events_bytes: of all events in one beat; a member that has more sends more beats.
+        events_bytes_s: of one member's events a second, once `events_burst_bytes` have come.
     """
 
     connections: int = 4096
@@ -43,6 +46,10 @@ class Limits:
     unread_bytes: int = 8 * _MIB
     refusals: int = 64
     refusals_s: float = 10.0
+    event_bytes: int = 64 * _KIB
+    beat_events_bytes: int = _MIB
+    events_bytes_s: int = _MIB
+    events_burst_bytes: int = 16 * _MIB
 
 
 LIMITS = Limits()
