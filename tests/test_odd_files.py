@@ -255,10 +255,34 @@ def test_a_report_of_events_that_say_nothing() -> None:
     exchange += b'"pushes":0,"fetches":0,"retries":0,"staleness":{"1":0}}'
     step = b'{"event":"step","node":"worker-0","time_s":0,"rank":0,"step":0,"epoch":0,"samples":1,"loss":1,'
     step += b'"compute_s":0,"wait_s":0}'
-    events = [parse_event(line) for line in (exchange, step)]
+    finished = (
+        b'{"event":"finished","node":"coordinator","time_s":0,"samples":null,"train_s":0}'  # a stream's
+    )
+    events = [parse_event(line) for line in (exchange, step, finished)]
     assert page(Source(events=events, title="t", info={"machine": {"cores": 2}}))
 
 
 def test_a_list_that_is_null_where_it_may_be() -> None:
     line = b'{"event":"round","node":"coordinator","time_s":0,"round":0,"epoch":0,"batch":0,"accepted":[0],'
     assert parse_event(line + b'"left_out":[],"ids":null}')["ids"] is None
+
+
+def test_a_section_whose_events_contradict_one_another_says_so_and_the_others_are_there() -> None:
+    shares = '{"event":"shares","node":"coordinator","time_s":%d,"epoch":0,"batch":%d,"samples":%s,'
+    shares += '"per_s":%s,"changed":true}'
+    lines = [shares % (0, 0, "[8,8]", "[1.0,2.0]"), shares % (1, 4, "[8,8,8]", "[1.0,2.0,3.0]")]
+    events = [parse_event(line.encode()) for line in lines]
+    shown = page(Source(events=events, title="t"))
+    assert "The events of this run do not fit" in shown
+    assert shown.endswith("</html>\n")
+
+
+@pytest.mark.parametrize("who", ["worker-²", "worker-" + "9" * 5000, "-", ""])
+def test_names_without_a_rank_in_a_report(who: str) -> None:
+    line = (
+        f'{{"event":"left","node":"coordinator","time_s":0,"who":"{who}","lost":true,"reason":"","epoch":1}}'
+    )
+    node = who[:40] or "x"
+    memory = f'{{"event":"memory","node":"{node}","time_s":0,"role":"a","peak_bytes":1,"peak_own_bytes":1}}'
+    events = [parse_event(one.encode()) for one in (line, memory.replace("²", "2"))]
+    assert page(Source(events=events, title="t"))

@@ -187,7 +187,8 @@ def cost_of(figures: Figures, price_per_machine_hour: float) -> tuple[float, int
 def _order(name: str) -> tuple[str, int]:
     """worker-10 comes after worker-9."""
     role, _, rank = name.rpartition("-")
-    return (role, int(rank)) if rank.isdigit() else (name, 0)
+    is_rank = rank.isascii() and rank.isdigit() and len(rank) < 10
+    return (role, int(rank)) if is_rank else (name, 0)
 
 
 def _workers(

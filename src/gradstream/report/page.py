@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib import resources
@@ -15,6 +15,7 @@ from gradstream.report.reason import Reason, reason_of
 from gradstream.report.timeline import lanes_of
 from gradstream.report.units import time_text, value_text
 from gradstream.summary import EventDict
+from gradstream.untrusted import escaped
 
 __all__ = ["Source", "page"]
 
@@ -69,12 +70,12 @@ def page(source: Source) -> str:
             f"</div></figcaption>{lanes}</figure>"
             f'<p class="note">{" ".join(notes)}</p>',
         ),
-        sections.workers(figures, styles),
-        sections.uneven(source.events),
-        sections.staleness(figures),
-        sections.links(figures),
-        sections.nodes(figures),
-        sections.story(figures),
+        _drawn("Workers", lambda: sections.workers(figures, styles)),
+        _drawn("Shares", lambda: sections.uneven(source.events)),
+        _drawn("Staleness", lambda: sections.staleness(figures)),
+        _drawn("Links", lambda: sections.links(figures)),
+        _drawn("Nodes", lambda: sections.nodes(figures)),
+        _drawn("Story", lambda: sections.story(figures)),
         sections.configuration(source.config, source.info),
     ]
     style = resources.files("gradstream.report").joinpath("page.css").read_text()
@@ -88,6 +89,15 @@ def page(source: Source) -> str:
         f"<body>\n<main>\n{''.join(part for part in parts if part)}\n</main>\n<script>\n{script}</script>\n"
         "</body>\n</html>\n"
     )
+
+
+def _drawn(title: str, draw: Callable[[], str]) -> str:
+    """A section; where its events contradict one another, it says so. The others are shown."""
+    try:
+        return draw()
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        said = escape(escaped(f"{type(error).__name__}: {error}", 256))
+        return sections.section(title, f'<p class="note">The events of this run do not fit: {said}</p>')
 
 
 def _header(source: Source, figures: Figures) -> str:

@@ -200,7 +200,7 @@ def _waits(worker: WorkerFigures, shards: set[str]) -> str:
     """The two workers that it waited for longest, and all shards."""
     named = [(name, s) for name, s in worker.waited_for.items() if name != worker.name and name not in shards]
     served_s = math.fsum(s for name, s in worker.waited_for.items() if name in shards)
-    told = [(name, seconds / worker.total_s) for name, seconds in [*named[:2], ("shards", served_s)]]
+    told = [(name, seconds / (worker.total_s or 1.0)) for name, seconds in [*named[:2], ("shards", served_s)]]
     return ", ".join(f"{name} {share:.0%}" for name, share in told if share >= 0.005)
 
 

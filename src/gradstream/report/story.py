@@ -58,7 +58,8 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
         moments.append(Moment(event["time_s"], "failed", text))
     moments += _notable(by_kind)
     for event in by_kind["finished"]:
-        moments.append(Moment(event["time_s"], "finished", f"{event['samples']:,} samples accounted for"))
+        counted = "" if event["samples"] is None else f"{event['samples']:,} samples accounted for"
+        moments.append(Moment(event["time_s"], "finished", counted))
     return tuple(sorted(moments, key=lambda moment: moment.time_s))
 
 
