@@ -86,6 +86,7 @@ CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
+_NO_OPEN = "no Open came"
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 
 
@@ -504,9 +505,13 @@ class GrpcEndpoint(EndpointCore):
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.call_later(LIMITS.handshake_s, partial(_send_away, call))
+        timer = self.runtime.call_later(LIMITS.handshake_s, partial(call.cancel, _NO_OPEN))
         try:
             message = await context.read()
+        except asyncio.CancelledError as error:
+            if error.args != (_NO_OPEN,) or call.uncancel():
+                raise
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _NO_OPEN)
         finally:
             timer.cancel()
         if message is EOF:
@@ -561,10 +566,6 @@ class GrpcEndpoint(EndpointCore):
 
     async def _quiet(self) -> None:
         await asyncio.gather(*self._background, return_exceptions=True)
-
-
-def _send_away(call: asyncio.Task[Any]) -> None:
-    call.cancel("no Open came")
 
 
 def _host_of(listen: str, *, trusted: bool) -> str:
