@@ -172,8 +172,8 @@ def gradients(p, x, y):
 def job():
     model = gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients)
     data = gs.from_arrays(X, X @ np.ones(3, np.float32))
-    rule = gs.SGD(lr=0.1)
-    return gs.Job(model, data, workers=2, servers=1, batch_size=8, strategy="downpour", steps=150, optimizer=rule)
+    given = dict(workers=2, servers=1, batch_size=8, strategy="downpour", steps=150)
+    return gs.Job(model, data, optimizer=gs.SGD(lr=0.1), **given)
 """
 
 

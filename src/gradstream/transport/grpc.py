@@ -505,7 +505,11 @@ class GrpcEndpoint(EndpointCore):
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.call_later(LIMITS.handshake_s, partial(call.cancel, _NO_OPEN))
+
+        def expire() -> None:
+            call.cancel(_NO_OPEN)
+
+        timer = self.runtime.call_later(LIMITS.handshake_s, expire)
         try:
             message = await context.read()
         except asyncio.CancelledError as error:
