@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import gradstream as gs
+from gradstream import launcher
 from gradstream.errors import ConfigError
+from gradstream.jobfile import load_job
 from gradstream.remote.authority import Authority
 from gradstream.testing.pairs import SECRET
+from gradstream.testing.sessions import loop_in_threads
+from gradstream.transport import proof
 from gradstream.transport.credentials import FILE, Credentials
 from gradstream.transport.security import Tls
 
@@ -140,3 +150,94 @@ def test_reading_leaves_no_descriptor(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             Credentials.read(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- whole runs -----------------------------------------------------------------------------
+
+LINEAR = """
+import time
+import numpy as np
+import gradstream as gs
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+
+def outputs(p, x):
+    return x @ p["w"]
+
+def gradients(p, x, y):
+    time.sleep(0.01)  # of arithmetic, so that there is a run to be looked at
+    error = outputs(p, x) - y
+    return float((error**2).mean()), {"w": (2 * x.T @ error / len(error)).astype(np.float32)}
+
+def job():
+    model = gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients)
+    data = gs.from_arrays(X, X @ np.ones(3, np.float32))
+    given = dict(workers=2, servers=1, batch_size=8, strategy="downpour", steps=150)
+    return gs.Job(model, data, optimizer=gs.SGD(lr=0.1), **given)
+"""
+
+
+def what_others_can_see() -> dict[str, bytes]:
+    """Command line and environment of each process, by its name."""
+    seen = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parts = [(folder / name).read_bytes() for name in ("comm", "cmdline", "environ")]
+        except OSError:  # it has ended, or is another user's
+            continue
+        seen[f"{parts[0].decode(errors='replace').strip()} {folder.name}"] = b"\n".join(parts)
+    return seen
+
+
+def test_the_secret_of_a_run_is_nowhere_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = proof.new_secret()
+    monkeypatch.setattr(launcher, "new_secret", lambda: secret)
+    path = tmp_path / "linear.py"
+    path.write_text(LINEAR)
+    seen: dict[str, bytes] = {}
+
+    def look(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step":
+            seen.update(what_others_can_see())
+
+    run_dir = tmp_path / "run"
+    gs.train(dataclasses.replace(load_job(str(path)), run_dir=run_dir), on_event=look)
+    names = {name.split()[0] for name in seen}
+    assert {"worker-0", "worker-1", "shard-0"} <= names, names
+    files = {str(file): file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+    assert any(name.endswith("nodes.json") for name in files)
+    for where, data in {**seen, **files}.items():
+        assert secret not in data and secret.hex().encode() not in data, where
+
+
+def test_a_secret_in_an_argument_would_be_seen() -> None:
+    """The test above looks where it would be."""
+    code = "print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "--credentials", str(PLAIN)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert any(SECRET.hex().encode() in data for data in what_others_can_see().values())
+
+
+def test_the_file_is_gone_once_all_have_joined() -> None:
+    found = list[tuple[bool, bool]]()
+
+    def loop(session: gs.Session) -> None:
+        assignment = session._place  # type: ignore[attr-defined]
+        path = Path(assignment.spec).parent / FILE
+        before = path.exists()
+        model = torch.nn.Linear(2, 1)
+        wrapped, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        while path.exists():  # until the launcher has read that it began
+            wrapped(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((before, path.exists()))
+        session.close()
+
+    loop_in_threads(loop, workers=1)
+    assert found == [(True, False)]

@@ -25,6 +25,7 @@ from gradstream.testing.bare import (
 )
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import body_frame, echo, reply_once
+from gradstream.transport import grpc as grpc_module
 from gradstream.transport import grpc_connection
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.grpc import METHOD, GrpcEndpoint
@@ -389,6 +390,18 @@ def test_a_stream_whose_session_ends_before_its_open_came_is_not_served() -> Non
             session.close()
             await until(lambda: not server._ends)
             assert await code_of(begun) is grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(main())
+
+
+def test_a_stream_whose_open_never_comes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with shard() as server, channel(server) as dialled:
+            session = await open_session(dialled, CALLER)
+            monkeypatch.setattr(grpc_module, "LIMITS", replace(LIMITS, handshake_s=0.1))
+            begun = PeerStub(dialled).Stream(metadata=session.metadata())  # type: ignore[no-untyped-call]
+            assert await begun.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert await stream_code(dialled, session.metadata()) is grpc.StatusCode.OK
 
     asyncio.run(main())
 

@@ -81,7 +81,7 @@ class Credentials:
                 mine = found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
                 if not (mine and stat.S_ISREG(found.st_mode)):
                     raise ConfigError(f"{path}: expected a file of this user that nobody else can read")
-                return cls.parse(os.read(descriptor, 1 << 16).decode())
+                return cls.parse(os.read(descriptor, 1 << 16).decode(errors="replace"))
             finally:
                 os.close(descriptor)
         except OSError as error:

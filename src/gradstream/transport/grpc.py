@@ -84,6 +84,7 @@ CLIENT_OPTIONS = [
 CONNECT_MS = "grpc.min_reconnect_backoff_ms"  # the time that gRPC gives a try to connect
 USUAL_OPTIONS = [(CONNECT_MS, 1000)]
 ANEW_OPTIONS = [(CONNECT_MS, 5000)]  # others are tried beside it: a slow handshake may end
+_NO_OPEN = "no Open came"
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 
 
@@ -523,9 +524,17 @@ class GrpcEndpoint(EndpointCore):
     async def _first(self, context: grpc.aio.ServicerContext[bytes, bytes]) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
-        timer = self.runtime.expire_after(LIMITS.handshake_s, partial(_send_away, call))
+
+        def expire() -> None:
+            call.cancel(_NO_OPEN)
+
+        timer = self.runtime.expire_after(LIMITS.handshake_s, expire)
         try:
             message = await context.read()
+        except asyncio.CancelledError as error:
+            if error.args != (_NO_OPEN,) or call.uncancel():
+                raise
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _NO_OPEN)
         finally:
             timer.cancel()
         if message is EOF:
@@ -591,10 +600,6 @@ class GrpcEndpoint(EndpointCore):
 
     async def _quiet(self) -> None:
         await asyncio.gather(*self._background, return_exceptions=True)
-
-
-def _send_away(call: asyncio.Task[Any]) -> None:
-    call.cancel("no Open came")
 
 
 def _host_of(listen: str, *, trusted: bool) -> str:
