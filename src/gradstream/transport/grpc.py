@@ -451,9 +451,11 @@ class GrpcEndpoint(EndpointCore):
 
     def _end_sessions(self, sender: str | None = None) -> None:
         """Those of one caller, or all."""
-        for of, ended in self._ends.values():
-            if sender in (of, None) and not ended.done():
-                ended.set_result(None)
+        for number, (of, ended) in list(self._ends.items()):
+            if sender in (of, None):
+                del self._ends[number]  # now: none of its streams begins any more
+                if not ended.done():
+                    ended.set_result(None)
 
     async def answer(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serves one incoming call: its first message is Open, the rest is its stream's."""
