@@ -430,7 +430,9 @@ class GrpcEndpoint(EndpointCore):
             return
         session, proven = answered
         try:
-            if (refuse := self._not_heard(session.sender)) is not None:
+            claimed = v1.Open(sender=session.sender)
+            refuse = self._objection(claimed, context) or self._not_heard(session.sender)
+            if refuse is not None:
                 await context.write(encode(v1.Frame(refuse=refuse)))
                 return
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
