@@ -30,7 +30,7 @@ from gradstream.testing.pieces import (
 from gradstream.transport import endpoint as endpoint_module
 from gradstream.transport import intake as intake_module
 from gradstream.transport import stream as stream_module
-from gradstream.transport.base import Identity, Stream
+from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.intake import Intake, Intakes
@@ -505,6 +505,25 @@ def test_who_is_refused_too_much_is_hung_up_on_and_heard_again(make: Callable[[s
             clock.ahead_ns += PERIOD_NS
             await call(bad)
             assert shard.intakes.of("worker-0").num_streams <= 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("make", [grpc_made, tcp_made], ids=["grpc", "tcp"])
+def test_who_speaks_for_another_is_blamed_itself(make: Callable[[str], EndpointCore]) -> None:
+    async def main() -> None:
+        async with three(make) as (shard, bad, good):
+            await call(good)
+            for _ in range(LIMITS.refusals):
+                opened = v1.Open(
+                    protocol=PROTOCOL, job="job", sender="worker-1", incarnation=1, method="reply"
+                )
+                with pytest.raises((RefusedError, PeerLostError)):
+                    await bad.dial("shard-0", opened, Priority.CONTROL).recv(20)
+            now_ns = shard.runtime.now()
+            assert shard.intakes.of("worker-0").is_closed(now_ns)
+            assert not shard.intakes.of("worker-1").is_closed(now_ns)
+            await call(good)
 
     asyncio.run(main())
 

@@ -24,6 +24,7 @@ from gradstream.testing.pieces import echo, reply_once
 from gradstream.transport import security
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import METHODS, ROLES, Method, role_of
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
@@ -112,6 +113,27 @@ def test_a_certificate_is_one_nodes(authority: Authority) -> None:
     with pytest.raises(RefusedError, match="the certificate of worker-0 says that it is worker-1") as caught:
         call(thief, endpoint("coordinator", authority.issue("coordinator")))
     assert caught.value.code == "BAD_CERTIFICATE"
+
+
+def test_a_certificate_makes_no_session_for_another_node(authority: Authority) -> None:
+    """Else it could use up what the other one may have, or have it hung up on."""
+
+    async def main() -> None:
+        thief, shard = endpoint("worker-1", authority.issue("worker-0")), endpoint("shard-0", None)
+        shard._security, shard.protected = authority.issue("shard-0"), True
+        async with two(thief, shard):
+            for _ in range(LIMITS.sessions + LIMITS.refusals):
+                with pytest.raises(
+                    RefusedError, match="the certificate of worker-0 says that it is worker-1"
+                ):
+                    await ask(thief)
+            assert not shard._sessions._sessions and not shard._ends
+            owner = endpoint("worker-1", authority.issue("worker-1"))
+            owner.know("shard-0", shard.address)
+            await ask(owner)
+            await owner.close()
+
+    asyncio.run(main())
 
 
 def test_who_is_dialled_must_be_who_answers(authority: Authority) -> None:

@@ -394,6 +394,22 @@ def test_a_stream_whose_session_ends_before_its_open_came_is_not_served() -> Non
     asyncio.run(main())
 
 
+def test_a_caller_that_is_hung_up_on_begins_no_stream_that_it_had_ready() -> None:
+    async def main() -> None:
+        async with shard() as server, channel(server) as dialled:
+            session = await open_session(dialled, CALLER)
+            ready = [PeerStub(dialled).Stream(metadata=session.metadata()) for _ in range(5)]  # type: ignore[no-untyped-call]
+            (known,) = server._sessions._sessions.values()
+            await until(lambda: all(number in known.used for number in range(1, 6)))
+            server._hang_up_on("worker-0")
+            codes = [await code_of(begun) for begun in ready]
+            assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 5
+            await session.ended()
+            assert not server._streams and not server._tasks
+
+    asyncio.run(main())
+
+
 def test_a_stream_whose_open_never_comes_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with shard() as server, channel(server) as dialled:

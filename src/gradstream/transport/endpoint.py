@@ -392,6 +392,7 @@ class EndpointCore(ABC):
             caller: name and incarnation by which the connection was opened; None where nothing is known.
             objection: why the carrier does not want it, if so.
         """
+        sender = opened.sender if caller is None else caller[0]  # whom it may only say to be is not blamed
         stream = StreamCore(
             self.runtime,
             self.identity.name,
@@ -401,10 +402,10 @@ class EndpointCore(ABC):
             called=True,
             window=self._window if window is None else window,
             depot=partial(self._depot_of, opened.sender, opened.incarnation),
-            intake=self.intakes.of(opened.sender),
+            intake=self.intakes.of(sender),
             takes_chunks=self.methods.get(opened.method, UNLISTED).chunks,
         )
-        stream.on_refuse = partial(self._count_refusal, opened.sender)
+        stream.on_refuse = partial(self._count_refusal, sender)
         refuse = objection or self._check(opened, caller)
         if refuse is not None:
             stream.turn_away(refuse)

@@ -448,7 +448,9 @@ class GrpcEndpoint(EndpointCore):
             return
         session, proven = answered
         try:
-            if (refuse := self._not_heard(session.sender)) is not None:
+            claimed = v1.Open(sender=session.sender)
+            refuse = self._objection(claimed, context) or self._not_heard(session.sender)
+            if refuse is not None:
                 await context.write(encode(v1.Frame(refuse=refuse)))
                 return
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -469,9 +471,11 @@ class GrpcEndpoint(EndpointCore):
 
     def _end_sessions(self, sender: str | None = None) -> None:
         """Those of one caller, or all."""
-        for of, ended in self._ends.values():
-            if sender in (of, None) and not ended.done():
-                ended.set_result(None)
+        for number, (of, ended) in list(self._ends.items()):
+            if sender in (of, None):
+                del self._ends[number]  # now: none of its streams begins any more
+                if not ended.done():
+                    ended.set_result(None)
 
     async def answer(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         """Serves one incoming call: its first message is Open, the rest is its stream's."""
