@@ -276,12 +276,14 @@ def test_each_refusal_has_its_word(launcher: Launcher, linear: Path, tmp_path: P
 @pytest.mark.parametrize("token", [TOKEN[:-1], TOKEN + "x", TOKEN.upper()])
 @pytest.mark.parametrize("insecure", [False, True], ids=["TLS", "plain text"])
 def test_a_wrong_token_is_refused_before_anything_else(linear: Path, token: str, insecure: bool) -> None:
-    """Nothing is said about the job, and the launcher hears of nobody."""
+    """Nothing is said about the job, and the launcher hears of a stranger without a name."""
     made = Launcher(linear, insecure=insecure)
     with made.enrolment:
         said = refusal(made.joining(linear, token=token))
     assert "refused (BAD_SECRET): the token is not this run's: copy the line" in said
-    assert [entry for entry in made.heard if "insecure" not in entry] == []
+    (heard,) = [entry for entry in made.heard if "insecure" not in entry]
+    assert (heard["machine"], heard["state"]) == ("a machine", "refused")
+    assert heard["reason"] == "it has not proved that it knows the token"
     assert made.roster.missing == 1
 
 

@@ -36,7 +36,7 @@ class Limits:
     """
 
     connections: int = 4096
-    strangers: int = 64
+    strangers: int = 256
     handshake_s: float = 10.0
     greeting_bytes: int = 4 * _KIB
     sessions: int = 16
