@@ -152,8 +152,12 @@ def test_the_check_notices_a_worker_that_does_not_wait(monkeypatch: pytest.Monke
     monkeypatch.setattr(Pace, "settled", True)
     differ = 0
     for seed in range(5):
-        run, in_model = tokens_run("downpour", "uneven", seed, until=gs.until(seconds=0.3))
-        differ += in_model != run.summary["samples_accounted"]
+        try:
+            run, in_model = tokens_run("downpour", "uneven", seed, until=gs.until(seconds=0.3))
+        except AssertionError:  # of a push, only some chunks were in
+            differ += 1
+        else:
+            differ += in_model != run.summary["samples_accounted"]
     assert differ
 
 
