@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from gradstream import events
 from gradstream.callbacks import Callbacks
 from gradstream.cli import main
 from gradstream.cli.progress import Progress
@@ -233,3 +235,13 @@ def test_what_is_shown_of_others_is_escaped() -> None:
     assert said.isprintable()
     assert len(said.encode()) <= 1024
     assert said.startswith("machine \\x1b[2Jx")
+
+
+def test_members_may_report_every_event_that_their_code_makes(repository: Path) -> None:
+    """A class that is forgotten would be dropped by the coordinator, and a run would never hear of it."""
+    made = set[str]()
+    for package in ("worker", "server", "session", "collectives", "checkpoint", "strategies"):
+        for path in (repository / "src/gradstream" / package).rglob("*.py"):
+            made |= set(re.findall(r"\b([A-Z]\w*Event)\(", path.read_text()))
+    assert len(made) >= 8
+    assert [name for name in sorted(made) if not getattr(events, name).from_members] == []

@@ -36,6 +36,7 @@ class Fleet:
     def run(self, work: Callable[[], Awaitable[None]]) -> None:
         async def main() -> None:
             for endpoint in self.nodes.values():
+                endpoint.serve_tensors()
                 await endpoint.start()
                 for other in self.nodes.values():
                     other.know(endpoint.identity.name, endpoint.address)

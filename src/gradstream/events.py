@@ -403,6 +403,7 @@ class DiskEvent(Event):
     """
 
     name: ClassVar[str] = "disk"
+    from_members: ClassVar[bool] = True
     what: str  # what could not be written: "events", "final parameters"
     state: str
     error: str  # "ENOSPC: No space left on device"
