@@ -77,6 +77,7 @@ class Keeper:
         self._membership = membership
         self._keeping = keeping
         self._open: dict[int, _Open] = {}  # by number of the cut
+        self._left_over = False  # a draft has failed, and some of it may still take room
 
     async def sweep(self) -> None:
         """Removes what a process that was killed, or a full disk, has left half written."""
@@ -85,7 +86,8 @@ class Keeper:
             try:
                 sweep(self._runtime.storage, but={opened.draft.folder for opened in self._open.values()})
             except OSError:
-                pass  # a read-only disk; tried again before the next draft
+                return  # a read-only disk; tried again before the next draft
+            self._left_over = False
 
         await self._runtime.beside(work, work=Work("write"))
 
@@ -96,7 +98,8 @@ class Keeper:
             OSError: no folder can be made.
             GradstreamError: a worker did not say what it has.
         """
-        await self.sweep()  # they take the room that this one may need
+        if self._left_over:
+            await self.sweep()
         membership, admission = self._membership, self._membership.admission
         assert admission.model is not None
         buffers, fixed = _specs(admission.buffers), _specs(admission.fixed)
@@ -176,6 +179,7 @@ class Keeper:
                     itemsize_bytes=itemsize_bytes(spec.dtype),
                 )
             except BaseException:
+                self._left_over = True
                 opened.draft.discard()
                 raise
             try:
@@ -190,6 +194,7 @@ class Keeper:
     async def discard(self, cut: Cut) -> None:
         """Removes what was written of a cut."""
         opened = self._open.pop(cut.number, None)
+        self._left_over = True
         if opened is not None:
             await self._runtime.beside(opened.draft.discard, work=Work("write"))
 
