@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gradstream as gs
 from gradstream.jobfile import load_job
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
 from gradstream.testing.insider import Insider
-from gradstream.testing.runs import busy
+from gradstream.testing.runs import least_squares
 
 
 def job() -> gs.Job:
-    """Two workers that do next to nothing, for ever."""
-    model, data = busy(512, passes=1)
+    """Two workers that do next to nothing, for ever, and leave the machine to the tests."""
+    model, data = least_squares(512, 2000)
+    inner: Any = model.gradient
+
+    def gradient(*given: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return inner(*given, **options)
+
+    model.gradient = gradient  # type: ignore[method-assign]
     return gs.Job(
         model,
         data,

@@ -6,11 +6,11 @@ What is shown for each: nothing is served, and nothing is told by which the run 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -130,6 +130,14 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 # ---- which ports there are -----------------------------------------------------------------
 
 
+def host_of(raw: str) -> str:
+    """An address of the kernel's tables, which is in hexadecimal and of words whose bytes are reversed."""
+    words = bytes.fromhex(raw)
+    packed_host = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+    host = ipaddress.ip_address(packed_host)
+    return str(getattr(host, "ipv4_mapped", None) or host)
+
+
 def listening(pids: list[int]) -> tuple[set[str], set[str]]:
     """TCP addresses and names of Unix sockets at which processes listen, by the kernel's word."""
     inodes = set()
@@ -144,8 +152,7 @@ def listening(pids: list[int]) -> tuple[set[str], set[str]]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:
                 raw, _, port = words[1].partition(":")
-                host = socket.inet_ntoa(bytes.fromhex(raw)[::-1]) if len(raw) == 8 else f"[{raw}]"
-                tcp.add(f"{host}:{int(port, 16)}")
+                tcp.add(f"{host_of(raw)}:{int(port, 16)}")
     unix = set()
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         words = line.split()
@@ -294,17 +301,17 @@ def served(said: str) -> bool:
 @pytest.mark.limit_s(240)
 @pytest.mark.parametrize("attack", GRPC_ATTACKS, ids=lambda attack: attack.__name__)
 def test_strangers_by_grpc(plain: Run, attack: Attack) -> None:
+    async def on(node: str, address: str) -> int:
+        async with grpc.aio.insecure_channel(address) as channel:
+            for method in ALL:
+                said = await attack(channel, Bare(plain.leak.identity(), node), method)
+                assert said, (node, method)
+                assert not served(said), (node, method, said)
+                assert not plain.leaks(said), (node, method, said)
+        return len(ALL)
+
     async def main() -> int:
-        tried = 0
-        for node, address in plain.ports("grpc"):
-            async with grpc.aio.insecure_channel(address) as channel:
-                for method in ALL:
-                    said = await attack(channel, Bare(plain.leak.identity(), node), method)
-                    assert said, (node, method)
-                    assert not served(said), (node, method, said)
-                    assert not plain.leaks(said), (node, method, said)
-                    tried += 1
-        return tried
+        return sum(await asyncio.gather(*(on(*port) for port in plain.ports("grpc"))))
 
     assert asyncio.run(main()) == len(plain.ports("grpc")) * len(ALL) >= 4 * 16
 
@@ -524,18 +531,25 @@ def test_machines_need_the_token(tls: Run) -> None:
 def test_with_the_secret_but_no_member(plain: Run) -> None:
     """Reading the model, pushing, scaling it: as a worker that there is none of, or that is another one."""
 
-    async def main() -> None:
-        for node, address in plain.ports("grpc"):
-            for name, incarnation in (("worker-7", 7), (plain.leak.name, 7)):
-                thief = plain.leak.identity(name=name, incarnation=incarnation)
-                endpoint = GrpcEndpoint(thief, RealRuntime("thief"))
-                endpoint.know(node, address)
-                for method, known in METHODS.items():
-                    if role_of(node) not in known.served_by:
-                        continue
-                    stream = await endpoint.open(node, method, v1.Body())
-                    with pytest.raises(RefusedError, match=r"NOT_MEMBER|FORBIDDEN|BAD_REQUEST"):
-                        await stream.recv(20)
-                await endpoint.close()
+    async def on(node: str, address: str, name: str) -> int:
+        endpoint = GrpcEndpoint(plain.leak.identity(name=name, incarnation=7), RealRuntime("thief"))
+        endpoint.know(node, address)
+        methods = [method for method, known in METHODS.items() if role_of(node) in known.served_by]
+        try:
+            return sum(await asyncio.gather(*(refused(endpoint, node, method) for method in methods)))
+        finally:
+            await endpoint.close()
 
-    asyncio.run(main())
+    async def refused(endpoint: GrpcEndpoint, node: str, method: str) -> int:
+        stream = await endpoint.open(node, method, v1.Body())
+        # A run without quorums, say, serves none.
+        with pytest.raises(RefusedError, match=r"NOT_MEMBER|FORBIDDEN|BAD_REQUEST|UNKNOWN_METHOD"):
+            await stream.recv(20)
+        return 1
+
+    async def main() -> int:
+        thieves = ("worker-7", plain.leak.name)
+        tried = [on(*port, name) for port in plain.ports("grpc") for name in thieves]
+        return sum(await asyncio.gather(*tried))
+
+    assert asyncio.run(main()) >= 2 * 8

@@ -138,8 +138,8 @@ async def babbles(cluster: Cluster, member: Member) -> None:
     await member.training()
     for number in range(300):
         rubbish = b"\x1b[2J" * 10 + b"\n" + changed(node="worker-0", step=number) + b"\n{\n"
-        assert member._stream is not None
-        await member._stream.send(v1.Frame(body=v1.Body(data=v1.Beat(events=rubbish).SerializeToString())))
+        assert member._presence is not None
+        await member._presence.say(v1.Beat(events=rubbish))
         await cluster.virtual.runtime(member.node.name).sleep(0.01)
     await diligent(cluster, member)
 

@@ -21,6 +21,7 @@ from gradstream.server.rule import Rule
 from gradstream.server.snapshot import ShardHolder
 from gradstream.server.update import Update
 from gradstream.strategies.synchronous import Rounds
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.shm import ShmEndpoint
 from gradstream.wire import v1
@@ -71,7 +72,9 @@ class There:
 async def there(rule: Rule) -> AsyncIterator[There]:
     names = ("shard-0", "worker-0", "worker-1")
     ends = {
-        name: ShmEndpoint(Identity("job", name, at, fingerprint=1), RealRuntime(name, memory=SharedMemory()))
+        name: ShmEndpoint(
+            Identity("job", name, at, fingerprint=1, secret=SECRET), RealRuntime(name, memory=SharedMemory())
+        )
         for at, name in enumerate(names, 1)
     }
     shard, worker, reader = ends.values()

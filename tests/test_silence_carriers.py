@@ -10,6 +10,7 @@ import pytest
 
 from gradstream.deadlines import Deadlines
 from gradstream.runtime import RealRuntime
+from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.transport.grpc import CLIENT_OPTIONS, SERVER_OPTIONS, GrpcEndpoint, _Peers, patience_options
@@ -30,7 +31,7 @@ def test_every_carrier_of_a_node_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
         monkeypatch.setattr(kind, "__init__", note)
     runtime = RealRuntime("node")
-    make_endpoint(Identity("job", "node", 1), runtime, connection_s=ODD.connection_s)
+    make_endpoint(Identity("job", "node", 1, secret=SECRET), runtime, connection_s=ODD.connection_s)
     runtime.close()
     assert told == {"GrpcEndpoint": 33.0, "TcpEndpoint": 33.0}
 
@@ -38,7 +39,7 @@ def test_every_carrier_of_a_node_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no TCP_USER_TIMEOUT")
 def test_the_system_keeps_a_silent_tcp_connection_for_so_long() -> None:
     runtime = RealRuntime("node")
-    endpoint = TcpEndpoint(Identity("job", "node", 1), runtime, connection_s=ODD.connection_s)
+    endpoint = TcpEndpoint(Identity("job", "node", 1, secret=SECRET), runtime, connection_s=ODD.connection_s)
     with socket.socket() as one:
         endpoint._admit(one)
         read = {
@@ -63,8 +64,8 @@ def test_a_call_over_a_new_connection_leaves_the_old_one_alone(monkeypatch: pyte
 
     async def main() -> list[int]:
         runtime = RealRuntime("node")
-        server = GrpcEndpoint(Identity("job", "server", 1), runtime)
-        caller = GrpcEndpoint(Identity("job", "caller", 1), runtime)
+        server = GrpcEndpoint(Identity("job", "server", 1, secret=SECRET), runtime)
+        caller = GrpcEndpoint(Identity("job", "caller", 1, secret=SECRET), runtime)
         peers: list[str] = []
 
         async def answer(stream: Any) -> None:

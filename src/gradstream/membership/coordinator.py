@@ -48,16 +48,23 @@ class _Presence:
     """A node that is in.
 
     Args:
-        stream: of its presence.
+        stream: that "join" came on, or the last "resume".
+        gate: for its events.
+        refusals: tells of events that are refused.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, gate: EventGate, refusals: Throttle[str]) -> None:
         self.stream = stream
+        self.gate = gate
+        self.refusals = refusals
+        self.incarnation = stream.opened.incarnation
         self.bell = Bell()  # rings when it is to be told something
+        self.heard = 0  # number of its last beat
+        self.attempt = 0  # to resume
 
 
 class Coordinator:
-    """Serves "join" (the presence of each node), "alive", "orphans" (batches of lost workers), and so on.
+    """Serves "join" (the presence of each node), "resume", "orphans" (batches of lost workers), and so on.
 
     Args:
         runtime: time and tasks.
@@ -116,6 +123,7 @@ class Coordinator:
         self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("alive", self._serve_alive, model=False)
+        endpoint.serve("resume", self._serve_resume, model=False)
         endpoint.serve("orphans", self._serve_orphans, model=False)
         endpoint.serve("ending", self._serve_ending, model=False)
         endpoint.serve("shares", self._serve_shares, model=False)
@@ -161,46 +169,53 @@ class Coordinator:
                 stream.refuse(instruction.code, instruction.message)
                 return
         self._endpoint.know(who, request.node.address)
-        presence = self._presences[who] = _Presence(stream)
+        refusals: Throttle[str] = Throttle(
+            self._runtime, lambda why, more: self.emit(_refused_events(who, more + 1, why))
+        )
+        presence = self._presences[who] = _Presence(stream, EventGate(who, self._age_s()), refusals)
         self._carry_out(instructions)
+        await self._attend(presence, stream, who)
+
+    async def _attend(self, presence: _Presence, stream: Stream, who: str) -> None:
+        """Hears and tells a member over one stream, until it leaves, is lost, or has another stream."""
         reason = ""
         try:
-            await self._runtime.gather(self._listen(stream, who), self._tell(stream, presence.bell))
+            await self._runtime.gather(self._listen(presence, stream, who), self._tell(presence, stream))
         except Exception as error:  # its stream is broken, or what came on it makes no sense
             reason = escaped(str(error).removeprefix(f"{who}: "), REASON_BYTES)
             if isinstance(error, RefusedError):
                 stream.refuse(v1.BAD_REQUEST, error.reason)
+        resumed = reason and presence.stream is not stream
+        if resumed or self._presences.get(who) is not presence:
+            return
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
         del self._presences[who]
+        presence.refusals.close()
         self._reasons[who] = reason or "it left"
         self._carry_out(self._membership.lost(who, reason, self._age_s(), stream.certificate))
         self._tell_driver()
         self._ended.ring()
 
-    async def _listen(self, stream: Stream, who: str) -> None:
+    async def _listen(self, presence: _Presence, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises when it was not allowed to, or is gone."""
-        gate = EventGate(who, self._age_s())
-        refusals: Throttle[str] = Throttle(
-            self._runtime, lambda why, more: self.emit(_refused_events(who, more + 1, why))
-        )
-        try:
-            await self._take_beats(stream, who, gate, refusals)
-        finally:
-            refusals.close()
-
-    async def _take_beats(self, stream: Stream, who: str, gate: EventGate, refusals: Throttle[str]) -> None:
         while True:
             received = await stream.recv(self._deadlines.lease_s)
             if received is None:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
+            presence.stream.heard()
             beat = v1.Beat.FromString(received.frame.body.data)
+            if beat.number <= presence.heard:
+                continue  # said again over another stream
+            if beat.number != presence.heard + 1:
+                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {presence.heard}")
             self._membership.check(who, beat)
+            presence.heard = beat.number
             if beat.events:
-                admitted = gate.take(beat.events, self._age_s())
+                admitted = presence.gate.take(beat.events, self._age_s())
                 if admitted.num_refused:
-                    refusals.tell(admitted.why, admitted.num_refused)
+                    presence.refusals.tell(admitted.why, admitted.num_refused)
                 if admitted.lines:
                     self._on_events(admitted.lines)
                     self._note(admitted.events)
@@ -215,7 +230,7 @@ class Coordinator:
         if self._driver is not None:
             self._driver.look()
 
-    async def _tell(self, stream: Stream, bell: Bell) -> None:
+    async def _tell(self, presence: _Presence, stream: Stream) -> None:
         """Sends the notice at each change, and now and then as a sign of life, up to the last one.
 
         Whom the coordinator does not hear gets no sign of life: so a member that cannot be heard notices, and
@@ -225,23 +240,45 @@ class Coordinator:
         its last beat was heard.
         """
         while True:
-            notice = self._membership.notice
-            await stream.send(v1.Frame(body=v1.Body(data=notice.SerializeToString())))
+            notice, heard = self._membership.notice, v1.Notice(heard=presence.heard)
+            # Two serialized messages, one behind the other, are one that has the fields of both.
+            said = notice.SerializeToString() + heard.SerializeToString()
+            await stream.send(v1.Frame(body=v1.Body(data=said)))
             if notice.phase >= v1.Notice.FINISHED:
                 return
-            while not await bell.rung(self._runtime, self._deadlines.notice_s):
+            while not await presence.bell.rung(self._runtime, self._deadlines.notice_s):
                 if self._runtime.left_s(stream.heard_ns, 3 * self._deadlines.beat_s) > 0:
                     break
 
     async def _serve_alive(self, stream: Stream) -> None:
         """A member that has not heard the coordinator for some time shows itself over another connection."""
-        who, presence = stream.peer, self._presences.get(stream.peer)
-        if presence is None or presence.stream.opened.incarnation != stream.opened.incarnation:
-            reason = self._reasons.get(who, f"it is not in this run; in are {', '.join(self._presences)}")
-            stream.refuse(v1.NOT_MEMBER, reason)
+        presence = self._present(stream)
+        if presence is not None:
+            presence.stream.heard()
+            await stream.send(v1.Frame(body=v1.Body()))
+
+    async def _serve_resume(self, stream: Stream) -> None:
+        """A member whose connection is silent goes on over another one.
+
+        The old stream is left to end by itself: the member may go on with it until it hears the answer.
+        """
+        presence, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
+        if presence is None:
             return
-        presence.stream.heard()
-        await stream.send(v1.Frame(body=v1.Body()))
+        if attempt <= presence.attempt:
+            stream.refuse(v1.BAD_REQUEST, f"attempt {attempt} comes after attempt {presence.attempt}")
+            return
+        presence.stream, presence.attempt = stream, attempt
+        await self._attend(presence, stream, stream.peer)
+
+    def _present(self, stream: Stream) -> _Presence | None:
+        """Of the caller. Refuses it where it is none, or no more."""
+        presence = self._presences.get(stream.peer)
+        if presence is not None and presence.incarnation == stream.opened.incarnation:
+            return presence
+        not_in = f"it is not in this run; in are {', '.join(self._presences)}"
+        stream.refuse(v1.NOT_MEMBER, self._reasons.get(stream.peer, not_in))
+        return None
 
     # ---- orphans ------------------------------------------------------------------------
 

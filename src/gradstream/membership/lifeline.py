@@ -3,7 +3,8 @@
 A connection over which packets were lost for a while sends them again after ever longer pauses (0.2 s,
 then 0.4 s, 0.8 s, and so on), so it may stay silent long after the network works again. A new connection
 does not. So a node that has not heard the coordinator for some time says "alive" over new connections,
-one every `Deadlines.beat_s`. The coordinator's answer is a sign of life, too.
+one every `Deadlines.beat_s`. Once the coordinator has answered, and the first connection is silent all the
+same, the node goes on over another one (see `Presence`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable
 
 from gradstream.deadlines import Deadlines
 from gradstream.errors import DeadlineError, GradstreamError, PeerLostError, RefusedError
+from gradstream.membership.presence import Presence
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Endpoint, Stream
+from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
 __all__ = ["EvictedError", "Lifeline"]
@@ -49,7 +51,7 @@ class Lifeline:
         runtime: time and tasks.
         endpoint: of this node.
         coordinator: its name.
-        stream: of this node's presence: what is heard from the coordinator counts as heard there.
+        presence: of this node.
         deadlines: see `Deadlines`.
         on_lost: told once, when this node was evicted, or the coordinator's process has ended.
     """
@@ -59,14 +61,14 @@ class Lifeline:
         runtime: Runtime,
         endpoint: Endpoint,
         coordinator: str,
-        stream: Stream,
+        presence: Presence,
         deadlines: Deadlines,
         on_lost: Callable[[GradstreamError], None],
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._coordinator = coordinator
-        self._stream = stream
+        self._presence = presence
         self._deadlines = deadlines
         self._on_lost = on_lost
         self._tries: dict[asyncio.Task[None], None] = {}
@@ -108,9 +110,10 @@ class Lifeline:
         task.add_done_callback(lambda done: self._tries.pop(done, None))
 
     def _left_s(self, seconds: float) -> float:
-        return self._runtime.left_s(self._stream.heard_ns, seconds)
+        return self._runtime.left_s(self._presence.heard_ns, seconds)
 
     async def _say_alive(self) -> None:
+        heard_ns = self._presence.heard_ns
         try:
             await self._endpoint.call(
                 self._coordinator,
@@ -120,6 +123,8 @@ class Lifeline:
                 silence_s=self._deadlines.lease_s / 2,
                 new_connection=True,
             )
+            if self._presence.heard_ns == heard_ns:
+                await self._presence.resume()
         except RefusedError as error:
             self._lose(EvictedError(self._runtime.node, error.reason))
         except PeerLostError as error:
@@ -127,8 +132,6 @@ class Lifeline:
                 self._lose(error)
         except (DeadlineError, GradstreamError):
             pass  # the next one may get through
-        else:
-            self._stream.heard()
 
     def _lose(self, error: GradstreamError) -> None:
         if not self._told:

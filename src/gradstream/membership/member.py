@@ -19,9 +19,10 @@ from gradstream.events import CarriersEvent, Event, encode
 from gradstream.membership.bell import Bell
 from gradstream.membership.event_gate import in_beats
 from gradstream.membership.lifeline import EvictedError, Lifeline
+from gradstream.membership.presence import Presence
 from gradstream.membership.receipts import receipt_of, ref_of
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.transport.base import Endpoint, Priority
 from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
@@ -103,8 +104,8 @@ class Member:
         self._urgent = Bell()
         self._error: GradstreamError | None = None
         self._waiters: list[asyncio.Future[None]] = []
-        self._stream: Stream | None = None
-        self._presence: asyncio.Task[None] | None = None
+        self._presence: Presence | None = None
+        self._attending: asyncio.Task[None] | None = None
 
     # ---- joining ------------------------------------------------------------------------
 
@@ -129,12 +130,11 @@ class Member:
         request.tensors.extend(tensors)
         request.buffers.extend(buffers)
         request.fixed.extend(fixed)
-        self._stream = await self._endpoint.open(
-            self._coordinator, "join", request, priority=Priority.CONTROL
-        )
-        await self._hear(self._stream)
-        self._presence = self._runtime.spawn(
-            self._be_present(self._stream), name=f"{self.node.name}/presence"
+        stream = await self._endpoint.open(self._coordinator, "join", request, priority=Priority.CONTROL)
+        self._presence = Presence(self._runtime, self._endpoint, self._coordinator, stream, self._deadlines)
+        await self._hear(self._presence)
+        self._attending = self._runtime.spawn(
+            self._be_present(self._presence), name=f"{self.node.name}/presence"
         )
         return self.notice
 
@@ -171,27 +171,25 @@ class Member:
 
         Never raises. Before the end of the run, leaving counts as being lost.
         """
-        if self._stream is None or self._presence is None:
+        if self._presence is None or self._attending is None:
             return
         if self.notice.phase < v1.Notice.FINISHED:
-            self._presence.cancel()
+            self._attending.cancel()
         try:
             await self._runtime.within(
-                self._deadlines.patience_s, self._say_goodbye(self._stream, self._presence)
+                self._deadlines.patience_s, self._say_goodbye(self._presence, self._attending)
             )
         except (GradstreamError, TimeoutError):
             pass  # the coordinator is gone, nobody is left to tell
 
-    async def _say_goodbye(self, stream: Stream, presence: asyncio.Task[None]) -> None:
+    async def _say_goodbye(self, presence: Presence, attending: asyncio.Task[None]) -> None:
         try:
-            await presence
+            await attending
         except asyncio.CancelledError:
-            if not presence.cancelled():
+            if not attending.cancelled():
                 raise
-        await self._send_beat(stream)
-        await stream.end()
-        while await stream.recv(self._deadlines.patience_s) is not None:
-            pass
+        await self._send_beat(presence)
+        await presence.end()
 
     # ---- reporting ----------------------------------------------------------------------
 
@@ -240,7 +238,7 @@ class Member:
         the run ends because of it. Only if it is there, and finds no fault with anybody for a lease, is this
         node's word taken.
         """
-        if self._stream is None or isinstance(error, RunAbortedError | RunStoppedError):
+        if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError):
             return
         if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
             return
@@ -248,18 +246,18 @@ class Member:
             v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)
         )
         try:
-            await self._send_beat(self._stream)
+            await self._send_beat(self._presence)
         except GradstreamError:
             pass  # the coordinator is gone: `over` says so
 
     async def _judged(self) -> bool:
         """Whether the end of the run is heard of within the time in which a loss is noticed."""
-        assert self._stream is not None
+        assert self._presence is not None
         while True:
             try:
                 await self._runtime.within(self._deadlines.lease_s + self._deadlines.beat_s, self.over())
             except TimeoutError:
-                if self._runtime.left_s(self._stream.heard_ns, 2 * self._deadlines.notice_s) > 0:
+                if self._runtime.left_s(self._presence.heard_ns, 2 * self._deadlines.notice_s) > 0:
                     return False
                 continue  # it is silent: it judges when it is there again
             except GradstreamError:
@@ -324,18 +322,18 @@ class Member:
 
     # ---- presence -----------------------------------------------------------------------
 
-    async def _be_present(self, stream: Stream) -> None:
+    async def _be_present(self, presence: Presence) -> None:
         lifeline = Lifeline(
             self._runtime,
             self._endpoint,
             self._coordinator,
-            stream,
+            presence,
             self._deadlines,
-            lambda error: self._lose(stream, error),
+            lambda error: self._lose(presence, error),
         )
         watching = self._runtime.spawn(lifeline.run(), name=f"{self.node.name}/lifeline")
         try:
-            await self._runtime.gather(self._keep_hearing(stream), self._keep_beating(stream))
+            await self._runtime.gather(self._keep_hearing(presence), self._keep_beating(presence))
         except (RunAbortedError, RunStoppedError):
             pass  # noted where it was heard
         except ClosedError as error:
@@ -353,25 +351,22 @@ class Member:
         finally:
             watching.cancel()
 
-    def _lose(self, stream: Stream, error: GradstreamError) -> None:
+    def _lose(self, presence: Presence, error: GradstreamError) -> None:
         """There is no presence to keep up any more."""
         self._fail(error)
-        stream.cancel("this node was evicted, or takes the coordinator for dead")
+        presence.cancel("this node was evicted, or takes the coordinator for dead")
 
     def _fail(self, error: GradstreamError) -> None:
         self._error = self._error or error
         self._wake()
 
-    async def _keep_hearing(self, stream: Stream) -> None:
-        while await self._hear(stream):
+    async def _keep_hearing(self, presence: Presence) -> None:
+        while await self._hear(presence):
             pass
 
-    async def _hear(self, stream: Stream) -> bool:
+    async def _hear(self, presence: Presence) -> bool:
         """Takes one notice; False when it was the last."""
-        received = await stream.recv(self._deadlines.patience_s)
-        if received is None:
-            raise PeerLostError(self._coordinator, "ended the presence of this node before the run was over")
-        notice = v1.Notice.FromString(received.frame.body.data)
+        notice = await presence.hear()
         self._follow(notice)
         changed, self.notice = notice != self.notice, notice
         if notice.phase == v1.Notice.ABORTED:
@@ -406,18 +401,18 @@ class Member:
             if self._endpoint.routes:
                 self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))
 
-    async def _keep_beating(self, stream: Stream) -> None:
+    async def _keep_beating(self, presence: Presence) -> None:
         """A beat when there is something to say, and otherwise as a sign of life."""
         silent_s = 0.0
         while self.notice.phase != v1.Notice.FINISHED:
             if await self._urgent.rung(self._runtime, self._beat_s) or self._has_news:
                 silent_s = 0.0
-                await self._send_beat(stream)
+                await self._send_beat(presence)
                 continue
             silent_s += self._beat_s
             if silent_s >= self._deadlines.beat_s:
                 silent_s = 0.0
-                await self._send_beat(stream)
+                await self._send_beat(presence)
 
     @property
     def _has_news(self) -> bool:
@@ -426,12 +421,12 @@ class Member:
             self._events or beat.receipts or beat.verdicts or beat.finished or beat.cuts or beat.stands
         )
 
-    async def _send_beat(self, stream: Stream) -> None:
+    async def _send_beat(self, presence: Presence) -> None:
         beat, self._beat = self._beat, v1.Beat()
         *earlier, beat.events = in_beats(self._events)
         self._events = []
         for one in [*(v1.Beat(events=events) for events in earlier), beat]:
-            await stream.send(v1.Frame(body=v1.Body(data=one.SerializeToString())))
+            await presence.say(one)
 
     # ---- waiting ------------------------------------------------------------------------
 
@@ -439,7 +434,7 @@ class Member:
         while not reached():
             if self._error is not None:
                 raise self._error
-            if self._stream is None:
+            if self._presence is None:
                 raise ClosedError(f"{self.node.name} has not joined")
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)

@@ -258,8 +258,14 @@ class Endpoint(Protocol):
         *,
         priority: Priority = Priority.BULK,
         window: int = 16,
+        new_connection: bool = False,
     ) -> Stream:
-        """Opens a stream. Returns at once; refusals and unreachable peers surface at first use."""
+        """Opens a stream. Returns at once; refusals and unreachable peers surface at first use.
+
+        Args:
+            new_connection: over one that is made for this stream and ends with it, by carriers that have
+                connections: the old one may have been cut.
+        """
         ...
 
     async def call(
@@ -273,12 +279,7 @@ class Endpoint(Protocol):
         silence_s: float = 30.0,
         new_connection: bool = False,
     ) -> M:
-        """One small request, one small reply.
-
-        Args:
-            new_connection: over one that is made for this call and ends with it, by carriers that have
-                connections: the old one may have been cut.
-        """
+        """One small request, one small reply. For `new_connection` see `open`."""
         ...
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:

@@ -201,7 +201,7 @@ class EndpointCore(ABC):
         window: int = WINDOW,
         new_connection: bool = False,
     ) -> StreamCore:
-        """See `Endpoint.open`, and `call` for a new connection."""
+        """See `Endpoint.open`."""
         if self._closed:
             raise ClosedError(f"{self.identity.name} is closed: it opens no stream {method} to {peer}")
         opened = v1.Open(

@@ -53,6 +53,7 @@ METHODS: Mapping[str, Method] = {
         served_by=_COORDINATOR, callers=_SHARD | _WORKER, members=False, request_bytes=MAX_HEADER_BYTES
     ),
     "alive": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
+    "resume": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
     "orphans": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),

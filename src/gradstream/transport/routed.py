@@ -97,9 +97,12 @@ class RoutedEndpoint:
         *,
         priority: Priority = Priority.BULK,
         window: int = WINDOW,
+        new_connection: bool = False,
     ) -> StreamCore:
         """See `Endpoint.open`."""
-        return await self._to(peer).open(peer, method, request, priority=priority, window=window)
+        return await self._to(peer).open(
+            peer, method, request, priority=priority, window=window, new_connection=new_connection
+        )
 
     async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
         """See `Endpoint.line`."""
