@@ -218,6 +218,7 @@ async def stream_with(channel: grpc.aio.Channel, metadata: Any, opening: v1.Fram
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(opening)
         await call.write(v1.Frame(body=v1.Body(data=b"x")))
+        await call.done_writing()
     return await everything(call)
 
 
