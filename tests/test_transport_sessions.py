@@ -354,8 +354,8 @@ def test_a_session_that_the_called_side_has_forgotten_is_made_anew() -> None:
             await call(client)
             (forgotten,) = server._sessions._sessions.values()
             server._sessions.over(forgotten)
-            with pytest.raises(PeerLostError, match="its session has ended with the connection"):
-                await call(client)
+            with pytest.raises(PeerLostError, match=r"its session has ended|INTERNAL"):
+                await call(client)  # which of the two depends on whether gRPC had taken the Open
             await call(client)
             await until(lambda: len(server._ends) == 1)  # that of the forgotten one has ended, too
 

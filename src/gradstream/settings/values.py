@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -71,7 +72,8 @@ def fit(value: Any, hint: Any) -> Any:
     raise MisfitError(" or ".join(expected) or "an object, which only a job file can give")
 
 
-def fields_of(made_by: Callable[..., Any]) -> dict[str, Any]:
+@functools.cache
+def fields_of(made_by: Callable[..., Any]) -> Mapping[str, Any]:
     """Field -> annotation of what a class or function can be given; Any where it does not say."""
     import inspect
 

@@ -210,6 +210,11 @@ class _GrpcCarrier:
                 self.stream.arrived(frame, payload)
 
 
+_NO_PASS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
+"""What a caller may see whose pass was refused: grpc.aio puts the second in the place of the first, where the
+call has ended before it took the caller's message."""
+
+
 class _Outgoing(_GrpcCarrier):
     """The caller's end: makes the call, once the connection has a session."""
 
@@ -308,8 +313,9 @@ class _Outgoing(_GrpcCarrier):
                 raise
 
     def _failed(self, stream: StreamCore, code: grpc.StatusCode, details: str | None) -> None:
-        if code is grpc.StatusCode.UNAUTHENTICATED and self._connection is not None and self._session:
+        if code in _NO_PASS and self._connection is not None and self._session:
             self._connection.lost(self._session)
+        if code is grpc.StatusCode.UNAUTHENTICATED:
             stream.broken("its session has ended with the connection that it belonged to")
         else:
             stream.broken(f"{code.name}: {explain(details or '')}")
