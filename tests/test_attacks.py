@@ -16,8 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from gradstream.wire.v1_pb2_grpc import PeerStub
 
 ALL = (*METHODS, "a method that nobody has listed")
 OTHER_SECRET = b"the secret of another run, not of this"
+KINDS = ("plain", "tls")
 NOBODY = 65534
 """Another user of the machine."""
 
@@ -84,30 +86,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def start(folder: Path, kind: str) -> Iterator[Run]:
+@contextmanager
+def begin(folder: Path, kind: str) -> Iterator[Callable[[], Run]]:
+    """Starts a run; what it yields waits until it trains. At its end the run must be as it was."""
     script = Path(__file__).with_name("attacked_run.py")
     with subprocess.Popen(
         [sys.executable, str(script), str(folder), kind], stderr=subprocess.PIPE
     ) as process:
         try:
-            deadline = time.monotonic() + 110
-            while not (folder / "leak.json").exists():
-                assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-            leak = Leak.read(folder / "leak.json")
-            addresses = {"coordinator": {"grpc": leak.coordinator}}
-            for line in (folder / "run/events.jsonl").read_text().splitlines():
-                event = json.loads(line)
-                if event["event"] == "joined":
-                    addresses[event["who"]] = dict(Offer.parse(event["address"]).addresses)
-            run = Run(folder, leak, addresses, pids=[process.pid, *children(process.pid)])
-            if kind == "tls":
-                words = (folder / "invitation").read_text().split()
-                addresses["launcher"] = {"grpc": words[words.index("join") + 1]}
-                run.token = words[words.index("--token") + 1]
-            yield run
-            # After all of it the run is as it was: it stops with a checkpoint, and blames nobody.
+            yield partial(_found, folder, kind, process)
+            # It stops with a checkpoint, and blames nobody.
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 75
             events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
@@ -117,14 +105,42 @@ def start(folder: Path, kind: str) -> Iterator[Run]:
             process.kill()
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    yield from start(tmp_path_factory.mktemp("plain"), "plain")
+def _found(folder: Path, kind: str, process: subprocess.Popen[bytes]) -> Run:
+    deadline = time.monotonic() + 110
+    while not (folder / "leak.json").exists():
+        assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    leak = Leak.read(folder / "leak.json")
+    addresses = {"coordinator": {"grpc": leak.coordinator}}
+    for line in (folder / "run/events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["event"] == "joined":
+            addresses[event["who"]] = dict(Offer.parse(event["address"]).addresses)
+    run = Run(folder, leak, addresses, pids=[process.pid, *children(process.pid)])
+    if kind == "tls":
+        words = (folder / "invitation").read_text().split()
+        addresses["launcher"] = {"grpc": words[words.index("join") + 1]}
+        run.token = words[words.index("--token") + 1]
+    return run
 
 
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    yield from start(tmp_path_factory.mktemp("tls"), "tls")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """Both of them, which begin side by side."""
+    with ExitStack() as stack:
+        begun = {kind: stack.enter_context(begin(tmp_path_factory.mktemp(kind), kind)) for kind in KINDS}
+        yield {kind: find() for kind, find in begun.items()}
+
+
+@pytest.fixture
+def plain(runs: dict[str, Run]) -> Run:
+    return runs["plain"]
+
+
+@pytest.fixture
+def tls(runs: dict[str, Run]) -> Run:
+    return runs["tls"]
 
 
 # ---- which ports there are -----------------------------------------------------------------

@@ -254,8 +254,11 @@ def full_between(storage: FailingStorage, number: int, from_s: float, to_s: floa
     return script
 
 
-@ERRORS
-@pytest.mark.parametrize("strategy", ["synchronous", "downpour"])
+@pytest.mark.parametrize(
+    ("number", "strategy"),
+    [(errno.ENOSPC, "synchronous"), *((number, "downpour") for number in sorted(DISK_ERRORS))],
+    ids=lambda given: errno.errorcode.get(given, given),
+)
 def test_a_disk_that_fails_for_ten_seconds_in_mid_run(number: int, strategy: str) -> None:
     quiet = FailingStorage()
     simulated(quiet, nothing, strategy=strategy)

@@ -48,7 +48,10 @@ def planted(kind: str) -> Any:
     ("kind", "what"),
     [("error", "KeyError: 'a'"), ("hang", "took longer than 1 s"), ("memory", "memory has grown by")],
 )
-def test_a_planted_fault_is_found_and_its_input_saved(kind: str, what: str, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_and_its_input_saved(
+    kind: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "MAX_FINDINGS", 1)
     decoder = planted(kind)
     outcome = harness.fuzz(decoder, seed=1, inputs=3000 if kind == "error" else 200)
     assert what in outcome.findings[0].what

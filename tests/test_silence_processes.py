@@ -107,7 +107,7 @@ def test_one_direction_of_the_network_is_cut(direction: Literal["from", "to"], t
     reason = unavailable()
     if reason:
         pytest.skip(reason)
-    job = JOB.replace("seconds=4 *", "seconds=12 *")
+    job = JOB.replace("seconds=4 *", "seconds=8 *")
     with Machines(2) as machines:
         a = machines[0]
         words = ["train", "job.py", "--listen", a.address, "--wait", "2", "--run-dir", "run"]
