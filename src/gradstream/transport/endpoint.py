@@ -97,6 +97,7 @@ class EndpointCore(ABC):
         self.runtime = runtime
         self._window = window
         self.intakes = Intakes(identity, window)
+        self._num_waiting = 0  # who were turned away
         self._services: dict[str, _Service] = {}
         self._addresses: dict[str, str] = {}
         self._mailbox = Mailbox()
@@ -161,6 +162,7 @@ class EndpointCore(ABC):
 
     def serve_tensors(self) -> None:
         """See `Endpoint.serve_tensors`."""
+        self.intakes.takes_tensors = True
         self.serve("tensor", self._serve_tensor)
 
     def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
@@ -491,11 +493,11 @@ class EndpointCore(ABC):
 
     async def _handle(self, service: _Service, stream: StreamCore) -> None:
         """Runs a handler; whatever it raises refuses its stream, and never hurts the endpoint."""
-        # An answer that is there at once goes out before the Accept: half the round trip of a call.
-        asyncio.get_running_loop().call_soon(stream.accept)
         try:
             if service.method.members and not self._is_member(stream.opened):
                 await self._await_member(stream)
+            # An answer that is there at once goes out before the Accept: half the round trip of a call.
+            asyncio.get_running_loop().call_soon(stream.accept)
             await service.handler(stream)
         except DecodeError as error:
             stream.refuse(v1.BAD_REQUEST, f"{stream.opened.method}: malformed request: {error}")
@@ -524,6 +526,16 @@ class EndpointCore(ABC):
                 "%s: too much of what a caller sent was refused; it is hung up on", self.identity.name
             )
             asyncio.get_running_loop().call_soon(self._hang_up_on, sender)
+
+    async def _turned_away(self) -> None:
+        """Whoever is turned away waits before it is told, as long as not too many do."""
+        if self._num_waiting >= LIMITS.strangers:
+            return
+        self._num_waiting += 1
+        try:
+            await self.runtime.sleep(LIMITS.turned_away_s)
+        finally:
+            self._num_waiting -= 1
 
     def _not_heard(self, sender: str) -> v1.Refuse | None:
         """Why connections of a caller that knows the secret are turned away for now; None if they are not."""

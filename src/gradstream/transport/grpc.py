@@ -58,6 +58,8 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # a frame that is too long is r
 HOLD_S = 2e-3  # how long control calls hold a bulk message back, at most
 FLUSH_S = 1.0  # how long `close` lets peers be told
 
+LOOKAHEAD_BYTES = 1 << 20  # that a caller may send of each call ahead of what is read
+
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -69,6 +71,9 @@ SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", LIMITS.streams + 8),  # one too many is refused with a word
     ("grpc.max_connection_idle_ms", int(LIMITS.handshake_s * 1e3)),  # strangers': a node's has its session
     ("grpc.server_handshake_timeout_ms", int(LIMITS.handshake_s * 1e3)),
+    # A sender's window for each call is fixed, not measured: gRPC would let it grow to 100 MB and more.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     ("grpc.so_reuseport", 0),  # a port in use is an error, not a lottery
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),  # peers may have other deadlines
     ("grpc.http2.max_ping_strikes", 0),
@@ -146,12 +151,15 @@ class _GrpcCarrier:
         self._over = False
         self._stopped = False
         self._filled, self._emptied = Bell(), Bell()
+        self._admitted = asyncio.Event()
         self.stream: StreamCore | None = None
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
         """See `Carrier.transmit`."""
         if self._over or self._stopped:
             return
+        if frame.HasField("accept") or frame.HasField("end"):
+            self._admitted.set()
         view = None
         if payload is not None and payload.numel():
             view = memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
@@ -196,7 +204,7 @@ class _GrpcCarrier:
             self._emptied.ring()
 
     async def read_all(self, read: Callable[[], Awaitable[Any]]) -> None:
-        """Feeds the stream with messages until there are no more."""
+        """Feeds the stream with messages until there are no more, or the peer has refused it."""
         assert self.stream is not None
         while (message := await read()) is not EOF:
             if self._gate is not None:
@@ -208,6 +216,13 @@ class _GrpcCarrier:
                 self.stream.reject(error)
             else:
                 self.stream.arrived(frame, payload)
+                if frame.HasField("refuse"):
+                    return
+
+    async def read_admitted(self, read: Callable[[], Awaitable[Any]]) -> None:
+        """Called side: reads once the stream was accepted. Of one that is refused nothing is read."""
+        await self._admitted.wait()
+        await self.read_all(read)
 
 
 _NO_PASS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
@@ -298,6 +313,9 @@ class _Outgoing(_GrpcCarrier):
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes], stream: StreamCore) -> None:
         try:
             await self.read_all(call.read)
+            if stream.failed:
+                call.cancel()  # it was refused: the other side waits for no more
+                return
             code, details = await call.code(), await call.details()
             if code is grpc.StatusCode.OK:
                 stream.arrived(v1.Frame(end=v1.End()), None)
@@ -323,7 +341,7 @@ class _Outgoing(_GrpcCarrier):
 
 async def _read(carrier: _GrpcCarrier, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
     try:
-        await carrier.read_all(context.read)
+        await carrier.read_admitted(context.read)
     except FAILURES:
         pass  # the call itself is cancelled when its caller is gone
 
@@ -450,6 +468,7 @@ class GrpcEndpoint(EndpointCore):
         if isinstance(answered, v1.Refuse):
             if answered.code == v1.BAD_SECRET:
                 self.on_stranger(context.peer())
+            await self._turned_away()
             await context.write(encode(v1.Frame(refuse=answered)))
             return
         session, proven = answered
@@ -457,6 +476,7 @@ class GrpcEndpoint(EndpointCore):
             claimed = v1.Open(sender=session.sender)
             refuse = self._objection(claimed, context) or self._not_heard(session.sender)
             if refuse is not None:
+                await self._turned_away()
                 await context.write(encode(v1.Frame(refuse=refuse)))
                 return
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -488,6 +508,7 @@ class GrpcEndpoint(EndpointCore):
         session = self._sessions.passes(_shown(context, PASS))
         if session is None:
             self.on_stranger(context.peer())
+            await self._turned_away()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
         try:
             opened = await self._first(context)
@@ -515,7 +536,7 @@ class GrpcEndpoint(EndpointCore):
         try:
             await carrier.write_all(context.write)
             # A caller that writes to a finished call loses what it has not read yet (grpc.aio puts
-            # an error in its place), so let it finish first.
+            # an error in its place), so let it finish first. One that was refused cancels the call.
             await self.runtime.within(FLUSH_S, reader)
         except TimeoutError:
             pass

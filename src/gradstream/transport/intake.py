@@ -13,7 +13,7 @@ from gradstream.transport.limits import LIMITS
 
 __all__ = ["Intake", "Intakes"]
 
-_CHUNK_BYTES = 1 << 20  # of a node that knows of no model: pieces of tagged tensors are as long
+_CHUNK_BYTES = 1 << 20  # of a node that knows of no model; pieces of tagged tensors are as long
 _STREAMS = 4  # pushes or fetches of one peer that are under way at a time, each with a window of chunks
 
 
@@ -67,6 +67,7 @@ class Intakes:
         self._identity = identity
         self._window = window
         self._of: dict[str, Intake] = {}
+        self.takes_tensors = False
 
     def of(self, sender: str) -> Intake:
         """What a sender has here."""
@@ -77,8 +78,14 @@ class Intakes:
             self._of = {name: one for name, one in self._of.items() if not one.is_blank}
             if members is None and len(self._of) > LIMITS.sessions:
                 sender = ""  # before the members are known, many names are worth no more than these
-        return self._of.setdefault(sender, Intake(self._allowed_bytes))
+        if sender not in self._of:
+            self._of[sender] = Intake(self._members_bytes if sender else self._others_bytes)
+        return self._of[sender]
 
-    def _allowed_bytes(self) -> int:
-        chunk_bytes = max(self._identity.chunk_bytes, _CHUNK_BYTES)
-        return LIMITS.unread_bytes + _STREAMS * self._window * chunk_bytes
+    def _members_bytes(self) -> int:
+        pieces_bytes = _CHUNK_BYTES if self.takes_tensors else 0
+        chunk_bytes = self._identity.chunk_bytes or _CHUNK_BYTES
+        return LIMITS.unread_bytes + self._window * (_STREAMS * chunk_bytes + pieces_bytes)
+
+    def _others_bytes(self) -> int:
+        return LIMITS.others_unread_bytes

@@ -28,6 +28,9 @@ class Limits:
         free_body_bytes: a longer Body needs credit as a Chunk does.
         unread_bytes: Chunks and Bodies of one identity that its handlers have not taken, beyond what credit
             for the registered model's chunks amounts to.
+        others_unread_bytes: the same of all together who know the secret and are no members.
+        turned_away_s: how long who is turned away waits for the word, `strangers` of them at a time. So one
+            who tries again and again is slowed down, and costs next to nothing.
         refusals: of one identity, or of strangers in all, within `refusals_s`; more, and its connections are
             closed, and new ones turned away until `refusals_s` have passed.
         event_bytes: of one event that a member reports.
@@ -43,8 +46,10 @@ class Limits:
     streams: int = 512
     request_bytes: int = 64 * _KIB
     free_body_bytes: int = 64 * _KIB
-    unread_bytes: int = 8 * _MIB
-    refusals: int = 64
+    unread_bytes: int = 4 * _MIB
+    others_unread_bytes: int = _MIB
+    turned_away_s: float = 0.25
+    refusals: int = 32
     refusals_s: float = 10.0
     event_bytes: int = 64 * _KIB
     beat_events_bytes: int = _MIB

@@ -156,14 +156,18 @@ class SocketEndpoint(EndpointCore):
         except RefusedError as error:
             if error.code == "BAD_SECRET":
                 self.on_stranger(_address_of(connected))
-            connected.close()
         except (TimeoutError, OSError, FrameError):
-            connected.close()
+            pass
         except BaseException:
             connected.close()
             raise
         else:
             self._greeted(greeting, connected)
+            return
+        try:
+            await self._turned_away()
+        finally:
+            connected.close()
 
     def _objection(self, greeting: v1.Greeting) -> v1.Refuse | None:
         """Why a connection of a caller that knows the secret is not wanted; None if it is."""
