@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -72,21 +73,21 @@ def job(leak: str = "") -> gs.Job:
 # ---- the attacker ---------------------------------------------------------------------------
 
 
-async def flood(kind: str, leak: Leak, offers: dict[str, Offer], seconds: float) -> dict[str, int]:
-    """Floods until the time is over; how often what was tried."""
-    counts: dict[str, int] = {}
+async def flood(
+    kind: str, leak: Leak, offers: dict[str, Offer], seconds: float, counts: dict[str, int]
+) -> None:
+    """Floods until the time is over, and counts how often what was tried."""
     ends_at = time.monotonic() + seconds
     if kind == "spin":
         while time.monotonic() < ends_at:
             counts["loops"] = counts.get("loops", 0) + 1
             sum(range(1000))
             await asyncio.sleep(0)
-        return counts
+        return
     tries = [_strangers_flood] if kind == "stranger" else [_flood_by_carrier]
     await asyncio.gather(
         *(one(kind, leak, peer, offer, ends_at, counts) for one in tries for peer, offer in offers.items())
     )
-    return counts
 
 
 async def _strangers_flood(
@@ -165,7 +166,16 @@ def attack(kind: str, folder: Path, seconds: float) -> None:
     leak = Leak.read(folder / "leak.json")
     given = json.loads((folder / "offers.json").read_text())
     offers = {name: Offer.parse(address) for name, address in given.items()}
-    print(json.dumps(asyncio.run(flood(kind, leak, offers, seconds))), flush=True)
+    counts: dict[str, int] = {}
+
+    def end() -> None:
+        print(json.dumps(dict(counts)), flush=True)
+        os._exit(0)
+
+    # gRPC's channels may wait for ever for calls of which nobody reads: the end is another thread's.
+    threading.Timer(seconds + 1.0, end).start()
+    asyncio.run(flood(kind, leak, offers, seconds, counts))
+    end()
 
 
 # ---- the run --------------------------------------------------------------------------------
@@ -207,7 +217,7 @@ def memory_bytes(run_dir: Path) -> dict[str, int]:
             continue
         with suppress(OSError, ValueError, IndexError):
             status = Path(f"/proc/{words[words.index('pid') + 1]}/status").read_text()
-            line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+            (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]  # or it has ended
             found[log.stem] = int(line.split()[1]) * 1024
     return found
 

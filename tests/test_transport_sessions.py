@@ -401,7 +401,7 @@ def test_a_caller_that_is_hung_up_on_begins_no_stream_that_it_had_ready() -> Non
             ready = [PeerStub(dialled).Stream(metadata=session.metadata()) for _ in range(5)]  # type: ignore[no-untyped-call]
             (known,) = server._sessions._sessions.values()
             await until(lambda: all(number in known.used for number in range(1, 6)))
-            server._hang_up_on("worker-0")
+            server._hang_up_on(("worker-0", CALLER.identity.incarnation))
             codes = [await code_of(begun) for begun in ready]
             assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 5
             await session.ended()

@@ -134,9 +134,9 @@ class EndpointCore(ABC):
     async def _shut(self, *, abruptly: bool) -> None:
         """Stops accepting and breaks all connections; unless `abruptly`, what waits is sent first."""
 
-    def _hang_up_on(self, sender: str) -> None:
+    def _hang_up_on(self, caller: tuple[str, int]) -> None:
         """Closes the connections of a caller that has been refused too much."""
-        del sender
+        del caller
 
     def _log_stranger(self, address: str, more: int) -> None:
         _log.warning(
@@ -394,7 +394,8 @@ class EndpointCore(ABC):
             caller: name and incarnation by which the connection was opened; None where nothing is known.
             objection: why the carrier does not want it, if so.
         """
-        sender = opened.sender if caller is None else caller[0]  # whom it may only say to be is not blamed
+        # Whom it may only say to be is not blamed.
+        known = (opened.sender, opened.incarnation) if caller is None else caller
         stream = StreamCore(
             self.runtime,
             self.identity.name,
@@ -404,10 +405,10 @@ class EndpointCore(ABC):
             called=True,
             window=self._window if window is None else window,
             depot=partial(self._depot_of, opened.sender, opened.incarnation),
-            intake=self.intakes.of(sender),
+            intake=self.intakes.of(known),
             takes_chunks=self.methods.get(opened.method, UNLISTED).chunks,
         )
-        stream.on_refuse = partial(self._count_refusal, sender)
+        stream.on_refuse = partial(self._count_refusal, known)
         refuse = objection or self._check(opened, caller)
         if refuse is not None:
             stream.turn_away(refuse)
@@ -443,7 +444,7 @@ class EndpointCore(ABC):
             most = method.request_bytes
             text = f"{opened.method}: a request of {len(opened.body)} bytes, expected at most {most}"
             return refuse(code=v1.BAD_REQUEST, message=text)
-        if self.intakes.of(opened.sender).num_streams >= LIMITS.streams:
+        if self.intakes.of((opened.sender, opened.incarnation)).num_streams >= LIMITS.streams:
             text = f"{who} has {LIMITS.streams} streams to {mine.name} open already"
             return refuse(code=v1.OVER_LIMIT, message=text)
         if (mine.members is not None or self.protected) and role_of(opened.sender) not in method.callers:
@@ -511,7 +512,7 @@ class EndpointCore(ABC):
             stream.forget()
 
     def _count_stream(self, stream: StreamCore) -> None:
-        intake = self.intakes.of(stream.opened.sender)
+        intake = self.intakes.of((stream.opened.sender, stream.opened.incarnation))
         intake.num_streams += 1
 
         def over() -> None:
@@ -519,13 +520,13 @@ class EndpointCore(ABC):
 
         stream.on_release(over)
 
-    def _count_refusal(self, sender: str) -> None:
+    def _count_refusal(self, caller: tuple[str, int]) -> None:
         """A caller was refused something. One that goes on and on is not listened to for a while."""
-        if self.intakes.of(sender).refused(self.runtime.now()):
+        if self.intakes.of(caller).refused(self.runtime.now()):
             _log.warning(
                 "%s: too much of what a caller sent was refused; it is hung up on", self.identity.name
             )
-            asyncio.get_running_loop().call_soon(self._hang_up_on, sender)
+            asyncio.get_running_loop().call_soon(self._hang_up_on, caller)
 
     async def _turned_away(self) -> None:
         """Whoever is turned away waits before it is told, as long as not too many do."""
@@ -537,12 +538,12 @@ class EndpointCore(ABC):
         finally:
             self._num_waiting -= 1
 
-    def _not_heard(self, sender: str) -> v1.Refuse | None:
+    def _not_heard(self, caller: tuple[str, int]) -> v1.Refuse | None:
         """Why connections of a caller that knows the secret are turned away for now; None if they are not."""
-        if not self.intakes.of(sender).is_closed(self.runtime.now()):
+        if not self.intakes.of(caller).is_closed(self.runtime.now()):
             return None
         again = f"it listens again within {LIMITS.refusals_s:g} s"
-        text = f"{self.identity.name} has refused too much to {sender}: {again}"
+        text = f"{self.identity.name} has refused too much to {caller[0]}: {again}"
         return v1.Refuse(code=v1.OVER_LIMIT, message=text)
 
     def share_memory(self) -> None:

@@ -414,7 +414,9 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         proof.check_secret(identity.secret, identity.name)
         self._sessions = Sessions(identity)
-        self._ends: dict[int, tuple[str, asyncio.Future[None]]] = {}  # of sessions: sender, and how to end it
+        self._ends: dict[
+            int, tuple[tuple[str, int], asyncio.Future[None]]
+        ] = {}  # whose session; how to end it
         self._max_message_bytes = max_message_bytes
         self._patience = patience_options(connection_s)
         self._host = _host_of(listen, trusted=insecure or security is not None)
@@ -474,13 +476,15 @@ class GrpcEndpoint(EndpointCore):
         session, proven = answered
         try:
             claimed = v1.Open(sender=session.sender)
-            refuse = self._objection(claimed, context) or self._not_heard(session.sender)
+            refuse = self._objection(claimed, context) or self._not_heard(
+                (session.sender, session.incarnation)
+            )
             if refuse is not None:
                 await self._turned_away()
                 await context.write(encode(v1.Frame(refuse=refuse)))
                 return
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._ends[session.number] = session.sender, ended
+            self._ends[session.number] = (session.sender, session.incarnation), ended
             await context.write(encode(v1.Frame(proven=proven)))
             await ended  # or cancelled with the connection
         except FAILURES:
@@ -489,16 +493,16 @@ class GrpcEndpoint(EndpointCore):
             self._ends.pop(session.number, None)
             self._sessions.over(session)
 
-    def _hang_up_on(self, sender: str) -> None:
-        self._end_sessions(sender)
+    def _hang_up_on(self, caller: tuple[str, int]) -> None:
+        self._end_sessions(caller)
         for stream in list(self._streams):
-            if stream.called and stream.opened.sender == sender:
+            if stream.called and (stream.opened.sender, stream.opened.incarnation) == caller:
                 stream.refuse(v1.OVER_LIMIT, "it has been refused too much")
 
-    def _end_sessions(self, sender: str | None = None) -> None:
+    def _end_sessions(self, caller: tuple[str, int] | None = None) -> None:
         """Those of one caller, or all."""
         for number, (of, ended) in list(self._ends.items()):
-            if sender in (of, None):
+            if caller in (of, None):
                 del self._ends[number]  # now: none of its streams begins any more
                 if not ended.done():
                     ended.set_result(None)

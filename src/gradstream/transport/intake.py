@@ -15,6 +15,7 @@ __all__ = ["Intake", "Intakes"]
 
 _CHUNK_BYTES = 1 << 20  # of a node that knows of no model; pieces of tagged tensors are as long
 _STREAMS = 4  # pushes or fetches of one peer that are under way at a time, each with a window of chunks
+_OTHERS = ("", 0)
 
 
 class Intake:
@@ -66,21 +67,21 @@ class Intakes:
     def __init__(self, identity: Identity, window: int) -> None:
         self._identity = identity
         self._window = window
-        self._of: dict[str, Intake] = {}
+        self._of: dict[tuple[str, int], Intake] = {}
         self.takes_tensors = False
 
-    def of(self, sender: str) -> Intake:
-        """What a sender has here."""
+    def of(self, caller: tuple[str, int]) -> Intake:
+        """What a caller, by name and incarnation, has here."""
         members = self._identity.members
-        if members is not None and sender not in members:
-            sender = ""  # not a member, or one no longer
-        elif sender not in self._of and len(self._of) > LIMITS.sessions:
+        if members is not None and members.get(caller[0]) != caller[1]:
+            caller = _OTHERS  # not a member, one no longer, or somebody who takes its name
+        elif caller not in self._of and len(self._of) > LIMITS.sessions:
             self._of = {name: one for name, one in self._of.items() if not one.is_blank}
             if members is None and len(self._of) > LIMITS.sessions:
-                sender = ""  # before the members are known, many names are worth no more than these
-        if sender not in self._of:
-            self._of[sender] = Intake(self._members_bytes if sender else self._others_bytes)
-        return self._of[sender]
+                caller = _OTHERS  # before the members are known, many names are worth no more than these
+        if caller not in self._of:
+            self._of[caller] = Intake(self._others_bytes if caller == _OTHERS else self._members_bytes)
+        return self._of[caller]
 
     def _members_bytes(self) -> int:
         pieces_bytes = _CHUNK_BYTES if self.takes_tensors else 0

@@ -174,7 +174,7 @@ class SocketEndpoint(EndpointCore):
         sender, caller = greeting.sender, self._callers.get(_key_of(greeting))
         if not sender:
             return v1.Refuse(code=v1.BAD_REQUEST, message="a greeting of a node without a name")
-        if (refuse := self._not_heard(sender)) is not None:
+        if (refuse := self._not_heard((sender, greeting.incarnation))) is not None:
             return refuse
         if greeting.line:
             num_open = self._lines.num_unclaimed(sender)
@@ -215,9 +215,9 @@ class SocketEndpoint(EndpointCore):
         """Answers an Open that came over a link that a peer has made."""
         return self._incoming(opened, carrier, caller=(link.peer, link.incarnation))
 
-    def _hang_up_on(self, sender: str) -> None:
-        for (name, _, _), link in list(self._callers.items()):
-            if name == sender:
+    def _hang_up_on(self, caller: tuple[str, int]) -> None:
+        for (name, incarnation, _), link in list(self._callers.items()):
+            if (name, incarnation) == caller:
                 link.fail("it has been refused too much")
 
     def _lost_caller(self, key: tuple[str, int, int], link: Link) -> None:
