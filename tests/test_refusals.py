@@ -41,7 +41,7 @@ async def knock(address: str, count: int) -> int:
                 except Refused as error:
                     refused += error.refuse.code == v1.BAD_SECRET
 
-    await asyncio.gather(*(one_after_the_other() for _ in range(32)))
+    await asyncio.gather(*(one_after_the_other() for _ in range(250)))
     return refused
 
 
