@@ -7,8 +7,10 @@ import json
 import random
 import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -154,7 +156,19 @@ push_every = 10  # comment
 """
 
 
-plugins.installed = lambda kind: []  # it reads the metadata of all packages
+def _settings(texts: Callable[[str], Any]) -> Callable[[bytes], None]:
+    """Without plugins: looking for them reads the metadata of all packages."""
+
+    def decode(data: bytes) -> None:
+        with patch.object(plugins, "installed", _none):
+            apply(_JOB, [texts(data.decode(errors="replace"))])
+
+    return decode
+
+
+def _none(kind: str) -> list[plugins.Offer]:
+    del kind
+    return []
 
 
 def _spec(data: bytes) -> None:
@@ -205,7 +219,7 @@ DECODERS = (
     ),
     Decoder(
         "settings-toml",
-        lambda data: apply(_JOB, [from_toml_text(data.decode(errors="replace"), Path("job.toml"))]),
+        _settings(lambda text: from_toml_text(text, Path("job.toml"))),
         [_TOML],
         (ConfigError,),
         None,
@@ -213,7 +227,7 @@ DECODERS = (
     ),
     Decoder(
         "settings-words",
-        lambda data: apply(_JOB, [from_texts(data.decode(errors="replace").splitlines())]),
+        _settings(lambda text: from_texts(text.splitlines())),
         [
             b'workers=4\nstrategy.push_every=10\nuntil={"accuracy": 0.5}',
             b"batch_size=8,16\ndeadlines.join_s=3",
