@@ -24,6 +24,11 @@ __all__ = ["EvictedError", "Lifeline"]
 
 _log = logging.getLogger(__name__)
 
+MAX_TRIES = 8
+"""Connections at a time; half of what the coordinator lets a node have (`LIMITS.sessions`)."""
+
+_EVICTED = ("NOT_MEMBER", "BAD_CERTIFICATE")
+
 REFUSED = "refused"
 """Every system says so of a port at which no process listens."""
 
@@ -71,7 +76,7 @@ class Lifeline:
         self._presence = presence
         self._deadlines = deadlines
         self._on_lost = on_lost
-        self._tries: dict[asyncio.Task[None], None] = {}
+        self._tries: dict[asyncio.Task[None], bool] = {}  # whether the coordinator has answered
         self._told = False
 
     async def run(self) -> None:
@@ -105,8 +110,13 @@ class Lifeline:
                 task.cancel()
 
     def _try(self) -> None:
+        unanswered = [task for task, answered in self._tries.items() if not answered]
+        if len(unanswered) >= MAX_TRIES:
+            unanswered[
+                0
+            ].cancel()  # and closes its connection: a peer that wakes finds a few, and not hundreds
         task = self._runtime.spawn(self._say_alive(), name=f"{self._runtime.node}: alive")
-        self._tries[task] = None
+        self._tries[task] = False
         task.add_done_callback(lambda done: self._tries.pop(done, None))
 
     def _left_s(self, seconds: float) -> float:
@@ -123,10 +133,14 @@ class Lifeline:
                 silence_s=self._deadlines.lease_s / 2,
                 new_connection=True,
             )
+            this = asyncio.current_task()
+            if this in self._tries:
+                self._tries[this] = True
             if self._presence.heard_ns == heard_ns:
                 await self._presence.resume()
         except RefusedError as error:
-            self._lose(EvictedError(self._runtime.node, error.reason))
+            if error.code in _EVICTED:  # a later one may get through otherwise: too many connections, say
+                self._lose(EvictedError(self._runtime.node, error.reason))
         except PeerLostError as error:
             if REFUSED in str(error).lower():
                 self._lose(error)
