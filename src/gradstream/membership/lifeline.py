@@ -112,9 +112,7 @@ class Lifeline:
     def _try(self) -> None:
         unanswered = [task for task, answered in self._tries.items() if not answered]
         if len(unanswered) >= MAX_TRIES:
-            unanswered[
-                0
-            ].cancel()  # and closes its connection: a peer that wakes finds a few, and not hundreds
+            unanswered[0].cancel()  # which closes its connection: a peer that wakes finds only a few
         task = self._runtime.spawn(self._say_alive(), name=f"{self._runtime.node}: alive")
         self._tries[task] = False
         task.add_done_callback(lambda done: self._tries.pop(done, None))
