@@ -81,7 +81,11 @@ def fields_of(made_by: Callable[..., Any]) -> Mapping[str, Any]:
         hints = typing.get_type_hints(made_by if inspect.isfunction(made_by) else made_by.__init__)
     except Exception:  # annotations of the user's that only a type checker can resolve
         hints = {}
-    return {name: hints.get(name, Any) for name in inspect.signature(made_by).parameters}
+    try:
+        names = list(inspect.signature(made_by).parameters)
+    except ValueError:  # a class of Python's own, `dict` say: it has no fields
+        names = []
+    return {name: hints.get(name, Any) for name in names}
 
 
 def record_in(hint: Any) -> type | None:
