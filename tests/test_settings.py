@@ -24,6 +24,7 @@ from gradstream.settings import (
     from_toml,
     to_toml,
 )
+from gradstream.settings.sources import from_toml_text
 from gradstream.settings.values import MisfitError, fit
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
@@ -263,3 +264,11 @@ def test_what_does_not_fit(value: Any, hint: Any, expected: str) -> None:
 def test_a_record_is_changed_or_made() -> None:
     job = under(a_job(deadlines=gs.Deadlines(lease_s=3)), ["deadlines.join_s=20"])
     assert job.deadlines == gs.Deadlines(lease_s=3, join_s=20)
+
+
+def test_a_wrong_key_beside_a_field_that_may_be_a_dict_is_an_error_of_ours() -> None:
+    """Found by fuzzing: the hint looked for the fields of `dict`."""
+    text = "Infinitydeadlines = {join_s = 3.0}\nuntil = {accuracy = 0.5}\n[strategy]\n"
+    job = Job(None, None, spec="job.py")  # type: ignore[arg-type]
+    with pytest.raises(gs.ConfigError, match=r"did you mean `deadlines\.join_s`"):
+        apply(job, [from_toml_text(text, Path("job.toml"))])
