@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 import subprocess
 import sys
 import time
@@ -71,6 +72,21 @@ def test_one_seed_makes_the_same_inputs() -> None:
     decoder = script.DECODERS["manifest"]
     first, second = (harness.fuzz(decoder, seed=3, inputs=200) for _ in range(2))
     assert (first.accepted, first.refused) == (second.accepted, second.refused)
+
+
+def test_an_input_is_within_its_bound_after_each_change_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the mutator takes for itself would be told as the decoder's memory.
+    one, longest = mutator.Mutator([b"0" * 1000], random.Random(0)), 0
+
+    def repeat(data: bytes) -> bytes:
+        nonlocal longest
+        longest = max(longest, len(data))
+        return data * 20
+
+    monkeypatch.setattr(one, "_damages", [repeat])
+    for _ in range(50):
+        one.input()
+    assert longest == mutator.MAX_INPUT_BYTES
 
 
 def test_the_script_prints_a_table_and_says_by_its_status_that_all_is_well(tmp_path: Path) -> None:

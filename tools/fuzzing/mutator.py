@@ -148,8 +148,9 @@ class Mutator:
             if chance < 0.5:
                 return data[:MAX_INPUT_BYTES]
         for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
-            data = rng.choice(self._damages)(data)
-        return data[:MAX_INPUT_BYTES]
+            # Cut each time: six repetitions would take 20 ** 6 times the memory, and be told as the decoder's.
+            data = rng.choice(self._damages)(data)[:MAX_INPUT_BYTES]
+        return data
 
     def _place(self, data: bytes) -> int:
         return int(self._rng.random() * (len(data) + 1))
