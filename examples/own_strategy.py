@@ -23,7 +23,7 @@ class Damped(Strategy):
     """Asynchronous SGD, w ← w - γ·g / (1 + τ)^power (Zhang, Gupta, Lian, Liu, IJCAI 2016)."""
 
     power: float = 1.0
-    cut = "partitions"  # each worker has a share of the data
+    cut = "queue"  # each worker takes minibatches as it needs them
     survives_worker_loss = True  # nobody waits for anybody
 
     def optimizer(self):

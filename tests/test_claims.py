@@ -123,7 +123,7 @@ def test_measurements_that_are_none(changes: dict[str, Any]) -> None:
 def test_only_workers_are_answered() -> None:
     answers = membership().answers
     for answer in (
-        answers.orphans("shard-0", 0, True),
+        answers.assign("shard-0", v1.Ask(), 0.0),
         answers.ending("shard-0", v1.Ending()),
         answers.shares("shard-0", v1.Took()),
     ):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradstream.data import BatchRef, EpochPlan, Ledger, PartitionPlan, RoundPlan
+from gradstream.data import BatchRef, EpochPlan, Ledger, PartitionPlan, QueuePlan, RoundPlan
+from gradstream.data.ledger import Supply
+from gradstream.data.stream_plan import StreamPlan
 from gradstream.errors import ConfigError, InternalError
+
+KINDS: list[type[EpochPlan]] = [QueuePlan, PartitionPlan]
 
 
 def refs_of(plan: EpochPlan, epochs: int, partition: int) -> list[BatchRef]:
@@ -28,32 +34,95 @@ def test_a_run_without_losses() -> None:
             assert not ledger.receipt(ref, partition)
     assert ledger.finished
     assert all(ledger.complete(epoch) and ledger.reassigned(epoch) == 0 for epoch in range(3))
-    assert ledger.orphans(2, 10, 0) == ()
+    assert ledger.hand_out(0, 10) == ()
 
 
-def test_a_lost_workers_batches_go_to_who_asks() -> None:
-    plan = PartitionPlan(8, 1, 2)
+def taken(plan: EpochPlan, refs: Sequence[BatchRef]) -> list[tuple[int, int]]:
+    """(epoch, samples) of minibatches."""
+    return [(ref.epoch, plan.size(ref) or 0) for ref in refs]
+
+
+def test_from_a_queue_each_takes_the_next_ones() -> None:
+    ledger = Ledger(QueuePlan(9, 2, 2), epochs=2)
+    assert ledger.supply(0) == Supply(epoch=5, run=10)
+    assert ledger.hand_out(0, 2) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1))
+    assert ledger.hand_out(1, 1) == (BatchRef(0, 0, 2),)
+    assert ledger.supply(1) == Supply(epoch=2, run=7)
+    assert ledger.hand_out(1, 9)[1:3] == (BatchRef(0, 0, 4), BatchRef(1, 0, 0))
+    assert ledger.supply(0) == Supply(epoch=0, run=0)
+    assert ledger.hand_out(0, 1) == ()
+    assert (ledger.in_hand(0), ledger.in_hand(1)) == (2, 8)
+    assert ledger.receipt(BatchRef(0, 0, 1), 0)
+    assert (ledger.in_hand(0), ledger.num_receipts, ledger.num_samples) == (1, 1, 2)
+
+
+def test_what_a_lost_worker_had_is_handed_out_again_once() -> None:
+    ledger = Ledger(QueuePlan(8, 1, 3), epochs=1)
+    first, second = ledger.hand_out(1, 3), ledger.hand_out(0, 2)
+    assert ledger.receipt(first[1], 1)
+    assert (ledger.lost(1), ledger.lost(1)) == (2, 0)
+    assert ledger.supply(0) == Supply(epoch=5, run=5)
+    assert ledger.hand_out(1, 9) == ()
+    assert ledger.hand_out(2, 3) == (first[0], first[2], BatchRef(0, 0, 5))
+    assert ledger.lost(2) == 3  # the taker dies, too
+    assert ledger.receipt(first[2], 2)  # was on its way then
+    assert ledger.hand_out(0, 9) == (first[0], *(BatchRef(0, 0, batch) for batch in (5, 6, 7)))
+    for ref in (*second, first[0], *(BatchRef(0, 0, batch) for batch in (5, 6, 7))):
+        assert ledger.receipt(ref, 0)
+    assert ledger.finished
+    assert ledger.reassigned(0) == 2
+
+
+def test_minibatches_of_several_sizes_cover_an_epoch() -> None:
+    plan = QueuePlan(50, [12, 4], 2)
+    assert (plan.unit, plan.sizes, plan.per_step) == (4, (3, 1), 4)
     ledger = Ledger(plan, epochs=2)
-    ledger.receipt(BatchRef(0, 1, 0), 1)
-    ledger.receipt(BatchRef(0, 1, 2), 1)
-    assert ledger.orphans(1, 9, 0) == ()
-    assert ledger.lost(1) == 6
-    assert ledger.lost(1) == 0
-    assert ledger.orphans(0, 9, 0) == (BatchRef(0, 1, 1), BatchRef(0, 1, 3))
-    assert ledger.orphans(0, 9, 0) == ()
-    assert ledger.orphans(1, 3, 0) == tuple(BatchRef(1, 1, batch) for batch in range(3))
-    assert ledger.orphans(1, 3, 1) == ()  # a dead worker is handed nothing
-    assert ledger.receipt(BatchRef(0, 1, 3), 0)
-    assert (ledger.missing(0), ledger.reassigned(0)) == (5, 1)
+    assert ledger.num_planned == 13  # 2 · 50 samples are 6.25 steps of two workers, and a bit
+    large = ledger.hand_out(0, 3, size=3)
+    small = ledger.hand_out(1, 2, size=1)
+    rest = ledger.hand_out(0, 9, size=3)
+    assert large == tuple(BatchRef(0, 0, batch, 3) for batch in (0, 3, 6))
+    assert small == (BatchRef(0, 0, 9), BatchRef(0, 0, 10))
+    assert taken(plan, rest)[:3] == [(0, 6), (1, 12), (1, 12)]
+    done = np.concatenate([plan.ids(ref) for ref in (*large, *small, rest[0])])
+    assert sorted(done) == list(range(50))
+    ledger.lost(0)
+    assert ledger.hand_out(1, 2, size=1) == (
+        BatchRef(0, 0, 0),
+        BatchRef(0, 0, 1),
+    )  # in pieces of its own size
+    assert ledger.receipt(large[0], 0)  # late: two units of it are with another now
+    assert ledger.num_samples == 12
+    assert not ledger.receipt(BatchRef(0, 0, 1), 1)
+    assert ledger.num_receipts == 1
 
 
-def test_a_taker_dies_too_and_its_late_receipt_counts() -> None:
-    ledger = Ledger(PartitionPlan(6, 1, 3), epochs=1)
-    assert ledger.lost(2) == 2
-    assert ledger.orphans(0, 9, 1) == (BatchRef(0, 2, 0), BatchRef(0, 2, 1))
-    assert ledger.lost(1) == 2 + 2
-    assert ledger.receipt(BatchRef(0, 2, 0), 1)  # was on its way when worker 1 died
-    assert ledger.orphans(0, 9, 0) == (BatchRef(0, 1, 0), BatchRef(0, 1, 1), BatchRef(0, 2, 1))
+def test_a_worker_takes_of_its_own_partition_and_then_of_the_fullest_of_that_epoch() -> None:
+    ledger = Ledger(PartitionPlan(12, 1, 3), epochs=2)
+    assert ledger.hand_out(2, 3) == tuple(BatchRef(0, 2, batch) for batch in range(3))
+    ledger.hand_out(1, 1)
+    mine = ledger.hand_out(0, 9)
+    assert mine == (
+        *(BatchRef(0, 0, batch) for batch in range(4)),
+        *(BatchRef(0, 1, batch) for batch in range(1, 4)),
+        BatchRef(0, 2, 3),
+        BatchRef(1, 0, 0),
+    )
+    for ref in mine:
+        assert ledger.receipt(ref, 0)
+    assert ledger.reassigned(0) == 0  # nobody had them before
+
+
+def test_of_a_stream_only_what_a_lost_worker_has_left_is_taken_before_the_end() -> None:
+    plan = StreamPlan((2, 2, 2), rounds=None, endless=False, typical_size=8)
+    ledger = Ledger(plan, epochs=2)
+    assert ledger.hand_out(0, 3) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1), BatchRef(1, 0, 0))
+    ledger.lost(2)
+    assert ledger.hand_out(0, 2) == (BatchRef(0, 2, 0), BatchRef(0, 2, 1))
+    assert ledger.hand_out(0, 9) == (
+        BatchRef(1, 0, 1), BatchRef(1, 2, 0), BatchRef(1, 2, 1),
+        *(BatchRef(epoch, 1, batch) for epoch in (0, 1) for batch in (0, 1)),
+    )  # fmt: skip
 
 
 def test_an_epoch_is_complete_when_all_before_it_are() -> None:
@@ -68,25 +137,21 @@ def test_an_epoch_is_complete_when_all_before_it_are() -> None:
     assert ledger.finished
 
 
-def test_orphans_of_earlier_epochs_come_first() -> None:
-    ledger = Ledger(PartitionPlan(3, 1, 3), epochs=3)
-    for ref in (BatchRef(0, 1, 0), BatchRef(1, 1, 0)):
-        ledger.receipt(ref, 1)
-    ledger.lost(1)
-    ledger.lost(2)
-    assert ledger.orphans(2, 2, 0) == (BatchRef(0, 2, 0), BatchRef(1, 2, 0))
-    assert ledger.orphans(2, 9, 0) == (BatchRef(2, 1, 0), BatchRef(2, 2, 0))
-
-
 def test_steps_end_a_run() -> None:
-    ledger = Ledger(PartitionPlan(20, 2, 3, shares=(1, 4, 0)), max_batches_per_partition=5)
+    ledger = Ledger(PartitionPlan(20, 2, 3, shares=(1, 4, 0)), steps=5)
     assert ledger.num_epochs == 3  # partition 0 has two batches an epoch
     assert [ledger.batches(epoch) for epoch in range(4)] == [7, 2, 1, 0]
     assert [ledger.samples(epoch) for epoch in range(4)] == [14, 4, 2, 0]
     with pytest.raises(InternalError, match="no minibatch of this run"):
         ledger.receipt(BatchRef(0, 1, 5), 1)
-    both = Ledger(PartitionPlan(20, 2, 2), epochs=1, max_batches_per_partition=9)
+    both = Ledger(PartitionPlan(20, 2, 2), epochs=1, steps=9)
     assert both.num_epochs == 1
+
+
+def test_steps_of_a_queue_are_those_of_each_worker() -> None:
+    ledger = Ledger(QueuePlan(20, 2, 3), steps=5)
+    assert (ledger.most_begun, ledger.num_planned, ledger.num_epochs) == (15, 15, 2)
+    assert len(ledger.hand_out(1, 99)) == 15
 
 
 def test_batches_without_samples_need_receipts() -> None:
@@ -95,27 +160,28 @@ def test_batches_without_samples_need_receipts() -> None:
 
 def test_a_long_run_is_as_small_as_a_short_one() -> None:
     ledger = Ledger(PartitionPlan(10, 1, 2), epochs=10**12)
-    assert ledger.lost(1) == 5 * 10**12
+    ledger.lost(1)
     for epoch in range(100):
-        for batch in range(5):
-            ledger.receipt(BatchRef(epoch, 0, batch), 0)
-        for ref in ledger.orphans(epoch, 5, 0):
+        for ref in ledger.hand_out(0, 10):
             ledger.receipt(ref, 0)
         assert ledger.complete(epoch)
-    assert not any(line.ahead or line.returned for line in ledger._partitions)
-    assert not ledger._holder
+    assert not any(line.ahead or line.returned for line in ledger._lines)
+    assert not any(ledger._hands.values())
+    assert not ledger._again
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 4), st.booleans())
-def test_any_history_ends_with_every_batch_once(
-    rng: random.Random, workers: int, epochs: int, rounds: bool
+@given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 4), st.sampled_from(KINDS))
+def test_any_history_ends_with_every_sample_once(
+    rng: random.Random, workers: int, epochs: int, kind: type[EpochPlan]
 ) -> None:
     """Against a plain set: receipts late and repeated, takers dying, until one worker is left."""
-    plan = (RoundPlan if rounds else PartitionPlan)(rng.randint(5, 30), rng.randint(1, 4), workers)
+    samples = rng.randint(5, 30)
+    sizes = [rng.choice((2, 4)) for _ in range(workers)] if kind is QueuePlan else rng.randint(1, 4)
+    plan = kind(samples, sizes, workers)
     ledger = Ledger(plan, epochs=epochs)
-    hands = [refs_of(plan, epochs, rank) for rank in range(workers)]
-    missing = {ref for hand in hands for ref in hand}
+    missing = {(epoch, number) for epoch in range(epochs) for number in range(samples)}
+    hands: list[list[BatchRef]] = [[] for _ in range(workers)]
     late: list[tuple[BatchRef, int]] = []
     alive = list(range(workers))
     while not ledger.finished:
@@ -123,25 +189,25 @@ def test_any_history_ends_with_every_batch_once(
         if len(alive) > 1 and rng.random() < 0.02:
             alive.remove(rank)
             ledger.lost(rank)
-            continue
-        if not hands[rank]:
-            hands[rank] += ledger.orphans(rng.randrange(epochs), rng.randint(1, 4), rank)
-            assert set(hands[rank]) <= missing
-            continue
-        late.append((hands[rank].pop(0), rank))
+        elif not hands[rank]:
+            size = rng.choice((1, 2)) if kind is QueuePlan else 1
+            hands[rank] += ledger.hand_out(rank, rng.randint(1, 4), size)
+        else:
+            late.append((hands[rank].pop(0), rank))
         if rng.random() < 0.5:
             rng.shuffle(late)
         # the living's receipts arrive; the dead's may, or are lost with them
         while late and rng.random() < 0.8:
             ref, sender = late.pop()
+            told = {(ref.epoch, int(number)) for number in plan.ids(ref)}
             if sender in alive or rng.random() < 0.5:
-                assert ledger.receipt(ref, sender) == (ref in missing)
-                missing.discard(ref)
+                assert ledger.receipt(ref, sender) == bool(told & missing)
+                missing -= told
             if sender in alive and rng.random() < 0.2:
                 assert not ledger.receipt(ref, sender)
+        assert ledger.num_samples == epochs * samples - len(missing)
         for epoch in range(epochs):
-            assert ledger.missing(epoch) == sum(ref.epoch == epoch for ref in missing)
-            assert ledger.complete(epoch) == (not any(ref.epoch <= epoch for ref in missing))
+            assert ledger.complete(epoch) == (not any(its <= epoch for its, _ in missing))
     assert not missing
 
 
@@ -150,7 +216,7 @@ def test_any_history_ends_with_every_batch_once(
     [
         ({}, "give epochs or steps"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"max_batches_per_partition": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
     ],
 )
 def test_errors(limits: dict[str, int], message: str) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import gradstream as gs
 from gradstream.cli.progress import Progress
-from gradstream.data import BatchRef, Ledger, PartitionPlan
+from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
 from gradstream.membership.answers import Answers
@@ -147,16 +147,16 @@ def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
 
 def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: answers say that they are of the turn in which they are used."""
-    inner = Answers.orphans
+    inner = Answers.assign
 
-    def of_any_turn(self: Answers, who: str, epoch: int, last: bool) -> Any:
-        answer = inner(self, who, epoch, last)
-        if isinstance(answer, v1.OrphanBatches):
+    def of_any_turn(self: Answers, who: str, request: v1.Ask, at_s: float) -> Any:
+        answer = inner(self, who, request, at_s)
+        if isinstance(answer, v1.Assigned):
             answer.turn = 1 << 40
         return answer
 
-    monkeypatch.setattr(Answers, "orphans", of_any_turn)
-    monkeypatch.setattr(Pace, "turn", property(lambda pace: v1.Turn(number=1 << 40, first=pace._turn.first)))
+    monkeypatch.setattr(Answers, "assign", of_any_turn)
+    monkeypatch.setattr(Pace, "turn", property(lambda pace: v1.Turn(number=1 << 40)))
     with pytest.raises(AssertionError, match="was applied"):
         check_restless(*range(12))
 
@@ -217,42 +217,32 @@ def test_a_resumed_run_has_its_warm_start_behind_it() -> None:
 
 
 class Owners:
-    """Three workers that take their own minibatches in order, and others' by asking."""
+    """Three workers that go through the minibatches that they are handed."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.plan = PartitionPlan(18, batch_size, 3)
-        self.ledger = Ledger(self.plan, epochs=2)
+    def __init__(self, batch_size: int, queue: bool) -> None:
+        self.ledger = Ledger((QueuePlan if queue else PartitionPlan)(18, batch_size, 3), epochs=2)
         self.owners: dict[BatchRef, int] = {}
-        self.next_own = [0, 0, 0]
         self.in_hand: list[list[BatchRef]] = [[], [], []]
         self.held: set[int] = set()
         self.lost: set[int] = set()
 
-    def begin(self, rank: int, ref: BatchRef) -> None:
-        """A minibatch is begun, and gets its receipt before anything else happens."""
-        assert ref not in self.owners, f"{ref} is with {self.owners[ref]} and {rank}"
-        self.owners[ref] = rank
-        assert self.ledger.receipt(ref, rank)
-
-    def own(self, rank: int) -> None:
-        if self.next_own[rank] < self.plan.batches_before(rank, 2):
-            self.begin(rank, self.plan.nth(rank, self.next_own[rank]))
-            self.next_own[rank] += 1
-
     def ask(self, rank: int) -> None:
-        self.in_hand[rank] += self.ledger.orphans(1, 2, rank)
+        self.in_hand[rank] += self.ledger.hand_out(rank, 2)
 
     def take(self, rank: int) -> None:
+        """A minibatch is begun, and gets its receipt before anything else happens."""
         if self.in_hand[rank]:
-            self.begin(rank, self.in_hand[rank].pop(0))
+            ref = self.in_hand[rank].pop(0)
+            assert ref not in self.owners, f"{ref} is with {self.owners[ref]} and {rank}"
+            self.owners[ref] = rank
+            assert self.ledger.receipt(ref, rank)
 
     def hold(self, rank: int) -> None:
-        self.ledger.lend(rank)
+        assert self.ledger.take_back(rank) == len(self.in_hand[rank])
         self.held.add(rank)
         self.in_hand[rank].clear()
 
     def let_in(self, rank: int) -> None:
-        self.next_own[rank] = self.ledger.recall(rank)
         self.held.discard(rank)
 
     def lose(self, rank: int) -> None:
@@ -265,20 +255,18 @@ class Owners:
         survivor, *others = [rank for rank in range(3) if rank not in self.lost]
         for rank in others:
             self.lose(rank)
-        if survivor in self.held:
-            self.let_in(survivor)
         for _ in range(36):
-            self.own(survivor)
-            self.take(survivor)
             self.ask(survivor)
+            self.take(survivor)
+            self.take(survivor)
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whoever_is_held_back_or_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
-    run = Owners(data.draw(st.integers(1, 3)))
+    run = Owners(data.draw(st.integers(1, 3)), data.draw(st.booleans()))
     working, away = (
-        [Owners.own, Owners.own, Owners.ask, Owners.take, Owners.take, Owners.hold],
+        [Owners.ask, Owners.take, Owners.take, Owners.hold],
         [Owners.let_in],
     )
     for _ in range(data.draw(st.integers(0, 60))):
@@ -292,7 +280,7 @@ def test_whoever_is_held_back_or_lost_each_minibatch_has_one_owner(data: st.Data
 
 def test_what_a_run_goes_through_in_all() -> None:
     plan = PartitionPlan(20, 3, 2)
-    for limits in ({"epochs": 5}, {"max_batches_per_partition": 7}):
+    for limits in ({"epochs": 5}, {"steps": 7}):
         ledger = Ledger(plan, **limits)
         assert ledger.total_samples == sum(ledger.samples(epoch) or 0 for epoch in range(ledger.num_epochs))
 

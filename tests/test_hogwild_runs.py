@@ -106,7 +106,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
-    ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1, max_batches_per_partition=None)
+    ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1)
     cuts, both = Cuts(ledger, Policy(), together=False), ["worker-0", "worker-1"]
     cuts.begin(0.0, both, both)
     cut = cuts.current

@@ -11,10 +11,12 @@ import pytest
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
+from gradstream.data.shares import Speed
 from gradstream.deadlines import Deadlines
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.events import StartedEvent, StepEvent
 from gradstream.membership import Coordinator, Member, Membership, Outcome, RunAbortedError
+from gradstream.membership.assignment import Assignment
 from gradstream.runtime import Network, Partition, VirtualCluster, World
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
@@ -53,9 +55,11 @@ class Cluster:
             num_samples=8,
             total_steps=4,
         )
+        ledger = Ledger(PartitionPlan(8, 2, 2), epochs=1)
         membership = Membership(
             started,
-            Ledger(PartitionPlan(8, 2, 2), epochs=1),
+            ledger,
+            assignment=Assignment(ledger, 2, lead_s=10.0),
             survives_worker_loss=self.survives,
             software="1",
         )
@@ -137,7 +141,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         member.receipt(refs(rank, batch))
     complete = False
     while not complete:
-        batches, complete, _ = await member.orphans(0, last=True)
+        batches, complete, _ = await member.assign(True, 0, Speed())
         member.receipt(batches)
     member.finished()
     assert (await member.over()).phase == v1.Notice.FINISHED
@@ -169,6 +173,8 @@ def test_one_seed_is_one_history() -> None:
 
 async def dies(cluster: Cluster, member: Member) -> None:
     await member.training()
+    for _ in range(2):
+        await member.assign(False, 0, Speed())
     member.receipt(refs(member.node.rank, 0))
     await cluster.virtual.runtime("director").sleep(1.5)
     cluster.network.kill(member.node.name)

@@ -8,6 +8,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.events import Event, FailedEvent, FinishedEvent, LeftEvent, StartedEvent
+from gradstream.membership.assignment import Assignment
 from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.membership.receipts import receipt_of
 from gradstream.membership.state import Membership
@@ -28,7 +29,12 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
         total_steps=2 * workers * epochs,
     )
     ledger = Ledger(PartitionPlan(4 * workers, 2, workers), epochs=epochs)
-    return Membership(started, ledger, survives_worker_loss=survives, software="1")
+    assignment = Assignment(ledger, workers, lead_s=10.0)
+    return Membership(started, ledger, survives_worker_loss=survives, software="1", assignment=assignment)
+
+
+def ask_of(number: int, *, wait: bool = False) -> v1.Ask:
+    return v1.Ask(number=number, wait=wait)
 
 
 def ask(name: str, *, model: v1.ModelSpec = SPEC, software: str = "1", incarnation: int = 1) -> v1.Join:
@@ -160,22 +166,31 @@ def test_the_deadline_for_joining_names_who_is_missing() -> None:
 
 def test_batches_of_a_lost_worker_are_taken_over() -> None:
     membership = gathered()
+    for name in ("worker-1", "worker-0"):
+        batches = []
+        for number in (1, 2):
+            answer = membership.answers.assign(name, ask_of(number), 0.0)
+            assert isinstance(answer, v1.Assigned)
+            batches += answer.batches
+        assert batches == receipts(int(name[-1]))
     membership.beat("worker-1", v1.Beat(receipts=receipts(1, [0])), 1.0)
     membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
-    assert membership.answers.orphans("worker-0", 0, last=True) is None
+    assert membership.answers.assign("worker-0", ask_of(3, wait=True), 1.0) is None
     out = membership.lost("worker-1", "no sign of life", 0.0)
     left = only(out, LeftEvent)
     assert isinstance(left, LeftEvent)
     assert (left.lost, left.reason, left.epoch) == (True, "no sign of life", 2)
     assert membership.nodes.epoch == 2
-    answer = membership.answers.orphans("worker-0", 0, last=True)
-    assert isinstance(answer, v1.OrphanBatches)
+    answer = membership.answers.assign("worker-0", ask_of(3, wait=True), 2.0)
+    assert isinstance(answer, v1.Assigned)
     assert list(answer.batches) == receipts(1, [1])
     assert not answer.complete
+    assert membership.answers.assign("worker-0", ask_of(3, wait=True), 3.0) == answer  # asked again
+    assert membership.answers.assign("worker-0", ask_of(4, wait=True), 3.0) is None
     out = membership.beat("worker-0", v1.Beat(receipts=receipts(1, [1]), finished=True), 2.0)
     assert [event.name for event in events(out)] == ["ledger", "finished"]
     assert events(out)[0].reassigned == 1  # type: ignore[attr-defined]
-    assert isinstance(membership.answers.orphans("worker-1", 0, last=True), Refuse)
+    assert isinstance(membership.answers.assign("worker-1", ask_of(9), 3.0), Refuse)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from gradstream.recording import (
     Changed,
     Closed,
     Decided,
+    Handed,
     Log,
-    Orphans,
     Part,
     Pushed,
     Read,
@@ -45,10 +45,10 @@ ENTRIES: list[Entry] = [
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
     Decided(300, (0, 2), ((1, 5), (3, 400))),
     Summed(7, 65, 0xFFFFFFFF),
-    Orphans((BatchRef(1, 2, 3), BatchRef(0, 200, 0)), complete=False, turn=3),
-    Orphans((), complete=True),
+    Handed((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, turn=3),
+    Handed((), complete=True),
     Stood(129, ends=True),
-    Turned(12, 3, 500, "together"),
+    Turned(12, 3, "together"),
     Closed(),
 ]
 
@@ -115,7 +115,7 @@ def test_a_block_that_was_altered_is_refused() -> None:
     with pytest.raises(DataError, match="not a recording"):
         read_log(b"", "one.rec")
     with pytest.raises(DataError, match="format"):
-        read_log(_with_format(2), "one.rec")
+        read_log(_with_format(1), "one.rec")
 
 
 def _with_format(number: int) -> bytes:

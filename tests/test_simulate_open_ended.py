@@ -227,7 +227,7 @@ def test_partitions_end_once_every_minibatch_has_its_receipt() -> None:
     assert ledger.receipt(BatchRef(0, 1, 0), 1)
     assert ledger.ended(0, batches=1, samples=5, next_round=1) is True
     assert ledger.finished
-    assert (ledger.batches(0), ledger.samples(0)) == (3, 12)
+    assert (ledger.num_batches(0), ledger.samples(0)) == (3, 12)
     with pytest.raises(InternalError, match="worker 1"):
         ledger.receipt(BatchRef(0, 0, 1), 1)
 
@@ -236,4 +236,3 @@ def test_a_lost_worker_is_not_waited_for() -> None:
     ledger = OpenLedger(2, rounds=False)
     assert ledger.lost(1) == 0
     assert ledger.ended(0, batches=0, samples=0, next_round=1) is True
-    assert ledger.orphans(0, 4, 0) == ()

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 import gradstream as gs
-from gradstream.data.base import BatchRef
+from gradstream.data.base import BatchRef, DataCut
 from gradstream.data.plan import PartitionPlan
 from gradstream.jobfile import load_job
 from gradstream.model.base import Batch, Layout
@@ -192,7 +192,7 @@ def test_the_checker_notices_a_shard_that_does_not_wait(monkeypatch: pytest.Monk
 class Barrier(gs.Synchronous):
     """Synchronous SGD on the minibatches that SSP's workers have."""
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
 
 
 @pytest.mark.parametrize("optimizer", [gs.SGD, partial(gs.SGD, momentum=0.5)], ids=["sgd", "momentum"])

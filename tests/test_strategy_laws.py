@@ -7,13 +7,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner
 
 import gradstream as gs
 from gradstream.cli import main
+from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.server.rule import Contribution, Immediate, Rule
@@ -108,7 +109,7 @@ class MeansOnly(gs.Synchronous):
 class Plain(Strategy):
     """A push for each gradient, a fetch for each push: what the faults below are planted in."""
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
 
     def optimizer(self) -> Optimizer:
@@ -214,7 +215,7 @@ class Rolling(Plain):
 class Deaf(Strategy):
     """Workers take turns, and nothing of what they push counts."""
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
+    cut: ClassVar[DataCut] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
 
     def optimizer(self) -> Optimizer:

@@ -47,6 +47,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         servers=num_servers(job, strategy),
         batch_size=job.batch_size,
         shares=job.shares,
+        assignment=job.assignment,
         groups=groups_of(job.groups, optimizer),
         accumulate=job.accumulate,
         clip=Clip(job.clip_norm, job.clip_value),

@@ -151,7 +151,7 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
         why = f"{name} has no order: workers write the same memory at once"
     elif is_open_ended(job):
         why = "the gradients of a training loop of your own cannot be computed again without it"
-    elif job.shares == MEASURED:
+    elif job.shares == MEASURED and strategy.cut == "rounds":
         why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
     else:
         return
@@ -162,10 +162,10 @@ def _check_drive(job: Job, strategy: Strategy) -> None:
     if not strategy.drives():
         return
     name = type(strategy).__name__
-    if strategy.cut != "partitions" or strategy.through != "servers":
+    if strategy.cut == "rounds" or strategy.through != "servers":
         raise ConfigError(
             f"{name} has a drive(), and its workers go through rounds together: who is held back would be "
-            'missing in each; expected cut = "partitions", and servers'
+            'missing in each; expected cut = "queue", and servers'
         )
     if is_open_ended(job):
         raise ConfigError(
@@ -206,6 +206,7 @@ _OF_THE_LOOP = (
     "groups",
     "batch_size",
     "shares",
+    "assignment",
     "accumulate",
     "clip_norm",
     "clip_value",

@@ -47,8 +47,14 @@ class Job:
         workers: how many replicas of the model.
         servers: how many shards of the parameter server; None is one, or none for a strategy without.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
-        shares: relative amounts of data, one per worker, where the strategy partitions the data. "measured":
-            the workers' parts of a synchronous round follow their measured speed; the round stays as large.
+        shares: relative amounts of data, one per worker: of each round, or, without rounds, of each epoch,
+            which is then divided into partitions. "measured": the sizes of the workers' minibatches follow
+            their measured speed, and have as many samples together. Without rounds that is needless, but
+            under SSP: fast workers take more minibatches.
+        assignment: without rounds, who gets which minibatch. "queue": each worker takes the next ones of the
+            epoch as it needs them. "partitions": each has a part of every epoch, as large as its share, and
+            others take what is left of it when they are done with theirs. None: partitions where shares are
+            given or the data is a stream, else the queue.
         accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
             the joined minibatch, in the memory of a small one.
         clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.
@@ -97,6 +103,7 @@ class Job:
     servers: int | None = None
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
+    assignment: Literal["queue", "partitions"] | None = None
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -137,6 +144,7 @@ class JobOptions(TypedDict, total=False):
     servers: int | None
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
+    assignment: Literal["queue", "partitions"] | None
     accumulate: int
     clip_norm: float | None
     clip_value: float | None

@@ -36,6 +36,7 @@ class ResumeOptions(TypedDict, total=False):
     servers: int
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
+    assignment: Literal["queue", "partitions"] | None
     epochs: int | None
     steps: int | None
     checkpoint_every: int | str | None

@@ -15,17 +15,19 @@ from gradstream.checkpoint.manifest import Manifest, Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.forming import form_group
-from gradstream.data.base import Dataset, Division, Plan
+from gradstream.data.base import DataCut, Dataset, Division, Plan
 from gradstream.data.done import Done
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan
+from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError
 from gradstream.events import StartedEvent
+from gradstream.membership.assignment import Assignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.coordinator import Coordinator
 from gradstream.membership.cut import Limits
@@ -79,7 +81,7 @@ class Cast:
         software: version of gradstream.
         strategy, optimizer: how to distribute, and how to update.
         workers, servers: how many of each.
-        batch_size, shares: how data is divided; see `data.plan`.
+        batch_size, shares, assignment: how data is divided; see `data.plan` and `data.queue_plan`.
         groups: parameters with settings of their own.
         accumulate: so many minibatches of that size are joined in a step.
         clip: bounds of each worker's gradient.
@@ -114,6 +116,7 @@ class Cast:
     data: Dataset
     num_parameters: int
     reduction: Reduction
+    assignment: Literal["queue", "partitions"] | None = None
     groups: tuple[Group, ...] = ()
     accumulate: int = 1
     clip: Clip = field(default_factory=Clip)
@@ -142,7 +145,7 @@ class Cast:
     def plan(self) -> Plan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
         division = Division(
-            cut=self.strategy.cut,
+            cut=self._cut,
             batch_size=self.batch_size,
             workers=self.workers,
             seed=self.seed,
@@ -158,12 +161,22 @@ class Cast:
         return joined
 
     @property
+    def _cut(self) -> DataCut:
+        """How the data is divided: by what the strategy says, and where there is a choice the job."""
+        if self.strategy.cut == "rounds" or self.assignment is None:
+            by_shares = self.shares is not None and self.shares != MEASURED
+            return "partitions" if by_shares and self.strategy.cut == "queue" else self.strategy.cut
+        return self.assignment
+
+    @property
     def balanced(self) -> bool:
-        """Whether shares of a round follow the measured speed of the workers."""
+        """Whether sizes follow the measured speed of the workers."""
         return self.shares == MEASURED
 
     def _check_balanced(self, plan: Plan, joined: Plan) -> None:
         """Raises unless a round can be divided anew; a resumed run goes on with the shares it had."""
+        if isinstance(plan, QueuePlan):
+            return
         if not isinstance(plan, RoundPlan):
             raise ConfigError(
                 f"shares='measured': the data {self.data.name!r} brings its own plan, {plan!r}, whose rounds "
@@ -177,7 +190,7 @@ class Cast:
         """An account of every minibatch of the run."""
         if self.open_ended:
             return OpenLedger(self.workers, rounds=self.strategy.cut == "rounds")
-        return Ledger(self.plan(), epochs=self.epochs, max_batches_per_partition=self.steps_left)
+        return Ledger(self.plan(), epochs=self.epochs, steps=self.steps_left)
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """Who a node is, before it has joined."""
@@ -188,7 +201,6 @@ class Cast:
     ) -> Coordinator:
         """The coordinator; `on_events` gets every event of the run as JSON lines."""
         ledger = self.ledger()
-        batches = sum(ledger.batches(epoch) for epoch in range(ledger.num_epochs))
         driven = self.strategy.drives()
         rounds, earlier = self.strategy.cut == "rounds", self.resume.step if self.resume is not None else 0
         started = StartedEvent(
@@ -200,7 +212,7 @@ class Cast:
             num_parameters=self.num_parameters,
             num_samples=self.data.num_samples,
             in_rounds=rounds,
-            total_steps=0 if self.open_ended else earlier + (batches // self.workers if rounds else batches),
+            total_steps=self._total_steps(ledger, earlier),
         )
         membership = Membership(
             started,
@@ -212,7 +224,10 @@ class Cast:
             resume=self.resume,
             limits=Limits(hold_s=self.deadlines.cut_s),
             quorum=self.strategy.quorum(self.workers),
-            balance=Balance(ledger.plan) if self.balanced and isinstance(ledger, Ledger) else None,
+            balance=Balance(ledger.plan) if rounds and self.balanced and isinstance(ledger, Ledger) else None,
+            assignment=None
+            if rounds or isinstance(ledger, OpenLedger)
+            else Assignment(ledger, self.workers, self.deadlines.lease_s),
             turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
         )
         return Coordinator(
@@ -227,6 +242,12 @@ class Cast:
             drive=self.strategy.drive if driven else None,
             num_samples=self.data.num_samples,
         )
+
+    def _total_steps(self, ledger: Ledger | OpenLedger, earlier: int) -> int:
+        """Minibatches over all workers, or rounds; 0 where nobody knows."""
+        if isinstance(ledger, OpenLedger):
+            return 0
+        return earlier + ledger.num_planned // (self.workers if self.strategy.cut == "rounds" else 1)
 
     def _keeping(self, started: StartedEvent, policy: Policy) -> Keeping:
         template = Manifest(

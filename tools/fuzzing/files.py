@@ -103,10 +103,10 @@ _ENTRIES = b"".join(
         entries.Asked(1, 0, 2, 3),
         entries.Read(1, 0, 2, 0, 3, 7),
         entries.Summed(1, 2, 1 << 31),
-        entries.Orphans((BatchRef(0, 1, 2),), True, 3),
+        entries.Handed((BatchRef(0, 1, 2),), True, 3),
         entries.Stood(4, False),
         entries.Changed("keep", (0, 1), 3, 4, ((0, 1), (2, 3))),
-        entries.Turned(1, 2, 3, "warm"),
+        entries.Turned(1, 2, "warm"),
         entries.Decided(5, (0, 2), ((0, 1),)),
         entries.Closed(),
     )
@@ -118,7 +118,7 @@ def _block(content: bytes) -> bytes:
     return len(packed).to_bytes(4, "little") + zlib.crc32(packed).to_bytes(4, "little") + packed
 
 
-_LOG_HEAD = _json({"format": 1, "node": "shard-0", "job": "j", "threads": 1})
+_LOG_HEAD = _json({"format": 2, "node": "shard-0", "job": "j", "threads": 1})
 
 
 def _log_blocks(data: bytes, rng: random.Random) -> bytes:

@@ -20,8 +20,10 @@ from fuzzing.texts import DECODERS as TEXTS
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
+from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
 from gradstream.events import MachineEvent, StartedEvent, encode
+from gradstream.membership.assignment import Assignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.event_gate import EventGate
 from gradstream.membership.instructions import Emit, Refuse
@@ -71,9 +73,8 @@ def _join(name: str) -> v1.Join:
     return v1.Join(node=node, software="1", model=_SPEC if role == "worker" else None, tensors=tensors)
 
 
-def _membership(*, joined: bool = True) -> Membership:
-    """Of two workers that go through 4 rounds in each of 2 epochs, with a quorum."""
-    started = StartedEvent(
+def _started() -> StartedEvent:
+    return StartedEvent(
         job="j",
         workers=WORKERS,
         servers=1,
@@ -83,9 +84,19 @@ def _membership(*, joined: bool = True) -> Membership:
         num_samples=32,
         total_steps=8,
     )
+
+
+def _joined(membership: Membership) -> Membership:
+    for name in membership.nodes.missing:
+        membership.join(_join(name), 0.0)
+    return membership
+
+
+def _membership(*, joined: bool = True) -> Membership:
+    """Of two workers that go through 4 rounds in each of 2 epochs, with a quorum."""
     plan = RoundPlan(32, 4, WORKERS, shares="measured")
     membership = Membership(
-        started,
+        _started(),
         Ledger(plan, epochs=2),
         survives_worker_loss=True,
         software="1",
@@ -93,9 +104,16 @@ def _membership(*, joined: bool = True) -> Membership:
         quorum=1,
         balance=Balance(plan),
     )
-    for name in membership.nodes.missing if joined else ():
-        membership.join(_join(name), 0.0)
-    return membership
+    return _joined(membership) if joined else membership
+
+
+def _asynchronous() -> Membership:
+    """Of two workers that ask for minibatches, whose sizes are measured."""
+    ledger = Ledger(QueuePlan(32, 8, WORKERS, shares="measured"), epochs=2)
+    assignment = Assignment(ledger, WORKERS, lead_s=10.0)
+    return _joined(
+        Membership(_started(), ledger, survives_worker_loss=True, software="1", assignment=assignment)
+    )
 
 
 def _state(membership: Membership) -> object:
@@ -146,15 +164,17 @@ def _asks_to_join(data: bytes) -> None:
 
 
 def _asks(data: bytes) -> None:
-    """Orphans, an end, or shares, by the second byte."""
-    membership, who, body = _membership(), _who(data), data[2:]
+    """An ask for minibatches, an end, or shares, by the second byte."""
+    kind = data[1] & 3 if len(data) > 1 else 0
+    membership, who, body = _membership() if kind else _asynchronous(), _who(data), data[2:]
     answers, before = membership.answers, _state(membership)
     answer: object
     try:
-        match data[1] & 3 if len(data) > 1 else 0:
+        match kind:
             case 0:
-                orphans = v1.Orphans.FromString(body)
-                answer = answers.orphans(who, orphans.epoch, orphans.last)
+                ask = v1.Ask.FromString(body)
+                _emitted(answers.measured(who, ask))
+                answer = answers.assign(who, ask, 1.0)
             case 1:
                 answer = answers.ending(who, v1.Ending.FromString(body))
             case _:
@@ -171,7 +191,7 @@ def _asks(data: bytes) -> None:
 def _asked(data: bytes, rng: random.Random) -> bytes:
     kind = rng.randrange(3)
     message: Message = (
-        v1.Orphans(),
+        v1.Ask(in_hand=1, rounds=2, samples=8, seconds=0.5, squares=0.1),
         v1.Ending(batches=1, samples=8, round=2),
         v1.Took(rounds=1, samples=4, seconds=0.5),
     )[kind]

@@ -148,7 +148,7 @@ class Mutator:
             if chance < 0.5:
                 return data[:MAX_INPUT_BYTES]
         for _ in range(rng.choice((1, 1, 1, 2, 3, 6))):
-            # Cut each time: six repetitions would take 20 ** 6 times the memory, and be told as the decoder's.
+            # Cut each time: six repetitions make it 20 ** 6 times as long, told as the decoder's memory.
             data = rng.choice(self._damages)(data)[:MAX_INPUT_BYTES]
         return data
 

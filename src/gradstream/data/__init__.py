@@ -1,8 +1,8 @@
 """Data sets, and who goes through which sample when.
 
 `base.py` the contract; `arrays.py`, `mapped.py`, `loader.py`, `stream.py` the user's data, `fashion.py`
-and `caltech101.py` ours; `plan.py` the order of samples and its cut among workers, `feed.py` who reads
-them; `ledger.py` which of them are in the model.
+and `caltech101.py` ours; `plan.py` and `queue_plan.py` the order of samples and its cut among workers,
+`feed.py` who reads them; `ledger.py` which of them are in the model.
 """
 
 from gradstream.data.arrays import from_arrays
@@ -13,6 +13,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.loader import from_loader
 from gradstream.data.mapped import from_dataset
 from gradstream.data.plan import EpochPlan, PartitionPlan, RoundPlan
+from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.stream import from_stream
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Ids",
     "Ledger",
     "PartitionPlan",
+    "QueuePlan",
     "RoundPlan",
     "caltech101",
     "fashion_mnist",

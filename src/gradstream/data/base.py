@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from gradstream.data.done import Done
 from gradstream.model.batch import Batch
 
-__all__ = ["DEFAULT_BATCH_SIZE", "BatchRef", "Dataset", "Division", "Feed", "Ids", "Plan"]
+__all__ = ["DEFAULT_BATCH_SIZE", "BatchRef", "DataCut", "Dataset", "Division", "Feed", "Ids", "Plan"]
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+DataCut: TypeAlias = Literal["rounds", "queue", "partitions"]
+"""How data is divided among workers; see `Division`."""
 
 DEFAULT_BATCH_SIZE = 32
 """Samples per minibatch of one worker, where nobody says another number."""
@@ -56,11 +59,20 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchRef:
-    """Names one minibatch: the `batch`-th of `partition` in data epoch `epoch` (all from 0)."""
+    """Names one minibatch: the `batch`-th of `partition` in data epoch `epoch` (all from 0).
+
+    Where minibatches differ in size, `batch` counts units of samples, and this one has `count` of them.
+    """
 
     epoch: int
     partition: int
     batch: int
+    count: int = 1
+
+    @property
+    def stop(self) -> int:
+        """The number of the next one behind it."""
+        return self.batch + self.count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +80,8 @@ class Division:
     """How a run divides its data.
 
     Args:
-        cut: rounds that all workers take part in, or a partition for each.
+        cut: rounds that all workers take part in; one queue from which each takes minibatches as it needs
+            them; or a partition for each, of which others take what is left at the end.
         batch_size: samples a worker takes at a time: one number, or one per worker.
         workers: how many.
         seed: of the order of samples.
@@ -78,7 +91,7 @@ class Division:
         done: what is in the model already: the plan leaves it out.
     """
 
-    cut: Literal["rounds", "partitions"]
+    cut: DataCut
     batch_size: int | Sequence[int]
     workers: int
     seed: int
@@ -93,7 +106,22 @@ class Plan(Protocol):
 
     @property
     def num_partitions(self) -> int:
+        """Into how many lines of minibatches each epoch is cut: one for each worker, or one for all."""
+        ...
+
+    @property
+    def num_workers(self) -> int:
         """How many workers the data is planned for."""
+        ...
+
+    @property
+    def per_step(self) -> int:
+        """How many minibatches of a line all workers together take in a step: 1 where each has its own."""
+        ...
+
+    @property
+    def seekable(self) -> bool:
+        """Whether any worker can read any minibatch as fast as those of its own line."""
         ...
 
     @property

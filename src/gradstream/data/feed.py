@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from gradstream.data.base import BatchRef, Dataset, Division, Feed, Plan
+from collections.abc import Mapping
+
+from gradstream.data.base import BatchRef, DataCut, Dataset, Division, Feed, Plan
 from gradstream.data.plan import EpochPlan, Order, PartitionPlan, RoundPlan
+from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import ConfigError, InternalError
 from gradstream.model.batch import Batch
 
@@ -24,9 +27,8 @@ def plan_of(data: Dataset, division: Division) -> Plan:
 def plan_samples(
     num_samples: int, division: Division, *, order: Order | None = None, drop_last: bool = False
 ) -> EpochPlan:
-    """The plan of a data set whose samples have ids: rounds for all, or a partition for each."""
-    kind = RoundPlan if division.cut == "rounds" else PartitionPlan
-    return kind(
+    """The plan of a data set whose samples have ids: rounds, a queue, or a partition for each worker."""
+    return _KINDS[division.cut](
         num_samples,
         division.batch_size,
         division.workers,
@@ -45,6 +47,13 @@ def feed_of(data: Dataset, plan: Plan, rank: int, seed: int) -> Feed:
         feed: Feed = own(plan, rank, seed)
         return feed
     return IdFeed(data, plan)
+
+
+_KINDS: Mapping[DataCut, type[EpochPlan]] = {
+    "rounds": RoundPlan,
+    "queue": QueuePlan,
+    "partitions": PartitionPlan,
+}
 
 
 class IdFeed:

@@ -27,6 +27,7 @@ class JoinedPlan(Line):
 
     def __init__(self, plan: Plan, k: int) -> None:
         super().__init__(plan.num_partitions, plan.done)
+        self.num_workers, self.per_step, self.seekable = plan.num_workers, plan.per_step, plan.seekable
         self.plan = plan
         self.k = k
 
@@ -68,8 +69,9 @@ class JoinedPlan(Line):
 
     def parts(self, ref: BatchRef) -> list[BatchRef]:
         """The minibatches of the plan behind it that are joined in this one."""
-        stop = min((ref.batch + 1) * self.k, self.plan.batches_in(ref.partition, ref.epoch))
-        return [BatchRef(ref.epoch, ref.partition, batch) for batch in range(ref.batch * self.k, stop)]
+        stop = min(ref.stop * self.k, self.plan.batches_in(ref.partition, ref.epoch))
+        starts = range(ref.batch * self.k, stop, ref.count)
+        return [BatchRef(ref.epoch, ref.partition, batch, min(ref.count, stop - batch)) for batch in starts]
 
     def __repr__(self) -> str:
         return f"{self.k} joined of {self.plan!r}"

@@ -1,44 +1,45 @@
-"""The data ledger: which minibatches are in the model, and who makes up for a dead worker.
+"""The data ledger: which minibatches are in the model, and which nobody has begun.
 
 Where a quorum makes each update, a round's verdict accounts for all of its minibatches at once (`verdict`).
 
-A minibatch belongs to the worker whose rank is its partition, until that worker is lost. Then
-every minibatch of the partition without a receipt is an orphan, and is handed to whoever asks;
-if the taker is lost too, it is an orphan again. Receipts come in any order and more than once.
+Without rounds, minibatches are handed out to workers that ask (`hand_out`). A plan has one line of
+minibatches for all workers, or one for each. A worker gets the next ones of its own line, unless another line
+is behind by an epoch: a worker that is done with its part of an epoch helps the others to finish theirs. What
+a lost worker had in hand without a receipt is handed out again.
 
-A worker may also be held back for a while. Its partition is *lent* then: what is left of it is handed
-out as if it were orphaned, and when the worker is let in, it goes on behind what others have taken.
+Receipts come in any order and more than once.
 
-A partition's minibatches, over all epochs, are one line of sequence numbers k (`Plan.nth`). What is
-kept is a low-water mark in that line and the few numbers received ahead of it, so the memory is that
-of the disorder and not of the length of the run.
+A line's minibatches, over all epochs, have sequence numbers k (`Plan.nth`). What is kept is a low-water mark
+in the line and the few numbers received ahead of it, so the memory is that of the disorder and not of the
+length of the run.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradstream.data.base import BatchRef, Plan
 from gradstream.data.done import Done
 from gradstream.errors import ConfigError, InternalError
 
-__all__ = ["Ledger"]
+__all__ = ["Ledger", "Supply"]
+
+Piece = tuple[int, int]
+"""(k, count): so many numbers of a line, from k on."""
 
 
 @dataclass(slots=True)
-class _Partition:
-    """One partition's line of minibatches 0 … total-1."""
+class _Line:
+    """One line of minibatches 0 … total-1."""
 
     total: int
     low: int = 0  # all below have receipts
     ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
-    orphaned: bool = False  # its worker is lost, or held back
-    first: int = 0  # its worker's own begin here: others have those before, or had them
-    fresh: int = 0  # orphans from here on were never handed out
-    returned: list[int] = field(default_factory=list)  # heap: handed out, and the taker was lost
+    fresh: int = 0  # from here on none was handed out
+    returned: list[Piece] = field(default_factory=list)  # heap: handed out, and the taker did not do them
 
     def received(self, k: int) -> bool:
         return k < self.low or k in self.ahead
@@ -49,23 +50,46 @@ class _Partition:
             self.ahead.remove(self.low)
             self.low += 1
 
-    def next_orphan(self) -> int | None:
-        """The first orphan that nobody holds; receipts that came meanwhile are passed over."""
-        while self.returned and self.received(self.returned[0]):
-            heapq.heappop(self.returned)
-        candidates = self.returned[:1]
-        if self.orphaned:
-            while self.received(self.fresh):
-                self.fresh += 1
-            if self.fresh < self.total:
-                candidates.append(self.fresh)
-        return min(candidates, default=None)
+    def first(self) -> int | None:
+        """The first number that nobody has; receipts that came meanwhile are passed over."""
+        while self.returned and self.received(self.returned[0][0]):
+            k, count = heapq.heappop(self.returned)
+            if count > 1:
+                heapq.heappush(self.returned, (k + 1, count - 1))
+        if self.returned:
+            return self.returned[0][0]
+        while self.received(self.fresh):
+            self.fresh += 1
+        return self.fresh if self.fresh < self.total else None
 
-    def hand_out(self, k: int) -> None:
-        if self.returned and self.returned[0] == k:
-            heapq.heappop(self.returned)
-        else:
-            self.fresh = k + 1
+    def take(self, most: int, stop: int) -> Piece:
+        """Up to `most` numbers in a row from the first one on, all below `stop`."""
+        if not self.returned:
+            piece = self.fresh, min(most, stop - self.fresh)
+            self.fresh += piece[1]
+            return piece
+        k, count = heapq.heappop(self.returned)
+        if count > most:
+            heapq.heappush(self.returned, (k + most, count - most))
+        return k, min(most, count)
+
+    def num_free(self, stop: int | None = None) -> int:
+        """About how many nobody has, below `stop`: receipts of what was returned may have come meanwhile."""
+        fresh = max(0, (self.total if stop is None else min(stop, self.total)) - self.fresh)
+        return fresh + sum(count for k, count in self.returned if stop is None or k < stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What there is to hand out to a worker.
+
+    Args:
+        epoch: minibatches of the oldest epoch that has some; units, where sizes differ.
+        run: to the end of the run.
+    """
+
+    epoch: int
+    run: int
 
 
 class Ledger:
@@ -76,8 +100,8 @@ class Ledger:
     Args:
         plan: how the data is cut.
         epochs: how many data epochs the run has.
-        max_batches_per_partition: how many minibatches each partition has in all, over its
-            epochs. At least one of the two limits is given; with both, the smaller counts.
+        steps: how many minibatches each worker has in all, over its epochs; of a line for all workers, the
+            mean. At least one of the two limits is given; with both, the smaller counts.
 
     Raises:
         ConfigError: no limit, or one below 1.
@@ -88,42 +112,41 @@ class Ledger:
         plan: Plan,
         *,
         epochs: int | None = None,
-        max_batches_per_partition: int | None = None,
+        steps: int | None = None,
     ) -> None:
-        for what, limit in (("epochs", epochs), ("steps", max_batches_per_partition)):
+        for what, limit in (("epochs", epochs), ("steps", steps)):
             if limit is not None and limit < 1:
                 raise ConfigError(f"{what} must be at least 1, got {limit}")
-        if epochs is None and max_batches_per_partition is None:
+        if epochs is None and steps is None:
             raise ConfigError("a run needs an end: give epochs or steps")
         self.plan = plan
-        self._partitions = []
+        self._lines = []
         for partition in range(plan.num_partitions):
             limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
-            if max_batches_per_partition is not None:
-                limits.append(max_batches_per_partition if plan.batches_per_epoch(partition) else 0)
-            self._partitions.append(_Partition(min(limits)))
-        lines = enumerate(self._partitions)
-        lasts = [plan.nth(partition, line.total - 1).epoch for partition, line in lines if line.total]
+            if steps is not None:
+                limits.append(steps * plan.per_step if plan.batches_per_epoch(partition) else 0)
+            self._lines.append(_Line(min(limits)))
+        totals = [line.total for line in self._lines]
+        lasts = [plan.nth(number, total - 1).epoch for number, total in enumerate(totals) if total]
         self._num_epochs = max(lasts, default=-1) + 1
         # Data epochs, from the first on, of which nothing is missing.
         self._num_complete = min(plan.done.epochs, self._num_epochs)
         self._counted = (-1, 0)  # an epoch, and how many minibatches it has
-        self._received: Counter[int] = Counter()  # receipts per epoch
-        self._dropped: Counter[int] = Counter()  # of those, samples by epoch that are not in the model
-        self._reassigned: Counter[int] = Counter()  # of those, from another than the owner
-        self._holder: dict[tuple[int, int], int] = {}  # (partition, k) handed out -> taker
+        self._received: Counter[int] = Counter()  # numbers with a receipt, by epoch
+        self._batches: Counter[int] = Counter()  # receipts by epoch
+        self._dropped: Counter[int] = Counter()  # samples by epoch that are not in the model
+        self._reassigned: Counter[int] = Counter()  # receipts by epoch, of what was handed out before
+        self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+        """By worker, what it has: (line, k) -> count."""
+        self._again: set[tuple[int, int]] = set()  # of these, those that another had before
         self._lost: set[int] = set()
+        self.num_receipts = 0
         self.num_samples: int | None = 0  # of minibatches with a receipt; None where nobody counts them
 
     @property
-    def num_receipts(self) -> int:
-        """How many minibatches have a receipt."""
-        return sum(line.low + len(line.ahead) for line in self._partitions)
-
-    @property
     def num_rounds(self) -> int:
-        """How many of each partition's minibatches have one, in the mean: rounds, where there are rounds."""
-        return self.num_receipts // len(self._partitions)
+        """How many minibatches of each worker have a receipt, in the mean: rounds, where there are rounds."""
+        return self.num_receipts // self.plan.num_workers
 
     @property
     def num_complete(self) -> int:
@@ -149,15 +172,21 @@ class Ledger:
         Raises:
             InternalError: the run has no such minibatch.
         """
-        line, k = self._place(ref)
-        if line.received(k):
+        line, first = self._place(ref)
+        self._hands[worker].pop((ref.partition, first), None)
+        new = [k for k in range(first, first + ref.count) if not line.received(k)]
+        if not new:
             return False
-        line.receive(k)
-        self._holder.pop((ref.partition, k), None)
-        self._received[ref.epoch] += 1
-        size = self.plan.size(ref)
-        self.num_samples = None if size is None or self.num_samples is None else self.num_samples + size
-        if worker != ref.partition:
+        for k in new:
+            line.receive(k)
+        self._received[ref.epoch] += len(new)
+        self._batches[ref.epoch] += 1
+        self.num_receipts += 1
+        units = [ref] if len(new) == ref.count else [self.plan.nth(ref.partition, k) for k in new]
+        for size in map(self.plan.size, units):
+            self.num_samples = None if size is None or self.num_samples is None else self.num_samples + size
+        if (ref.partition, first) in self._again:
+            self._again.remove((ref.partition, first))
             self._reassigned[ref.epoch] += 1
         while not self.finished and self.missing(self._num_complete) == 0:
             self._num_complete += 1
@@ -166,17 +195,22 @@ class Ledger:
     def knows(self, ref: BatchRef, worker: int) -> bool:
         """Whether the run has such a minibatch, for any worker to do."""
         del worker
-        inside = 0 <= ref.partition < len(self._partitions) and 0 <= ref.epoch < self._num_epochs
-        return inside and 0 <= ref.batch < self._span(ref.partition, ref.epoch)
+        inside = 0 <= ref.partition < len(self._lines) and 0 <= ref.epoch < self._num_epochs
+        return inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch)
 
     def has_round(self, k: int) -> bool:
         """Whether every partition has a k-th minibatch."""
-        return 0 <= k < min(line.total for line in self._partitions)
+        return 0 <= k < min(line.total for line in self._lines)
 
     @property
     def most_begun(self) -> int:
         """The most minibatches that one worker can have begun: all of the run."""
-        return sum(line.total for line in self._partitions)
+        return sum(line.total for line in self._lines)
+
+    @property
+    def num_planned(self) -> int:
+        """How many minibatches the run has; where sizes differ, about how many."""
+        return self.most_begun * self.plan.num_workers // (self.plan.per_step * len(self._lines))
 
     def verdict(self, k: int, ranks: Collection[int]) -> tuple[BatchRef, ...]:
         """Every partition's k-th minibatch has met its fate: those of `ranks` are in the model, others not.
@@ -190,7 +224,7 @@ class Ledger:
         Raises:
             InternalError: the run has no such round.
         """
-        refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._partitions)))
+        refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._lines)))
         for partition, ref in enumerate(refs):
             if self.receipt(ref, partition) and partition not in ranks:
                 size = self.plan.size(ref) or 0
@@ -207,105 +241,111 @@ class Ledger:
         """The same by epoch."""
         return {epoch: count for epoch, count in sorted(self._dropped.items()) if count}
 
+    # ---- handing out --------------------------------------------------------------------
+
+    def supply(self, taker: int) -> Supply:
+        """What there is to hand out to a worker now. Nothing for one that is lost."""
+        number = None if taker in self._lost else self._next_line(taker)
+        if number is None:
+            return Supply(0, 0)
+        k = self._lines[number].first()
+        assert k is not None
+        behind = self.plan.nth(number, k).epoch + 1
+        stops = (self.plan.batches_before(other, behind) for other in range(len(self._lines)))
+        epoch = sum(line.num_free(stop) for line, stop in zip(self._lines, stops, strict=True))
+        return Supply(epoch, sum(line.num_free() for line in self._lines))
+
+    def hand_out(self, taker: int, limit: int, size: int = 1) -> tuple[BatchRef, ...]:
+        """Hands up to `limit` minibatches to a worker, those of the oldest epoch first.
+
+        Args:
+            taker: its rank.
+            limit: how many at most. Fewer where there are not so many, none for a worker that is lost.
+            size: units of each; what is left of an epoch, or of what another had, may be less.
+        """
+        handed: list[BatchRef] = []
+        while len(handed) < limit and taker not in self._lost:
+            number = self._next_line(taker)
+            if number is None:
+                break
+            handed.append(self._hand_out(number, taker, size))
+        return tuple(handed)
+
+    def _hand_out(self, number: int, taker: int, size: int) -> BatchRef:
+        """The first minibatch of a line that has one."""
+        line = self._lines[number]
+        first = line.first()
+        assert first is not None
+        again = bool(line.returned)
+        k, count = line.take(size, self._stop(number, first))
+        self._hands[taker][number, k] = count
+        if again:
+            self._again.add((number, k))
+        return replace(self.plan.nth(number, k), count=count)
+
+    def in_hand(self, worker: int) -> int:
+        """How many minibatches a worker has been handed that have no receipt."""
+        return len(self._hands[worker])
+
     def lost(self, rank: int) -> int:
-        """A worker is gone: its partition, and the orphans it had taken, are orphans now.
+        """A worker is gone: what it had in hand is handed out again.
 
         Minibatches with a receipt stay done. One that was trained without its receipt having
         arrived is trained again. Calling twice changes nothing.
 
         Returns:
-            How many minibatches, over all epochs to come, became orphans.
+            How many minibatches it had.
 
         Raises:
             InternalError: no such rank.
         """
-        if not 0 <= rank < len(self._partitions):
-            raise InternalError(f"worker {rank} was lost; the ledger knows 0 to {len(self._partitions) - 1}")
-        if rank in self._lost:
-            return 0
+        if not 0 <= rank < self.plan.num_workers:
+            raise InternalError(f"worker {rank} was lost; the ledger knows 0 to {self.plan.num_workers - 1}")
         self._lost.add(rank)
-        return self._let_go(rank)
+        return self.take_back(rank)
 
-    def lend(self, rank: int) -> int:
-        """A worker is held back: others may take what is left of its partition, and what it had taken.
+    def take_back(self, rank: int) -> int:
+        """What a worker has in hand is handed out again: it has begun none of it. Returns how many."""
+        hand = self._hands.pop(rank, {})
+        for (number, k), count in hand.items():
+            self._again.discard((number, k))
+            heapq.heappush(self._lines[number].returned, (k, count))
+        return len(hand)
 
-        It must have nothing under way: everything that it has begun has a receipt. Lending twice changes
-        nothing.
+    def _next_line(self, taker: int) -> int | None:
+        """The line that a worker is given of: of the oldest epoch, its own before others.
 
-        Returns:
-            How many minibatches others may take now.
+        A line that only its own worker reads fast is left to that, until it is lost or there is nothing else.
         """
-        return self._let_go(rank)
+        if len(self._lines) == 1:
+            return None if self._lines[0].first() is None else 0
+        found: tuple[tuple[int, int, int], int] | None = None
+        for number, line in enumerate(self._lines):
+            k = line.first()
+            if k is None:
+                continue
+            epoch, free = self.plan.nth(number, k).epoch, line.num_free()
+            if number != taker and number not in self._lost and not self.plan.seekable:
+                epoch = self._num_epochs  # after everything else
+            rank = epoch, int(number != taker), -free
+            if found is None or rank < found[0]:
+                found = rank, number
+        return None if found is None else found[1]
 
-    def recall(self, rank: int) -> int:
-        """A worker is let in again: what nobody has taken of its partition is its own.
+    def _stop(self, number: int, k: int) -> int:
+        """Where the epoch of a line's k-th minibatch ends in it."""
+        return min(
+            self._lines[number].total, self.plan.batches_before(number, self.plan.nth(number, k).epoch + 1)
+        )
 
-        Returns:
-            The first of its minibatches, counted over the epochs, that is. Those before it have receipts,
-            or whoever took them goes on with them.
-
-        Raises:
-            InternalError: the worker is lost.
-        """
-        if rank in self._lost:
-            raise InternalError(f"worker {rank} was lost: it cannot be let in")
-        line = self._partitions[rank]
-        if line.orphaned:
-            while line.received(line.fresh):
-                line.fresh += 1
-            line.orphaned, line.first = False, line.fresh
-        return line.first
-
-    def _let_go(self, rank: int) -> int:
-        """What is left of a partition, and what its worker has taken of others, is for others to take."""
-        line, count = self._partitions[rank], 0
-        if not line.orphaned:
-            line.orphaned, line.fresh = True, max(line.low, line.first)
-            count = line.total - line.fresh - sum(k >= line.fresh for k in line.ahead)
-        held = [place for place, taker in self._holder.items() if taker == rank]
-        for place in held:
-            del self._holder[place]
-            heapq.heappush(self._partitions[place[0]].returned, place[1])
-        return count + len(held)
-
-    def orphans(self, epoch: int, limit: int, taker: int) -> tuple[BatchRef, ...]:
-        """Hands up to `limit` orphans of data epochs 0 … `epoch` to a worker, oldest epoch first.
-
-        Earlier epochs are included, since the worker may have died long after everybody else
-        had finished them. A worker that has nothing of its own left asks for `num_epochs - 1`.
-        Empty where there is none now (others may still lose what they hold), and for a taker
-        that is itself lost.
-        """
-        handed: list[BatchRef] = []
-        while len(handed) < limit and taker not in self._lost:
-            first = self._first_orphan(epoch)
-            if first is None:
-                break
-            partition, k = first
-            line = self._partitions[partition]
-            line.hand_out(k)
-            self._holder[partition, k] = taker
-            handed.append(self.plan.nth(partition, k))
-        return tuple(handed)
-
-    def _first_orphan(self, epoch: int) -> tuple[int, int] | None:
-        """(partition, k) of an orphan of the oldest epoch that has one, `epoch` at most."""
-        found = None
-        oldest = epoch + 1
-        for partition, line in enumerate(self._partitions):
-            if not (line.orphaned or line.returned):
-                continue  # as nearly always, and whoever has nothing left asks again and again
-            k = line.next_orphan()
-            if k is not None and (its := self.plan.nth(partition, k).epoch) < oldest:
-                found, oldest = (partition, k), its
-        return found
+    # ---- figures ------------------------------------------------------------------------
 
     def batches(self, epoch: int) -> int:
-        """How many minibatches a data epoch of this run has, over all partitions."""
+        """How many minibatches a data epoch of this run has, over all lines; units, where sizes differ."""
         if self._counted[0] != epoch:  # each receipt asks for the same epoch; partitions may be many
             self._counted = (
                 epoch,
-                sum(self._span(partition, epoch) for partition in range(len(self._partitions))),
+                sum(self._span(partition, epoch) for partition in range(len(self._lines))),
             )
         return self._counted[1]
 
@@ -315,7 +355,7 @@ class Ledger:
         Samples that were done when the plan began are not counted. None in a stream: only reading tells.
         """
         total = 0
-        for partition in range(len(self._partitions)):
+        for partition in range(len(self._lines)):
             for batch in range(self._span(partition, epoch)):
                 size = self.plan.size(BatchRef(epoch, partition, batch))
                 if size is None:
@@ -333,7 +373,7 @@ class Ledger:
         for epoch in range(self.num_epochs):
             like_others = epoch >= self.plan.done.horizon and all(
                 self._span(partition, epoch) == self.plan.batches_per_epoch(partition)
-                for partition in range(len(self._partitions))
+                for partition in range(len(self._lines))
             )
             samples = whole if like_others and whole is not None else self.samples(epoch)
             if samples is None:
@@ -348,31 +388,35 @@ class Ledger:
         refs = (
             BatchRef(epoch, partition, batch)
             for epoch in range(self._num_complete, last + 1)
-            for partition, line in enumerate(self._partitions)
+            for partition, line in enumerate(self._lines)
             for batch in range(self._span(partition, epoch))
             if line.received(self.plan.batches_before(partition, epoch) + batch)
         )
         return self.plan.done_with(self._num_complete, refs)
 
+    def num_batches(self, epoch: int) -> int:
+        """How many minibatches of a data epoch have a receipt."""
+        return self._batches[epoch]
+
     def missing(self, epoch: int) -> int:
-        """How many minibatches of a data epoch have no receipt yet."""
+        """How many minibatches of a data epoch have no receipt yet; units, where sizes differ."""
         return self.batches(epoch) - self._received[epoch]
 
     def complete(self, epoch: int) -> bool:
-        """Whether every minibatch of data epochs 0 … `epoch` has a receipt, as in `orphans`."""
+        """Whether every minibatch of data epochs 0 … `epoch` has a receipt."""
         return self._num_complete >= min(epoch + 1, self._num_epochs)
 
     def reassigned(self, epoch: int) -> int:
-        """How many minibatches of a data epoch were done by another worker than their partition's own."""
+        """How many minibatches of a data epoch were handed out again: their first taker was lost, say."""
         return self._reassigned[epoch]
 
     def _span(self, partition: int, epoch: int) -> int:
         first = self.plan.batches_before(partition, epoch)
-        return max(0, min(self.plan.batches_in(partition, epoch), self._partitions[partition].total - first))
+        return max(0, min(self.plan.batches_in(partition, epoch), self._lines[partition].total - first))
 
-    def _place(self, ref: BatchRef) -> tuple[_Partition, int]:
-        inside = 0 <= ref.partition < len(self._partitions) and ref.epoch >= 0
-        if inside and 0 <= ref.batch < self._span(ref.partition, ref.epoch):
+    def _place(self, ref: BatchRef) -> tuple[_Line, int]:
+        inside = 0 <= ref.partition < len(self._lines) and ref.epoch >= 0
+        if inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch):
             k = self.plan.batches_before(ref.partition, ref.epoch) + ref.batch
-            return self._partitions[ref.partition], k
+            return self._lines[ref.partition], k
         raise InternalError(f"a receipt for {ref}, which is no minibatch of this run on {self.plan!r}")

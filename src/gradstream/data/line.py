@@ -20,14 +20,18 @@ class Line(ABC):
     """Base of plans: what follows from how many minibatches each epoch has.
 
     Args:
-        num_partitions: how many workers the data is planned for.
+        num_partitions: how many workers the data is planned for, each with a line of its own.
         done: what is in the model already, and in no minibatch of this plan.
     """
 
     def __init__(self, num_partitions: int, done: Done | None = None) -> None:
         self.num_partitions = num_partitions
+        self.num_workers = num_partitions
+        self.per_step = 1
         self.done = done or Done()
         self._edges_by_partition: dict[int, Sequence[int]] = {}
+
+    seekable = False
 
     @abstractmethod
     def batches_per_epoch(self, partition: int) -> int:

@@ -61,7 +61,8 @@ def from_loader(
     * `drop_last`: leaves out the last minibatch of each partition, or the last round, if it is short.
     * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`, `pin_memory`: as in
       torch, in each worker's own process. With `num_workers` the samples are read ahead, by that many
-      processes for each worker; what a lost worker has left is read by the others' own processes.
+      processes for each worker. So that they know what comes next, each worker has a partition of its own
+      (`assignment="partitions"`); what it takes of others' at the end it reads in its own process.
     * `multiprocessing_context`: "fork" unless given. Others need a data set that is defined in a module
       of its own, which the processes can import.
     * `worker_init_fn`: called in each of those processes.
@@ -164,7 +165,9 @@ class LoaderDataset(MapDataset):
                 f"batch_size={given!r}, but the DataLoader of {self.name!r} has {size}: leave out the job's"
             )
         assert size is not None
-        division = dataclasses.replace(division, batch_size=size)
+        # Processes that read ahead have to know which samples come next.
+        cut = "partitions" if division.cut == "queue" and self.loader.num_workers else division.cut
+        division = dataclasses.replace(division, batch_size=size, cut=cut)
         order = None if self._shuffled else order_of(self.loader, self.num_samples, division.seed, self.name)
         return plan_samples(self._num_drawn, division, order=order, drop_last=self.loader.drop_last)
 

@@ -12,7 +12,6 @@ to, once everybody has run out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradstream.data.base import BatchRef
@@ -122,16 +121,11 @@ class OpenLedger:
         return True
 
     def lost(self, rank: int) -> int:
-        """A worker is gone, and with it what it had left: nobody else has its data. Returns 0: no orphans."""
+        """A worker is gone, and with it what it had left: nobody else has its data. Returns 0."""
         self._lines[rank].lost = True
         return 0
 
-    def orphans(self, epoch: int, limit: int, taker: int) -> Sequence[BatchRef]:
-        """Nothing: see `lost`."""
-        del epoch, limit, taker
-        return ()
-
-    def batches(self, epoch: int) -> int:
+    def num_batches(self, epoch: int) -> int:
         """How many minibatches the workers that have run out had, without rounds they had no samples in."""
         del epoch
         return sum(line.total or 0 for line in self._lines)

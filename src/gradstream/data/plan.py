@@ -1,12 +1,12 @@
-"""The order of samples in each epoch, and two ways of cutting it among workers.
+"""The order of samples in each epoch, and two ways of cutting it among workers beforehand.
 
     epoch's order   o₀ o₁ o₂ …                    a permutation, a pure function of (seed, epoch)
     RoundPlan       round r = o[rB : (r+1)B], B = Σ bᵢ; worker i takes its bᵢ of it, in rank order
     PartitionPlan   partition i = one run of the order, as long as its share; cut into minibatches
 
-Both give every sample to exactly one minibatch of every epoch. A round of `RoundPlan`, joined
-over its workers, is the minibatch that one node with batch size B would take. How many of it each worker
-takes may change from one round to the next (`allot`); B does not.
+A third one cuts it as workers ask: `queue_plan.py`. All give every sample to exactly one minibatch of every
+epoch. A round of `RoundPlan`, joined over its workers, is the minibatch that one node with batch size B would
+take. How many of it each worker takes may change from one round to the next (`allot`); B does not.
 
 A plan may begin in the middle (`Done`, from a checkpoint): what is left of an epoch's order is then
 cut as a whole epoch's is. With the batch sizes of before, the rounds that are left are those of before.
@@ -60,7 +60,7 @@ class EpochPlan(Line):
     Args:
         num_samples: size of the data set.
         batch_size: samples a worker takes at a time: one number for all, or one per worker.
-        num_partitions: how many workers the data is planned for.
+        num_workers: how many workers the data is planned for.
         seed: of the order of samples, in [0, 2⁶⁴).
         shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None. "measured"
             begins with the batch sizes, and leaves it to `RoundPlan.allot` to change them.
@@ -74,12 +74,13 @@ class EpochPlan(Line):
     """
 
     shares: Sequence[int]
+    seekable = True
 
     def __init__(
         self,
         num_samples: int,
         batch_size: int | Sequence[int],
-        num_partitions: int,
+        num_workers: int,
         *,
         seed: int = 0,
         shares: Sequence[float] | Literal["measured"] | None = None,
@@ -88,11 +89,12 @@ class EpochPlan(Line):
         done: Done | None = None,
     ) -> None:
         self.num_samples = _whole("num_samples", num_samples, least=1)
-        super().__init__(_whole("number of workers", num_partitions, least=1), done)
+        super().__init__(_whole("number of workers", num_workers, least=1), done)
         self.seed = _whole("seed", seed, least=0)
         if self.seed >= 1 << 64:
             raise ConfigError(f"seed must be below 2**64, got {seed}")
         self.batch_sizes = _batch_sizes(batch_size, self.num_partitions)
+        self.measured = shares == MEASURED
         if shares == MEASURED:
             self._check_measured()
             shares = None
@@ -103,7 +105,7 @@ class EpochPlan(Line):
         self._divide(batch_size, shares)
         if not any(map(self.batches_per_epoch, range(self.num_partitions))):
             raise ConfigError(
-                f"drop_last leaves nothing of {self.num_samples} samples: none of the {self.num_partitions} "
+                f"drop_last leaves nothing of {self.num_samples} samples: none of the {self.num_workers} "
                 f"workers fills a minibatch of {self.batch_sizes}; use smaller ones, or fewer workers"
             )
 
@@ -129,8 +131,8 @@ class EpochPlan(Line):
 
     def _check_measured(self) -> None:
         raise ConfigError(
-            "shares='measured' is for strategies whose workers go through rounds together: nobody waits for "
-            "a slow worker in another one; leave it out, or give numbers"
+            "shares='measured': each worker has a partition of its own, which stays as it is; give numbers, "
+            'or leave assignment="partitions" out'
         )
 
     @abstractmethod
@@ -192,7 +194,7 @@ class EpochPlan(Line):
 
     def _known(self, ref: BatchRef) -> tuple[int, int]:
         inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions
-        if not inside or not 0 <= ref.batch < self.batches_in(ref.partition, ref.epoch):
+        if not inside or not 0 <= ref.batch < ref.stop <= self.batches_in(ref.partition, ref.epoch):
             raise InternalError(f"{ref} is not a minibatch of {self!r}")
         return self._positions(ref, self._num_left(ref.epoch))
 

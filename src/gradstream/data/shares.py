@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MEASURED", "Speed", "begins_stretch", "dealt", "stretch_end"]
+__all__ = ["MEASURED", "Speed", "begins_stretch", "better", "dealt", "stretch_end"]
 
 MEASURED: Literal["measured"] = "measured"
 """What a job says instead of numbers."""
@@ -29,6 +30,12 @@ FIRST_STRETCH = 4
 
 MEMORY = 64
 """Rounds after which a measurement counts half."""
+
+THRESHOLD = 0.05
+"""Of a round's computing time: what other sizes must gain at least."""
+
+SURE = 2.0
+"""Standard errors."""
 
 
 def stretch_end(batch: int) -> int:
@@ -81,7 +88,7 @@ class Speed:
     @property
     def error(self) -> float:
         """Standard error of `per_s`, relative to it: the spread of single rounds over √rounds."""
-        if self.rounds < 2:
+        if self.rounds < 2 or not self.per_s:
             return math.inf
         mean = self.seconds / self.samples
         variance = max(0.0, self.squares / self.samples - mean * mean)
@@ -107,3 +114,34 @@ def dealt(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
         more = [rank for rank in ranks if sizes[rank] > 1]
         sizes[max(more, key=lambda rank: sizes[rank] / speeds[rank])] -= 1
     return tuple(sizes)
+
+
+def better(sizes: Sequence[int], speeds: Mapping[int, Speed]) -> tuple[int, ...]:
+    """Sizes by which all workers are done at about the same time; those given, unless others gain enough.
+
+        sᵢ = samples / seconds         T(b) = maxᵢ bᵢ / sᵢ, how long a round computes
+        b* = argmin T, Σ bᵢ = Σ sizes  taken if T(b*) < (1 - m) · T(sizes)
+        m  = max(THRESHOLD, SURE · maxᵢ errorᵢ)
+
+    errorᵢ is the relative standard error of sᵢ: where times vary, what seems to be a gain may be none, and
+    sizes that followed it would change for ever. Where a gradient has a fixed part besides, sᵢ depends on
+    bᵢ, and what is repeated converges to equal times all the same.
+
+    Args:
+        sizes: of each worker, by rank.
+        speeds: of those who are there, by rank. The others get nothing; who has measured nothing, and had
+            nothing to measure, is taken for the median.
+    """
+    known = {rank: speed.per_s for rank, speed in speeds.items()}
+    typical = statistics.median([per_s for per_s in known.values() if per_s] or [1.0])
+    per_s = {rank: found or typical for rank, found in known.items()}
+    shares = dict(zip(per_s, dealt(sum(sizes), list(per_s.values())), strict=True))
+    best = tuple(shares.get(rank, 0) for rank in range(len(sizes)))
+    if any((size > 0) != (rank in per_s) for rank, size in enumerate(sizes)):
+        return best
+
+    def longest_s(parts: Sequence[int]) -> float:
+        return max(parts[rank] / found for rank, found in per_s.items())
+
+    margin = max(THRESHOLD, SURE * max(speeds[rank].error for rank in per_s))
+    return best if longest_s(best) < (1 - margin) * longest_s(sizes) else tuple(sizes)

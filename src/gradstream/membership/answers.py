@@ -1,4 +1,4 @@
-"""What workers are answered that ask what to do next: batches of lost workers, the end, shares of a round.
+"""What workers are answered that ask what to do next: minibatches, the end, shares of a round.
 
 None is the answer that has to wait: the coordinator asks again when something has happened.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import Speed
+from gradstream.membership.assignment import Assignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.claims import Claims
 from gradstream.membership.cut import Cuts
@@ -20,9 +21,6 @@ from gradstream.wire import v1
 
 __all__ = ["Answers"]
 
-ORPHANS_AT_ONCE = 4
-"""Batches handed out per request: few, so that all who are idle get a share of a lost partition."""
-
 
 class Answers:
     """Answers from what is known now.
@@ -33,6 +31,7 @@ class Answers:
         phases: nobody waits in a run that is over.
         cuts: in one that ends early, nothing more is handed out.
         balance: decides the shares of a round; None where nobody asks.
+        assignment: hands out minibatches; None where workers go through rounds, or bring their own.
         turns: who is held back gets nothing; None where nobody is.
         claims: says what a worker can have to say.
     """
@@ -44,6 +43,7 @@ class Answers:
         phases: Phases,
         cuts: Cuts,
         balance: Balance | None,
+        assignment: Assignment | None,
         turns: Turns | None,
         claims: Claims,
     ) -> None:
@@ -52,29 +52,61 @@ class Answers:
         self._phases = phases
         self._cuts = cuts
         self._balance = balance
+        self._assignment = assignment
+        self._asked: dict[str, int] = {}  # number of the newest ask
+        self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of the newest that was answered, and how
         self._turns = turns
         self._claims = claims
 
-    def orphans(self, who: str, epoch: int, last: bool) -> v1.OrphanBatches | Refuse | None:
-        """Batches of lost workers for `who` to go through; None when the answer has to wait.
+    def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
+        """A worker says how fast it was since it asked for minibatches last.
 
-        Args:
-            who: name of the worker that asks.
-            epoch: data epoch.
-            last: answer only with batches, or once every batch of the run has a receipt.
+        Raises:
+            RefusedError: it says what cannot be.
         """
+        node = self._worker(who)
+        if isinstance(node, Refuse) or self._assignment is None:
+            return []
+        self._claims.check_ask(who, request)
+        if request.number <= self._asked.get(who, 0):
+            return []
+        self._asked[who] = request.number
+        stretch = Speed(request.rounds, request.samples, request.seconds, request.squares)
+        changed = self._assignment.took(node.rank, stretch, self._taking_part)
+        return [] if changed is None else [Emit(changed)]
+
+    def assign(self, who: str, request: v1.Ask, at_s: float) -> v1.Assigned | Refuse | None:
+        """Minibatches for `who` to go through; None when the answer has to wait."""
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
+        if self._assignment is None:
+            return Refuse(v1.BAD_REQUEST, f"{who} asks for minibatches in a run that goes through rounds")
+        number, before = self._answered.get(who, (0, v1.Assigned()))
+        if request.number <= number:
+            return before
+        answer = self._assigned(node, request, at_s)
+        if answer is not None:
+            self._answered[who] = request.number, answer
+        return answer
+
+    def _assigned(self, node: v1.Node, request: v1.Ask, at_s: float) -> v1.Assigned | None:
+        assert self._assignment is not None
         if self._cuts.ending:
-            return v1.OrphanBatches(complete=True)
-        turn = self._turns.turn_of(who) if self._turns is not None else v1.Turn()
-        refs = () if turn.held else self._ledger.orphans(epoch, ORPHANS_AT_ONCE, node.rank)
-        complete = self._ledger.finished if last else self._ledger.complete(epoch)
-        if last and not refs and not complete and not self._phases.over:
+            return v1.Assigned(complete=True)
+        turn = self._turns.turn_of(node.name) if self._turns is not None else v1.Turn()
+        part, held = self._taking_part, turn.held
+        refs = () if held else self._assignment.block(node.rank, part, request.in_hand, at_s)
+        complete = not refs and (self._ledger.finished or self._phases.over)
+        if request.wait and not refs and not complete:
             return None
-        batches = [receipt_of(ref) for ref in refs]
-        return v1.OrphanBatches(batches=batches, complete=complete, turn=turn.number)
+        return v1.Assigned(batches=[receipt_of(ref) for ref in refs], complete=complete, turn=turn.number)
+
+    @property
+    def _taking_part(self) -> list[int]:
+        """Ranks of the workers that are there and not held back."""
+        held = set(self._turns.held) if self._turns is not None else ()
+        return [node.rank for node in self._nodes.workers if node.name not in held]
 
     def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
         """A worker of an open-ended run has no minibatches left; None when the answer has to wait.

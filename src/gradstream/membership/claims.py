@@ -20,6 +20,9 @@ __all__ = ["MAX_COUNT", "Claims"]
 MAX_COUNT = 1 << 53
 """No run counts further."""
 
+MOST_PER_S = 1e12
+"""Samples: no worker is faster."""
+
 
 class Claims:
     """Holds messages against the plan of the run.
@@ -75,14 +78,23 @@ class Claims:
 
     def check_took(self, who: str, rank: int, request: v1.Took) -> None:
         """Raises RefusedError for a round that is not planned, or a measurement that is none."""
-        measured = (request.rounds, request.samples, request.seconds, request.squares)
-        if not all(math.isfinite(value) and 0 <= value <= MAX_COUNT for value in measured):
-            raise self._bad(who, f"a measurement of {measured}; expected finite numbers from 0 on")
+        self._check_measured(who, request)
         ledger = self._ledger
         if not isinstance(ledger, Ledger) or not (
             request.epoch < ledger.num_epochs and request.batch < ledger.plan.batches_in(rank, request.epoch)
         ):
             raise self._bad(who, f"shares of round {request.batch} of epoch {request.epoch}: not planned")
+
+    def check_ask(self, who: str, request: v1.Ask) -> None:
+        """Raises RefusedError for a measurement that is none."""
+        self._check_measured(who, request)
+
+    def _check_measured(self, who: str, request: v1.Took | v1.Ask) -> None:
+        measured = (request.rounds, request.samples, request.seconds, request.squares)
+        if not all(math.isfinite(value) and 0 <= value <= MAX_COUNT for value in measured):
+            raise self._bad(who, f"a measurement of {measured}; expected finite numbers from 0 on")
+        if 0 < request.samples < 1 or request.samples > MOST_PER_S * request.seconds:
+            raise self._bad(who, f"{request.samples:g} samples in {request.seconds:g} s")
 
     @staticmethod
     def _bad(who: str, message: str) -> RefusedError:

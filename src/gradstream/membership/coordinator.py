@@ -64,7 +64,7 @@ class _Presence:
 
 
 class Coordinator:
-    """Serves "join" (the presence of each node), "resume", "orphans" (batches of lost workers), and so on.
+    """Serves "join" (the presence of each node), "resume", "assign" (minibatches for who asks), and so on.
 
     Args:
         runtime: time and tasks.
@@ -124,7 +124,7 @@ class Coordinator:
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("alive", self._serve_alive, model=False)
         endpoint.serve("resume", self._serve_resume, model=False)
-        endpoint.serve("orphans", self._serve_orphans, model=False)
+        endpoint.serve("assign", self._serve_assign, model=False)
         endpoint.serve("ending", self._serve_ending, model=False)
         endpoint.serve("shares", self._serve_shares, model=False)
 
@@ -280,11 +280,13 @@ class Coordinator:
         stream.refuse(v1.NOT_MEMBER, self._reasons.get(stream.peer, not_in))
         return None
 
-    # ---- orphans ------------------------------------------------------------------------
+    # ---- what workers ask ---------------------------------------------------------------
 
-    async def _serve_orphans(self, stream: Stream) -> None:
-        request, who = v1.Orphans.FromString(stream.opened.body), stream.opened.sender
-        await self._answer(stream, lambda: self._membership.answers.orphans(who, request.epoch, request.last))
+    async def _serve_assign(self, stream: Stream) -> None:
+        request, who = v1.Ask.FromString(stream.opened.body), stream.opened.sender
+        answers = self._membership.answers
+        self._carry_out(answers.measured(who, request))
+        await self._answer(stream, lambda: answers.assign(who, request, self._age_s()))
 
     async def _serve_ending(self, stream: Stream) -> None:
         request, who = v1.Ending.FromString(stream.opened.body), stream.opened.sender
@@ -298,7 +300,7 @@ class Coordinator:
         await self._answer(stream, lambda: self._membership.answers.shares(who, request))
 
     async def _answer(
-        self, stream: Stream, decide: Callable[[], v1.OrphanBatches | v1.Ended | v1.Shares | Refuse | None]
+        self, stream: Stream, decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | Refuse | None]
     ) -> None:
         """Answers once there is a decision; until then says for whom it has to wait."""
         who, bell = stream.opened.sender, Bell()

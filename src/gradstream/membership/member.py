@@ -27,7 +27,7 @@ from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
-__all__ = ["Left", "Member", "RunAbortedError", "RunStoppedError"]
+__all__ = ["Assigned", "Member", "RunAbortedError", "RunStoppedError"]
 
 
 class RunAbortedError(GradstreamError):
@@ -48,16 +48,16 @@ class RunStoppedError(GradstreamError):
     """Somebody has asked the run to stop, and it did; it can be resumed."""
 
 
-class Left(NamedTuple):
-    """What a worker that has no minibatches of its own left is told.
+class Assigned(NamedTuple):
+    """What a worker is told that has asked for minibatches.
 
     Args:
-        refs: minibatches to go through.
+        refs: minibatches to go through. None: there is nothing for it now.
         complete: there will be none any more.
         turn: of the worker, where it may be held back: then they are its own no longer.
     """
 
-    refs: list[BatchRef]
+    refs: Sequence[BatchRef]
     complete: bool
     turn: int = 0
 
@@ -106,6 +106,7 @@ class Member:
         self._waiters: list[asyncio.Future[None]] = []
         self._presence: Presence | None = None
         self._attending: asyncio.Task[None] | None = None
+        self._num_asks = 0
 
     # ---- joining ------------------------------------------------------------------------
 
@@ -264,25 +265,50 @@ class Member:
                 pass
             return True
 
-    async def orphans(self, epoch: int, last: bool) -> Left:
-        """Batches to go through that others have left, and whether the data epoch is complete.
+    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+        """Asks for minibatches to go through.
 
         Args:
-            epoch: data epoch whose own batches this worker is done with.
-            last: wait for batches, or until the epoch is complete.
+            wait: there is nothing left to do: for minibatches, or until the run has none any more.
+            in_hand: how many are not in the model yet.
+            stretch: what was computed since this was asked before.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
         """
         self._urgent.ring()  # own receipts first: others may wait for them
-        answer = await self._endpoint.call(
-            self._coordinator,
-            "orphans",
-            v1.Orphans(epoch=epoch, last=last),
-            v1.OrphanBatches,
-            silence_s=self._deadlines.patience_s,
+        self._num_asks += 1
+        request = v1.Ask(
+            number=self._num_asks,
+            wait=wait,
+            in_hand=in_hand,
+            rounds=stretch.rounds,
+            samples=stretch.samples,
+            seconds=stretch.seconds,
+            squares=stretch.squares,
         )
-        return Left([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.turn)
+        answer = await self._ask(request)
+        return Assigned([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.turn)
+
+    async def _ask(self, request: v1.Ask) -> v1.Assigned:
+        """Asks again where no answer comes, over a new connection, as long as for the coordinator."""
+        lease_s, silent_s = self._deadlines.lease_s, 0.0
+        while True:
+            begun_ns = self._runtime.now()
+            try:
+                return await self._endpoint.call(
+                    self._coordinator,
+                    "assign",
+                    request,
+                    v1.Assigned,
+                    silence_s=lease_s,
+                    new_connection=silent_s > 0.0,
+                )
+            except DeadlineError:
+                took_s = (self._runtime.now() - begun_ns) / 1e9
+                silent_s = silent_s + took_s if took_s < lease_s + self._deadlines.notice_s else took_s
+                if silent_s >= self._deadlines.patience_s:
+                    raise
 
     async def ending(self, batches: int, samples: int, next_round: int) -> bool:
         """Says that this worker has no minibatches left, and returns whether the run is over for it.

@@ -10,9 +10,9 @@ __all__ = ["receipt_of", "ref_of"]
 
 def ref_of(receipt: v1.Receipt) -> BatchRef:
     """The batch that a receipt names."""
-    return BatchRef(receipt.epoch, receipt.partition, receipt.batch)
+    return BatchRef(receipt.epoch, receipt.partition, receipt.batch, receipt.more + 1)
 
 
 def receipt_of(ref: BatchRef) -> v1.Receipt:
     """The receipt that names a batch."""
-    return v1.Receipt(epoch=ref.epoch, partition=ref.partition, batch=ref.batch)
+    return v1.Receipt(epoch=ref.epoch, partition=ref.partition, batch=ref.batch, more=ref.count - 1)

@@ -25,6 +25,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import DriveEvent, JoinedEvent, LeftEvent, StartedEvent
 from gradstream.membership.admission import Admission
 from gradstream.membership.answers import Answers
+from gradstream.membership.assignment import Assignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.claims import Claims
 from gradstream.membership.cut import Cut, Cuts, Limits
@@ -61,6 +62,8 @@ class Membership:
         quorum: so many contributions make an update, and so many workers are needed; None leaves it to
             `survives_worker_loss`. Verdicts then tell what is in the model, and receipts do not.
         balance: decides the shares of a round by measured speed; None leaves them as they are.
+        assignment: hands out minibatches to workers that ask; None where they go through rounds, or bring
+            data of their own.
         turns: who takes part, where the strategy says so; None for all, from the begin.
 
     Attributes:
@@ -84,6 +87,7 @@ class Membership:
         resume: Resume | None = None,
         limits: Limits | None = None,
         balance: Balance | None = None,
+        assignment: Assignment | None = None,
         quorum: int | None = None,
         turns: Turns | None = None,
     ) -> None:
@@ -113,7 +117,9 @@ class Membership:
         )
         first_round = resume.rounds if resume is not None else 0
         self._claims = Claims(ledger, started.workers, first_round=first_round, quorum=quorum is not None)
-        self.answers = Answers(ledger, self.nodes, self.phases, self.cuts, balance, turns, self._claims)
+        self.answers = Answers(
+            ledger, self.nodes, self.phases, self.cuts, balance, assignment, turns, self._claims
+        )
 
     @property
     def notice(self) -> v1.Notice:
@@ -183,7 +189,7 @@ class Membership:
     def lost(self, who: str, reason: str, at_s: float, certificate: bytes = b"") -> list[Instruction]:
         """A member is gone: its stream broke, it was silent for too long, or it left.
 
-        Its receipts stand. Batches without one are orphans from now on, for others to take.
+        Its receipts stand. Minibatches that it had without one are handed out again.
 
         Args:
             certificate: SHA-256 of that of the member, which nobody accepts any more; b"" without TLS.

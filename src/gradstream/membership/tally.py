@@ -130,7 +130,7 @@ class Tally:
         return LedgerEvent(
             epoch=epoch,
             samples=None if samples is None else samples + self._samples_before(epoch),
-            batches=self.ledger.batches(epoch),
+            batches=self.ledger.num_batches(epoch),
             reassigned=self.ledger.reassigned(epoch),
             dropped=self.dropped.get(str(epoch), 0),
         )

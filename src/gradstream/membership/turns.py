@@ -4,8 +4,8 @@
 
 The strategy says how many workers are to take part: those of the lowest ranks that are there. So one that is
 lost is replaced by the first that is held back. A worker that is no longer to take part finishes the
-minibatch it is in, pushes everything, and says that it stands. Only then is it known what is left of its
-partition, and others may take of that. What they have taken stays taken when it is let in again.
+minibatch it is in, pushes everything, and says that it stands. Only then is it known which of the minibatches
+that it was handed it has not begun, and others get those.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ class _Turn:
     number: int = 1
     held: bool = True
     stands: bool = True
-    first: int = 0
 
 
 class Turns:
     """Whose turn it is.
 
     Args:
-        ledger: partitions of workers that are held back are lent.
+        ledger: gives others what a worker has in hand that is held back.
         num_workers: W.
     """
 
@@ -41,8 +40,6 @@ class Turns:
         self.wanted = 0
         self._ledger = ledger
         self._turns = {f"worker-{rank}": _Turn() for rank in range(num_workers)}
-        for rank in range(num_workers):
-            ledger.lend(rank)
 
     @property
     def held(self) -> list[str]:
@@ -70,7 +67,7 @@ class Turns:
         if turn is None or turn.stands or number != turn.number:
             return False
         turn.stands = True
-        self._ledger.lend(_rank(who))
+        self._ledger.take_back(_rank(who))
         self._turn_over()
         return True
 
@@ -91,16 +88,16 @@ class Turns:
     def turn_of(self, who: str) -> v1.Turn:
         """A worker's, as it is told it."""
         turn = self._turns[who]
-        return v1.Turn(number=turn.number, held=turn.held, first=turn.first)
+        return v1.Turn(number=turn.number, held=turn.held)
 
     def as_notice(self) -> v1.Drive:
         """As every node is told it."""
         return v1.Drive(turns={name: self.turn_of(name) for name in self._turns}, phase=self.phase)
 
     def _turn_over(self) -> None:
-        for place, (name, turn) in enumerate(self._turns.items()):
+        for place, turn in enumerate(self._turns.values()):
             if place < self.wanted and turn.held and turn.stands:
-                turn.held, turn.first = False, self._ledger.recall(_rank(name))
+                turn.held = False
                 turn.number += 1
             elif place >= self.wanted and not turn.held:
                 turn.held, turn.stands = True, False

@@ -23,7 +23,7 @@ __all__ = [
     "Closed",
     "Decided",
     "Entry",
-    "Orphans",
+    "Handed",
     "Pushed",
     "Read",
     "Stood",
@@ -116,8 +116,8 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class Orphans:
-    """The coordinator's answer to a worker that asked for minibatches of lost ones (worker)."""
+class Handed:
+    """The coordinator's answer to a worker that asked for minibatches (worker)."""
 
     refs: tuple[BatchRef, ...]
     complete: bool
@@ -143,13 +143,12 @@ class Turned:
 
     Args:
         begun: minibatches that it had begun.
-        number, first: of the turn.
+        number: of the turn.
         phase: the strategy's word.
     """
 
     begun: int
     number: int
-    first: int
     phase: str
 
 
@@ -170,9 +169,9 @@ class Closed:
     """The run was over: nothing is missing behind this (shard)."""
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Orphans | Stood | Closed | Changed | Turned | Decided
+Entry: TypeAlias = Pushed | Asked | Read | Summed | Handed | Stood | Closed | Changed | Turned | Decided
 
-PUSHED, ASKED, READ, SUMMED, ORPHANS, STOOD, CLOSED, CHANGED, TURNED, DECIDED = range(1, 11)
+PUSHED, ASKED, READ, SUMMED, HANDED, STOOD, CLOSED, CHANGED, TURNED, DECIDED = range(1, 11)
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 MAX_SHIFT = 63
 FLAG = 0x10
@@ -201,9 +200,11 @@ def encode(entry: Entry) -> bytes:
             return _bytes(READ, (*head, entry.clock))
         case Summed():
             return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
-        case Orphans():
-            flat = [number for ref in entry.refs for number in (ref.epoch, ref.partition, ref.batch)]
-            return _bytes(ORPHANS | FLAG * entry.complete, (entry.turn, len(entry.refs), *flat))
+        case Handed():
+            flat: list[int] = []
+            for ref in entry.refs:
+                flat += (ref.epoch, ref.partition, ref.batch, ref.count)
+            return _bytes(HANDED | FLAG * entry.complete, (entry.turn, len(entry.refs), *flat))
         case Stood():
             return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
         case Closed():
@@ -217,7 +218,7 @@ def encode(entry: Entry) -> bytes:
             return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
         case Turned():
             phase = entry.phase.encode()
-            return _bytes(TURNED, (entry.begun, entry.number, entry.first, len(phase))) + phase
+            return _bytes(TURNED, (entry.begun, entry.number, len(phase))) + phase
 
 
 def decode(data: bytes) -> Iterator[Entry]:
@@ -251,9 +252,9 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             return Summed(chunk, done, crc), at
         case 5:
             (turn, count), at = _numbers(data, at, 2)
-            flat, at = _numbers(data, at, 3 * count)
-            refs = tuple(BatchRef(*flat[3 * i : 3 * i + 3]) for i in range(count))
-            return Orphans(refs, first, turn), at
+            flat, at = _numbers(data, at, 4 * count)
+            refs = tuple(BatchRef(*flat[4 * i : 4 * i + 4]) for i in range(count))
+            return Handed(refs, first, turn), at
         case 6:
             (begun,), at = _numbers(data, at, 1)
             return Stood(begun, first), at
@@ -271,10 +272,10 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             flat, at = _numbers(data, at, num_pairs)
             return Decided(round_, tuple(ranks), tuple(zip(flat[::2], flat[1::2], strict=True))), at
         case 9:
-            (begun, number, first_batch, size), at = _numbers(data, at, 4)
+            (begun, number, size), at = _numbers(data, at, 3)
             if at + size > len(data):
                 raise IndexError("it ends inside a phase")
-            return Turned(begun, number, first_batch, data[at : at + size].decode()), at + size
+            return Turned(begun, number, data[at : at + size].decode()), at + size
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
 

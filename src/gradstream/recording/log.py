@@ -30,7 +30,7 @@ FOLDER = "recording"
 JOB_FILE = "job.json"
 """Beside the parts: which job file it was, and its SHA-256."""
 
-FORMAT = 1
+FORMAT = 2
 BLOCK_BYTES = 1 << 16
 """A block is written when its entries have so many bytes, and when its node says so."""
 HEAD_BYTES = 8

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from gradstream.data.base import BatchRef
+from gradstream.data.shares import Speed
 from gradstream.events import Event
-from gradstream.membership.member import Left, Member
-from gradstream.recording import Entry, Orphans, Stood, Turned
+from gradstream.membership.member import Assigned, Member
+from gradstream.recording import Entry, Handed, Stood, Turned
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -64,7 +65,7 @@ class ScriptedMember(Member):
         super().__init__(runtime, endpoint, node, software="")
         self._roster = roster
         self._first = v1.Notice()
-        self._answers = deque(entry for entry in entries if isinstance(entry, Orphans))
+        self._answers = deque(entry for entry in entries if isinstance(entry, Handed))
         self._stands = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
         self._drive = v1.Drive()
         self._on_failed = on_failed
@@ -121,7 +122,7 @@ class ScriptedMember(Member):
         if not self._ended:
             self._stands.popleft()
         if isinstance(stand, Turned):
-            turn = v1.Turn(number=stand.number, first=stand.first)
+            turn = v1.Turn(number=stand.number)
             self._drive = v1.Drive(turns={self.node.name: turn}, phase=stand.phase)
         self._say()
 
@@ -145,12 +146,12 @@ class ScriptedMember(Member):
         """See `Member`."""
         self._on_failed(self.node.name, error)
 
-    async def orphans(self, epoch: int, last: bool) -> Left:
+    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
         """What the coordinator had answered. It never answers what it had not."""
         if not self._answers:
             await asyncio.get_running_loop().create_future()
         answer = self._answers.popleft()
-        return Left(list(answer.refs), answer.complete, answer.turn)
+        return Assigned(answer.refs, answer.complete, answer.turn)
 
     def _say(self) -> None:
         """The notice of now: without a cut, or with the one that this worker stands at next."""

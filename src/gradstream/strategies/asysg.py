@@ -26,8 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -49,7 +50,7 @@ class AsySG(Strategy):
 
     gradients: int = 1
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"gradients": 1}
 

@@ -39,6 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from gradstream.data.base import DataCut
 from gradstream.errors import UnknownNameError, UserCodeError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -118,7 +119,7 @@ class ParameterAveraging(Strategy):
     combine: Combine = "mean"
     state: Literal["own", "averaged"] = "own"
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "parameters"
     plain: ClassVar[Mapping[str, object] | None] = {}

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gradstream.data.base import DataCut
 from gradstream.errors import InternalError
 from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
@@ -61,8 +62,10 @@ class Strategy(ABC):
     A strategy travels between machines as its name and these fields, never as code.
     """
 
-    cut: ClassVar[Literal["rounds", "partitions"]]
-    """How data is divided: rounds that all workers take part in, or a partition for each."""
+    cut: ClassVar[DataCut]
+    """How data is divided: "rounds" that all workers take part in; a "queue", of which each takes minibatches
+    as it needs them; "partitions", one for each worker, of which others take what is left at the end. A job
+    may ask for partitions where this is a queue."""
 
     survives_worker_loss: ClassVar[bool]
     """Whether the others go on when a worker dies."""
@@ -118,7 +121,7 @@ class Strategy(ABC):
         """What is to happen once in a run, on the coordinator: warm starts, waves. See `Drive`.
 
         Optional: where a strategy has none, all workers take part from the begin. When it returns, it stays
-        as it is then. Only partitions can be taken over, so `cut` must be "partitions".
+        as it is then. In rounds nobody can be missing, so `cut` must not be "rounds".
         """
         await run.engage(len(run.workers))
 

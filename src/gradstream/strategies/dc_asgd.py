@@ -25,10 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
+from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -129,7 +130,7 @@ class DCASGD(Strategy):
     eps: float = EPS
     overlap: bool = False
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 

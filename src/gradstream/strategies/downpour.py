@@ -36,6 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
@@ -88,7 +89,7 @@ class Downpour(Strategy):
     significance_of: Literal["relative", "absolute"] = "relative"
     block_elems: int = 16
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {
         "push_every": 1,

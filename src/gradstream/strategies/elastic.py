@@ -29,8 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -61,7 +62,7 @@ class ElasticAveraging(Strategy):
     moving_rate: float | None = None
     synchronous: bool = False
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "differences"
     # Alone until the end, and then all of the way: the centre is where the worker has got to.

@@ -40,6 +40,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from gradstream.data.base import DataCut
 from gradstream.errors import UnknownNameError
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -62,7 +63,7 @@ class Hogwild(Strategy):
 
     update: str = "atomic"
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     through: ClassVar[Literal["servers", "group", "shared"]] = "shared"
     plain: ClassVar[Mapping[str, object] | None] = {}

@@ -30,8 +30,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -64,7 +65,7 @@ class SSP(Strategy):
     bound: int = 3
     local_lr: float | None = None
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "partitions"
+    cut: ClassVar[DataCut] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"bound": 0, "local_lr": None}
 

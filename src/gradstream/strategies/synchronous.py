@@ -28,8 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -96,7 +97,7 @@ class Synchronous(Strategy):
     backup: int = 0
     sparse: bool = False
 
-    cut: ClassVar[Literal["rounds", "partitions"]] = "rounds"
+    cut: ClassVar[DataCut] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

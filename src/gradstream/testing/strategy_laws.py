@@ -11,12 +11,13 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
+from gradstream.data.base import DataCut
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.model.base import Reduction
@@ -70,8 +71,10 @@ def travels(strategy: Strategy) -> str:
     if again != strategy:
         raise BrokenLawError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
     _check_place(strategy)
-    if getattr(strategy, "cut", None) not in ("rounds", "partitions"):
-        raise BrokenLawError(f"cut is {getattr(strategy, 'cut', None)!r}; expected 'rounds' or 'partitions'")
+    if getattr(strategy, "cut", None) not in get_args(DataCut):
+        raise BrokenLawError(
+            f"cut is {getattr(strategy, 'cut', None)!r}; expected one of {get_args(DataCut)}"
+        )
     if not isinstance(getattr(strategy, "survives_worker_loss", None), bool):
         raise BrokenLawError("survives_worker_loss is not set: expected True or False")
     return f"{len(fields)} options, cut in {strategy.cut}"

@@ -54,7 +54,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "alive": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
     "resume": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
-    "orphans": Method(served_by=_COORDINATOR, callers=_WORKER),
+    "assign": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
     # The parameter server. A fetch may name each chunk, with the version that is known of it.

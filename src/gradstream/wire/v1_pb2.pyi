@@ -600,14 +600,12 @@ class Drive(_message.Message):
     def __init__(self, turns: _Optional[_Mapping[str, Turn]] = ..., phase: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
-    __slots__ = ("number", "held", "first")
+    __slots__ = ("number", "held")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
     number: int
     held: bool
-    first: int
-    def __init__(self, number: _Optional[int] = ..., held: bool = ..., first: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., held: bool = ...) -> None: ...
 
 class Cut(_message.Message):
     __slots__ = ("number", "phase", "stop_at", "places", "last", "ends")
@@ -727,14 +725,16 @@ class Whole(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Receipt(_message.Message):
-    __slots__ = ("epoch", "partition", "batch")
+    __slots__ = ("epoch", "partition", "batch", "more")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     partition: int
     batch: int
-    def __init__(self, epoch: _Optional[int] = ..., partition: _Optional[int] = ..., batch: _Optional[int] = ...) -> None: ...
+    more: int
+    def __init__(self, epoch: _Optional[int] = ..., partition: _Optional[int] = ..., batch: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("error", "message", "traceback")
@@ -746,15 +746,25 @@ class Failure(_message.Message):
     traceback: str
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
 
-class Orphans(_message.Message):
-    __slots__ = ("epoch", "last")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    last: bool
-    def __init__(self, epoch: _Optional[int] = ..., last: bool = ...) -> None: ...
+class Ask(_message.Message):
+    __slots__ = ("number", "wait", "in_hand", "rounds", "samples", "seconds", "squares")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    IN_HAND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SQUARES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    wait: bool
+    in_hand: int
+    rounds: float
+    samples: float
+    seconds: float
+    squares: float
+    def __init__(self, number: _Optional[int] = ..., wait: bool = ..., in_hand: _Optional[int] = ..., rounds: _Optional[float] = ..., samples: _Optional[float] = ..., seconds: _Optional[float] = ..., squares: _Optional[float] = ...) -> None: ...
 
-class OrphanBatches(_message.Message):
+class Assigned(_message.Message):
     __slots__ = ("batches", "complete", "turn")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]

@@ -18,6 +18,7 @@ from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.worker.assembly import Assembly
 from gradstream.worker.balance import Balance
+from gradstream.worker.batch_hand import BatchHand
 from gradstream.worker.beginning import fill_parameters, restore_own
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluator import Evaluator
@@ -55,9 +56,12 @@ class WorkerNode:
             silence_s=config.silence_s,
         )
         self._balance: Balance | None = None
-        if config.balanced and config.num_workers > 1:
+        if config.balanced and config.num_workers > 1 and config.strategy.cut == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
             self._balance = Balance(config.plan, member)
+        self._hand: BatchHand | None = None
+        if config.loop is None and config.strategy.cut != "rounds" and config.num_workers > 1:
+            self._hand = BatchHand(self._notes, runtime)
         self._schedule = self._make_schedule()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
         if isinstance(self._schedule, Schedule):
@@ -72,11 +76,10 @@ class WorkerNode:
         assert config.plan is not None
         return Schedule(
             config.plan,
-            config.strategy.cut,
             config.rank,
             config.epochs,
             config.steps,
-            self._notes if config.num_workers > 1 else None,
+            self._hand,
             config.num_steps,
             self._balance,
         )
@@ -201,6 +204,8 @@ class WorkerNode:
         self._member.emit(step)
         if self._balance is not None:
             self._balance.took(step.samples, step.compute_s)
+        if self._hand is not None:
+            self._hand.took(step)
 
     def _report(self, exchange: Exchange) -> None:
         """Records of traffic since the report before, and of this node's vitals."""

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from gradstream.membership.member import Left
-from gradstream.recording import Log, Orphans, Stood, Turned
+from gradstream.data.shares import Speed
+from gradstream.membership.member import Assigned
+from gradstream.recording import Handed, Log, Stood, Turned
 from gradstream.wire import v1
-from gradstream.worker.schedule import OrphanSource
+from gradstream.worker.batch_hand import BatchSource
 
 __all__ = ["Notes"]
 
 
 class Notes:
-    """Asks for minibatches of lost workers, and notes the answers; notes where it stood, and was let in.
+    """Asks for minibatches, and notes the answers; notes where it stood, and was let in.
 
-    All are rare, and written at once: nothing is lost with a worker that is killed.
+    All are written at once: nothing is lost with a worker that is killed.
 
     Args:
         source: answers.
         log: None notes nothing.
     """
 
-    def __init__(self, source: OrphanSource, log: Log | None) -> None:
+    def __init__(self, source: BatchSource, log: Log | None) -> None:
         self._source = source
         self._log = log
 
-    async def orphans(self, epoch: int, last: bool) -> Left:
-        """See `OrphanSource`."""
-        left = await self._source.orphans(epoch, last)
+    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+        """See `Member.assign`."""
+        answer = await self._source.assign(wait, in_hand, stretch)
         if self._log is not None:
-            self._log.add(Orphans(tuple(left.refs), left.complete, left.turn))
+            self._log.add(Handed(tuple(answer.refs), answer.complete, answer.turn))
             self._log.flush()
-        return left
+        return answer
 
     def stood(self, begun: int, ends: bool) -> None:
         """See `Pace`."""
@@ -41,5 +42,5 @@ class Notes:
     def turned(self, begun: int, turn: v1.Turn, phase: str) -> None:
         """See `Pace`."""
         if self._log is not None:
-            self._log.add(Turned(begun, turn.number, turn.first, phase))
+            self._log.add(Turned(begun, turn.number, phase))
             self._log.flush()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from gradstream.data.base import BatchRef, Plan
-from gradstream.membership.member import Left
 from gradstream.optim.schedules import Position
-from gradstream.wire import v1
 from gradstream.worker.balance import Balance
+from gradstream.worker.batch_hand import BatchHand
 from gradstream.worker.pace import Gate
 
-__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "OrphanSource", "Passage", "Schedule", "Supply"]
-
-NOTHING = Left([], complete=True)
+__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "Passage", "Schedule", "Supply"]
 
 UNKNOWN = -1
 """Samples of a minibatch that nobody has seen yet."""
@@ -28,25 +25,17 @@ class Passage:
 
     Args:
         gate: passed before each: see `Pace.gate`.
-        turn: by which the worker was let in, after "anew": where its own line goes on, and what was handed
-            to it before is not its any more.
+        turn: number of the turn by which the worker was let in, after "anew": what was handed to it before is
+            not its any more.
         close: awaited before the end of the run is waited for: what this worker has computed must be in the
             model by then, or two workers would wait for each other.
         skip: how many of its own minibatches, from the next one on, are left out.
     """
 
     gate: Callable[[], Awaitable[Gate]]
-    turn: Callable[[], v1.Turn]
+    turn: Callable[[], int]
     close: Callable[[], Awaitable[None]]
     skip: Callable[[], int]
-
-
-class OrphanSource(Protocol):
-    """Whoever knows of minibatches that lost workers have left: the coordinator, through `Member`."""
-
-    async def orphans(self, epoch: int, last: bool) -> Left:
-        """Minibatches to go through, and whether every one up to `epoch` is accounted for."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +44,20 @@ class Schedule:
 
     Args:
         plan: how the data is cut.
-        cut: rounds for all, or a partition for each. Only partitions can be taken over.
         rank: of this worker.
         epochs: data epochs to go through, or None.
-        steps: minibatches to go through from here on, or None; with both, the smaller counts.
-        orphanage: asked for minibatches of lost workers; None for a worker that is alone.
+        steps: minibatches of each worker from here on, or None; with both, the smaller counts.
+        hand: what the coordinator assigns to this worker. None where all of its own line are its: it takes
+            part in rounds, or is alone.
         num_steps: minibatches of the whole run, where `steps` are those of a resumed one.
         balance: passed by each minibatch, where shares are measured.
     """
 
     plan: Plan
-    cut: Literal["rounds", "partitions"]
     rank: int
     epochs: int | None
     steps: int | None
-    orphanage: OrphanSource | None
+    hand: BatchHand | None
     num_steps: int | None = None
     balance: Balance | None = None
 
@@ -81,17 +69,18 @@ class Schedule:
     def _count(self, rank: int) -> int:
         limits = [] if self.epochs is None else [self.plan.batches_before(rank, self.epochs)]
         if self.steps is not None:
-            limits.append(self.steps if self.plan.batches_per_epoch(rank) else 0)
+            limits.append(self.steps * self.plan.per_step if self.plan.batches_per_epoch(rank) else 0)
         return min(limits)
 
     def position(self, ref: BatchRef) -> Position:
-        """Where a minibatch lies in the run of its partition, whoever computes it.
+        """Where a minibatch lies in the run, in steps of each worker, whoever computes it.
 
         In an epoch that a resumed run has found begun, it is counted from the epoch's end.
         """
         plan, partition = self.plan, ref.partition
-        per_epoch = plan.batches_per_epoch(partition)
-        batch = per_epoch - plan.batches_in(partition, ref.epoch) + ref.batch
+        total = plan.batches_per_epoch(partition)
+        per_epoch = -(-total // plan.per_step)
+        batch = (total - plan.batches_in(partition, ref.epoch) + ref.batch) // plan.per_step
         limits = [] if self.epochs is None else [self.epochs * per_epoch]
         if self.steps is not None:
             limits.append(self.num_steps or self.steps)
@@ -99,56 +88,50 @@ class Schedule:
 
     @property
     def last(self) -> BatchRef:
-        """The last minibatch of the longest partition: the run ends with its data epoch."""
-        rank = max(range(self.plan.num_partitions), key=self._count)
-        return self.plan.nth(rank, self._count(rank) - 1)
-
-    @property
-    def last_epoch(self) -> int:
-        """The data epoch in which the longest partition ends."""
-        counts = enumerate(map(self._count, range(self.plan.num_partitions)))
-        return max((self.plan.nth(rank, count - 1).epoch for rank, count in counts if count), default=0)
+        """The last minibatch of the longest line: the run ends with its data epoch."""
+        line = max(range(self.plan.num_partitions), key=self._count)
+        return self.plan.nth(line, self._count(line) - 1)
 
     async def refs(self, passage: Passage) -> AsyncGenerator[BatchRef, None]:
-        """Own minibatches in order; after each epoch, those that other workers have left.
+        """The minibatches of this worker, in order.
 
         What was in hand when this worker was held back may be another's when it is let in: it is dropped.
         """
-        count, begun = passage.skip(), self.plan.done.epochs
-        left = NOTHING  # of others, in hand
-        while True:
-            own = self.plan.nth(self.rank, count) if count < self.num_batches else None
-            if own is None and not left.refs:
-                await passage.close()
-                left = await self._left(self.last_epoch, last=True)
-                if left.complete:
-                    return
-            elif own is not None and own.epoch > begun and not left.refs:
-                left = await self._left(own.epoch - 1, last=False)
-                begun = begun if left.refs else own.epoch
-            ref = left.refs[0] if left.refs else own
-            if ref is None:
-                continue
-            if ref is own and self.balance is not None:
+        taken = _Line(self, passage) if self.hand is None else self.hand
+        while (ref := await taken.next(passage.turn, passage.close)) is not None:
+            if self.balance is not None:
                 await self.balance.reach(ref)
-            gate = await passage.gate()
-            if gate == "over":
-                return
-            if gate == "anew":
-                turn = passage.turn()
-                count, left = turn.first, left if left.turn == turn.number else NOTHING
-                continue
-            yield ref
-            if ref is own:
-                count += 1 + passage.skip()
-            else:
-                left = left._replace(refs=left.refs[1:])
+            match await passage.gate():
+                case "over":
+                    return
+                case "anew":
+                    taken.put_back(ref, passage.turn())
+                case _:
+                    yield ref
 
-    async def _left(self, epoch: int, *, last: bool) -> Left:
-        """Some of what others have left of epochs 0 … `epoch`; if `last`, waits for such, or for the end."""
-        if self.orphanage is None or self.cut == "rounds":
-            return NOTHING
-        return await self.orphanage.orphans(epoch, last)
+
+class _Line:
+    """All minibatches of a worker's own line, in order. See `BatchHand`."""
+
+    def __init__(self, schedule: Schedule, passage: Passage) -> None:
+        self._schedule = schedule
+        self._skip = passage.skip
+        self._next = 0
+
+    async def next(self, turn: Callable[[], int], close: Callable[[], Awaitable[None]]) -> BatchRef | None:
+        """The next one; None where there is none."""
+        del turn
+        k = self._next = self._next + self._skip()
+        if k >= self._schedule.num_batches:
+            await close()
+            return None
+        self._next += 1
+        return self._schedule.plan.nth(self._schedule.rank, k)
+
+    def put_back(self, ref: BatchRef, turn: int) -> None:
+        """It was not begun: it is still the next one."""
+        del ref, turn
+        self._next -= 1
 
 
 class EndingSource(Protocol):

@@ -219,7 +219,7 @@ class Replica(ABC):
             )
         passage = Passage(
             gate=lambda: self._gate(before),
-            turn=lambda: self._pace.turn,
+            turn=lambda: self._pace.turn.number,
             close=self._close,
             skip=self._skip,
         )

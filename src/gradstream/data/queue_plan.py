@@ -1,0 +1,69 @@
+"""One queue of minibatches for all workers: each takes the next ones when it needs them.
+
+    epoch's order   o₀ o₁ o₂ …            a permutation, a pure function of (seed, epoch)
+    unit u          o[uU : (u+1)U]        U samples
+    minibatch       count units in a row  worker i takes sizes[i] of them, so sizes[i]·U samples
+
+Which samples a minibatch has follows from its name alone. Which worker takes it is decided while the run goes
+on, by the coordinator (`membership.assignment`): a fast worker takes more of each epoch. Guided
+self-scheduling of loops does the same (Polychronopoulos and Kuck, 1987).
+
+Where all minibatches are of one size, a unit is a minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gradstream.data.base import BatchRef
+from gradstream.data.plan import EpochPlan
+from gradstream.errors import ConfigError
+
+__all__ = ["QueuePlan"]
+
+FINENESS = 64
+"""Units of a minibatch, where sizes follow the speed of the workers: sizes are then exact to 2 % or so."""
+
+
+class QueuePlan(EpochPlan):
+    """Asynchronous: one line of minibatches, for all workers. See `EpochPlan` for the arguments.
+
+    Attributes:
+        unit: samples of a unit.
+        sizes: units of each worker's minibatch; 0 for a worker that takes none.
+        measured: sizes are where the run begins; they follow the speed of the workers.
+    """
+
+    seekable = True
+
+    def _check_measured(self) -> None:
+        total = sum(self.batch_sizes)
+        if total < self.num_workers:
+            raise ConfigError(
+                f"shares='measured': minibatches have {total} samples together for {self.num_workers} "
+                "workers; each needs at least one, or it cannot be measured: use a larger batch_size"
+            )
+
+    def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
+        if shares is not None:
+            raise ConfigError(
+                f"shares={tuple(shares)}: workers take minibatches from one queue as they need them, so "
+                'nobody has a share; leave shares out, or divide the data by them: assignment="partitions"'
+            )
+        common = math.gcd(*self.batch_sizes)
+        finest = max(1, common // FINENESS)
+        self.unit = common
+        if self.measured and self.num_workers > 1:
+            self.unit = max(size for size in range(1, finest + 1) if common % size == 0)
+        self.sizes = tuple(size // self.unit for size in self.batch_sizes)
+        self.shares = self.batch_sizes
+        self.num_partitions, self.per_step = 1, sum(self.sizes)
+
+    def _num_batches(self, partition: int, num_samples: int) -> int:
+        if self._drop_last:
+            num_samples -= num_samples % max(self.batch_sizes)
+        return -(-num_samples // self.unit)
+
+    def _positions(self, ref: BatchRef, num_samples: int) -> tuple[int, int]:
+        return ref.batch * self.unit, min(ref.stop * self.unit, num_samples)
