@@ -51,6 +51,8 @@ def check(job: Job) -> None:
         _check_length(job)
     if isinstance(job.shares, str) and job.shares != MEASURED:
         raise ConfigError(f"shares={job.shares!r}: expected a number for each worker, or {MEASURED!r}")
+    if job.assignment not in (None, "queue", "partitions"):
+        raise ConfigError(f"assignment={job.assignment!r}: expected 'queue' or 'partitions'")
     if job.carrier not in CHOICES:
         raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
     _check_evaluation(job)
@@ -114,6 +116,11 @@ def _check_evaluation(job: Job) -> None:
 def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Looks at what a strategy cannot do, or not together with what else is asked for. Raises ConfigError."""
     _check_quorum(job, strategy)
+    if job.assignment is not None and strategy.cut == "rounds":
+        raise ConfigError(
+            f"assignment={job.assignment!r}: the workers of {type(strategy).__name__} go through rounds "
+            "together; leave assignment out, or take another strategy"
+        )
     if job.record:
         _check_recorded(job, strategy)
     _check_drive(job, strategy)

@@ -5,7 +5,7 @@ nobody waits for the coordinator, and that training goes on while it is away.
 
     block = half of the worker's share of what is left of the epoch       (share: sᵢ / Σ s)
             at least FEW and FEW_S of its time, if that is not more than half of its share of the run
-            at most `lead_s` of its time
+            at most `lead_s` of its time, and twice as many as it was measured by: that may be wrong
 
 Towards the end of the run a minibatch goes to the worker that is done with it first. Worker i, with hᵢ in
 hand, would be done after cᵢ = (hᵢ + 1)·tᵢ. It gets none where the others can do all R that are left before:
@@ -109,14 +109,17 @@ class Assignment:
 
     def _limit(self, rank: int, present: Sequence[int], size: int, supply: Supply) -> int:
         """How many minibatches it may have more."""
-        per_s = self._per_s(present)
-        half = per_s[rank] / math.fsum(per_s.values()) / (2 * size)
-        known = self._speeds[rank].per_s or 0.0
-        few = max(FEW, known * FEW_S / size)
+        known = self._speeds[rank].per_s
+        if not known:
+            return 1
         if self._measures and any(self._speeds[worker].rounds < SURE_AFTER for worker in present):
             return FEW  # of sizes that will be others soon
+        half = known / math.fsum(self._per_s(present).values()) / (2 * size)
+        few = max(FEW, known * FEW_S / size)
         block = max(supply.epoch * half, min(few, supply.run * half))
-        return max(1, min(MOST, math.ceil(block), math.floor(max(FEW, known * self._lead_s / size))))
+        lead = max(FEW, known * self._lead_s / size)
+        shown = max(FEW, 2 * self._speeds[rank].rounds)
+        return max(1, min(MOST, math.ceil(block), math.floor(lead), math.floor(shown)))
 
     def _others_sooner(
         self, rank: int, present: Sequence[int], supply: Supply, in_hand: int, at_s: float

@@ -1,0 +1,244 @@
+"""Minibatches go to workers that ask: nobody has too few, and the last ones are done as early as can be."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradstream as gs
+from gradstream.data import EpochPlan, Ledger, PartitionPlan, QueuePlan
+from gradstream.data.base import BatchRef
+from gradstream.data.shares import Speed
+from gradstream.errors import ConfigError
+from gradstream.membership.assignment import MOST, Assignment
+from gradstream.runtime.world import Cost, Exponential, World
+from gradstream.testing.runs import kill_at, least_squares
+
+UNEVEN = (1.0, 1.0, 1.0, 0.2)
+"""Speeds of four workers: 3.2 together."""
+
+
+class Workers:
+    """Their minibatches take as long as their speeds say, and they ask when half of a block is gone."""
+
+    def __init__(
+        self, plan: EpochPlan, speeds: Sequence[float], epochs: int = 1, lead_s: float = 10.0
+    ) -> None:
+        self.ledger = Ledger(plan, epochs=epochs)
+        self.assignment = Assignment(self.ledger, len(speeds), lead_s)
+        self.speeds = speeds
+        self.present = list(range(len(speeds)))
+        self.hands: list[list[BatchRef]] = [[] for _ in speeds]
+        self.low = [0] * len(speeds)
+        self.stretches = [Speed() for _ in speeds]
+        self.idle = set(self.present)
+        self.done: Counter[int] = Counter()
+        self.blocks: list[tuple[int, int]] = []
+        self.ends: list[tuple[float, int, BatchRef]] = []
+        self.now_s = 0.0
+
+    def ask(self, rank: int, in_hand: int) -> None:
+        self.assignment.took(rank, self.stretches[rank], self.present)
+        self.stretches[rank] = Speed()
+        block = self.assignment.block(rank, self.present, in_hand, self.now_s)
+        if block:
+            self.hands[rank] += block
+            self.low[rank] = len(block) // 2
+            self.blocks.append((rank, len(block)))
+
+    def look(self) -> None:
+        """Whoever has nothing to do asks, and begins what it gets."""
+        for rank in sorted(self.idle):
+            if not self.hands[rank]:
+                self.ask(rank, 0)
+            if self.hands[rank]:
+                self.idle.discard(rank)
+                ref = self.hands[rank].pop(0)
+                heapq.heappush(self.ends, (self.now_s + ref.count / self.speeds[rank], rank, ref))
+                if len(self.hands[rank]) <= self.low[rank]:
+                    self.ask(rank, len(self.hands[rank]) + 1)
+
+    def lose(self, rank: int) -> None:
+        self.present.remove(rank)
+        self.ledger.lost(rank)
+        self.idle.discard(rank)
+        self.ends = [end for end in self.ends if end[1] != rank]
+        heapq.heapify(self.ends)
+
+    def run(self, lost: Sequence[tuple[float, int]] = ()) -> float:
+        """The time of the last receipt. Workers are lost when they are said to be."""
+        lost = list(lost)
+        while not self.ledger.finished:
+            self.look()
+            assert self.ends or lost, "everybody waits for somebody else"
+            while lost and (not self.ends or lost[0][0] <= self.ends[0][0]):
+                self.now_s, rank = lost.pop(0)
+                self.lose(rank)
+                self.look()
+            self.now_s, rank, ref = heapq.heappop(self.ends)
+            self.ledger.receipt(ref, rank)
+            self.done[rank] += ref.count
+            self.stretches[rank].took(ref.count, ref.count / self.speeds[rank])
+            self.idle.add(rank)
+        return self.now_s
+
+
+def best_s(count: int, speeds: Sequence[float]) -> float:
+    """The shortest time for so many minibatches: each goes to the worker that is done with it first."""
+    done = [0] * len(speeds)
+    for _ in range(count):
+        rank = min(range(len(speeds)), key=lambda rank: (done[rank] + 1) / speeds[rank])
+        done[rank] += 1
+    return max(number / speed for number, speed in zip(done, speeds, strict=True))
+
+
+@pytest.mark.parametrize("kind", [QueuePlan, PartitionPlan])
+def test_a_worker_gets_as_much_as_it_is_fast(kind: type[EpochPlan]) -> None:
+    workers = Workers(kind(320, 1, 4), UNEVEN)
+    assert workers.run() == pytest.approx(100, abs=1)
+    assert [workers.done[rank] for rank in range(4)] == pytest.approx([100, 100, 100, 20], abs=2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.05, 0.2, 0.3, 0.7, 1.0, 3.0, 10.0]), min_size=1, max_size=9),
+    st.integers(20, 400),
+    st.integers(1, 3),
+    st.sampled_from([QueuePlan, PartitionPlan]),
+)
+def test_the_last_minibatch_is_done_about_as_early_as_it_can_be(
+    speeds: list[float], samples: int, epochs: int, kind: type[EpochPlan]
+) -> None:
+    """At the worst, a slow worker begins two minibatches before anybody knows how slow it is."""
+    took_s = Workers(kind(samples, 1, len(speeds)), speeds, epochs).run()
+    least_s = best_s(samples * epochs, speeds)
+    unmeasured_s = 3 / min(speeds)
+    assert least_s - 1e-9 <= took_s <= max(1.2 * least_s + 1 / max(speeds), unmeasured_s)
+
+
+def test_blocks_become_smaller_towards_the_end_of_an_epoch() -> None:
+    workers = Workers(QueuePlan(1000, 1, 2), [1.0, 1.0], lead_s=1e9)
+    workers.run()
+    sizes = [size for rank, size in workers.blocks if rank == 0]
+    assert max(sizes) > 50
+    assert sizes[sizes.index(max(sizes)) :] == sorted(sizes[sizes.index(max(sizes)) :], reverse=True)
+    assert sizes[-1] == 1
+
+
+def test_blocks_take_no_longer_than_they_may() -> None:
+    workers = Workers(QueuePlan(100_000, 1, 2), [1.0, 100.0], lead_s=4.0)
+    workers.run()
+    assert max(size for rank, size in workers.blocks if rank == 0) == 4
+    assert max(size for rank, size in workers.blocks if rank == 1) == MOST
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_whoever_is_lost_the_others_go_through_everything(rng: random.Random, measured: bool) -> None:
+    speeds = [rng.choice([0.2, 1.0, 2.0]) for _ in range(4)]
+    plan = QueuePlan(160, 16 if measured else 4, 4, shares="measured" if measured else None)
+    lost = sorted((rng.uniform(0, 400), rank) for rank in rng.sample(range(4), rng.randint(1, 3)))
+    workers = Workers(plan, speeds, epochs=2)
+    workers.run(lost)
+    assert workers.ledger.num_samples == 320
+
+
+def test_sizes_follow_the_speeds() -> None:
+    workers = Workers(QueuePlan(20_000, 64, 4, shares="measured"), UNEVEN)
+    workers.run()
+    assert workers.assignment._sizes == (80, 80, 80, 16)
+
+
+def test_a_worker_that_others_are_to_relieve_is_given_something_if_they_do_not_come() -> None:
+    workers = Workers(QueuePlan(8, 1, 2), [1.0, 0.1])
+    for rank in (0, 1):
+        workers.assignment.took(rank, Speed(4, 4, 4 / workers.speeds[rank], 0), workers.present)
+    assert workers.assignment.block(1, [0, 1], 0, 0.0) == ()
+    assert workers.assignment.block(1, [0, 1], 0, 9.0) == ()
+    assert len(workers.assignment.block(1, [0, 1], 0, 11.0)) == 1
+
+
+# ---- whole runs -------------------------------------------------------------------------------
+
+
+def simulated(strategy: Any, epochs: int = 2, **options: Any) -> gs.Run:
+    model, data = least_squares(8000, 8)
+    world = World(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": UNEVEN[3]})
+    return gs.simulate(
+        model, data, strategy=strategy, workers=4, batch_size=32, epochs=epochs,
+        optimizer=gs.SGD(lr=2.0**-12), world=options.pop("world", world), **options,
+    )  # fmt: skip
+
+
+IDEAL_S = 2 * 8.0 / sum(UNEVEN)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [gs.Downpour(), gs.Downpour(push_every=10, fetch_every=10), gs.Softsync(), gs.StalenessAware(),
+     gs.ElasticAveraging(), gs.ParameterAveraging(every=None)],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("assignment", ["queue", "partitions"])
+def test_without_rounds_uneven_workers_lose_nothing(strategy: Any, assignment: Any) -> None:
+    run = simulated(strategy, assignment=assignment)
+    assert run.summary["samples_accounted"] == 16_000
+    assert run.summary["train_s"] <= 1.05 * IDEAL_S
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "ssp", gs.ParameterAveraging(every=10)])
+def test_where_workers_wait_for_each_other_sizes_that_fit_the_speeds_do_it(strategy: Any) -> None:
+    assert simulated(strategy).summary["train_s"] >= 3.8 * IDEAL_S
+    assert simulated(strategy, epochs=4, shares="measured").summary["train_s"] <= 2 * 1.1 * IDEAL_S
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_death_costs_what_the_dead_worker_would_have_done(rank: int) -> None:
+    at_s = 2.0
+    run = simulated("downpour", script=kill_at(f"worker-{rank}", at_s))
+    assert run.summary["samples_accounted"] == 16_000
+    lease_s = 10.0  # the others have enough to do until it is noticed
+    left = sum(UNEVEN) - UNEVEN[rank]
+    allowed_s = at_s + (16.0 - at_s * sum(UNEVEN)) / left
+    assert run.summary["train_s"] <= max(1.1 * allowed_s, at_s + lease_s + 2.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_times_that_vary_lose_little(seed: int) -> None:
+    world = World(
+        costs={"gradient": Cost(per_sample_s=1e-3, spread=Exponential())},
+        speeds={"worker-3": UNEVEN[3]},
+    )
+    run = simulated("downpour", world=world, seed=seed)
+    assert run.summary["train_s"] <= 1.15 * IDEAL_S
+
+
+def test_samples_a_second_are_as_many_with_short_epochs() -> None:
+    model, data = least_squares(64, 8)
+    world = World(costs={"gradient": Cost(per_sample_s=1e-4)})
+    run = gs.simulate(
+        model, data, strategy="downpour", workers=4, batch_size=8, epochs=100, world=world,
+        optimizer=gs.SGD(lr=2.0**-12),
+    )  # fmt: skip
+    assert run.summary["train_s"] <= 1.25 * 6400 * 1e-4 / 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "synchronous", "assignment": "queue"}, "assignment"),
+        ({"assignment": "ring"}, "expected 'queue' or 'partitions'"),
+        ({"assignment": "queue", "shares": [1, 2, 3, 4]}, "nobody has a share"),
+        ({"assignment": "partitions", "shares": "measured"}, "partition of its own"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        simulated(options.pop("strategy", "downpour"), **options)
