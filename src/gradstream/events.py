@@ -360,7 +360,7 @@ class EvaluatedEvent(Event):
 
     name: ClassVar[str] = "evaluated"
     from_members: ClassVar[bool] = True
-    step: int  # minibatches of its partition in the model; synchronous: rounds
+    step: int  # rounds in the model; without rounds, a W-th of the minibatches
     epoch: int  # data epoch of the last of them
     samples: int  # that the run has gone through by then; asynchronous: if all were as far as this worker
     accuracy: float | None

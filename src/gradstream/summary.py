@@ -106,7 +106,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         late: by worker, how many of its gradients came too late.
         shares: by worker, its samples of a round at the end, where shares are measured; else empty.
         reason: why it finished before its data was through (`until`), or None.
-        samples_reassigned: batches that another worker took over.
+        samples_reassigned: minibatches that were handed out again: their first taker was lost.
         train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
         loss: mean over the samples of the last data epoch seen.
         compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.

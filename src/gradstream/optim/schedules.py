@@ -47,9 +47,9 @@ class Position:
     """Where a minibatch lies in its run.
 
     Args:
-        step: minibatches of its partition before it; synchronous: rounds before it.
+        step: rounds before it; without rounds, a W-th of the minibatches before it, of W workers.
         num_steps: of the whole run.
-        steps_per_epoch: of its partition.
+        steps_per_epoch: of a data epoch.
     """
 
     step: int

@@ -14,9 +14,12 @@ has every update of clocks below k serves until clock k + s, so a fetch is due e
 s = 0 is bulk synchronous: the shard sums up a clock's gradients and makes one update of them, so that nobody
 sees a part of it. That is `synchronous` of the same minibatches and W times the rate.
 
-Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that has
-gone through its share, or is lost, holds nobody back; one that takes over minibatches of a lost worker takes
-part again, at the clock of the slowest if its own is behind that. Every push is an update of its own at
+A worker that is always slower sets the pace of all, once the others are s clocks ahead: by definition. Sizes
+that fit the speeds lift that (`shares="measured"`): all clocks then take as long.
+
+Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that is lost,
+or for which there are no minibatches, holds nobody back; one that gets some again takes part again, at the
+clock of the slowest if its own is behind that. Every push is an update of its own at
 the full rate, as in Downpour: for what `synchronous` does at a rate, give each of W workers a W-th of it.
 
 Reference: Ho, Cipar, Cui, Lee, Kim, Gibbons, Gibson, Ganger, Xing, "More effective distributed ML via a
