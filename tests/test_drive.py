@@ -238,11 +238,12 @@ class Owners:
             assert self.ledger.receipt(ref, rank)
 
     def hold(self, rank: int) -> None:
-        assert self.ledger.take_back(rank) == len(self.in_hand[rank])
+        assert self.ledger.hold(rank) == len(self.in_hand[rank])
         self.held.add(rank)
         self.in_hand[rank].clear()
 
     def let_in(self, rank: int) -> None:
+        self.ledger.let_in(rank)
         self.held.discard(rank)
 
     def lose(self, rank: int) -> None:
@@ -281,7 +282,7 @@ def test_whoever_is_held_back_or_lost_each_minibatch_has_one_owner(data: st.Data
 def test_what_a_run_goes_through_in_all() -> None:
     plan = PartitionPlan(20, 3, 2)
     for limits in ({"epochs": 5}, {"steps": 7}):
-        ledger = Ledger(plan, **limits)
+        ledger = Ledger(plan, epochs=limits.get("epochs"), steps=limits.get("steps"))
         assert ledger.total_samples == sum(ledger.samples(epoch) or 0 for epoch in range(ledger.num_epochs))
 
 

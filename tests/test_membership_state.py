@@ -167,7 +167,7 @@ def test_the_deadline_for_joining_names_who_is_missing() -> None:
 def test_batches_of_a_lost_worker_are_taken_over() -> None:
     membership = gathered()
     for name in ("worker-1", "worker-0"):
-        batches = []
+        batches: list[v1.Receipt] = []
         for number in (1, 2):
             answer = membership.answers.assign(name, ask_of(number), 0.0)
             assert isinstance(answer, v1.Assigned)

@@ -162,11 +162,19 @@ class Cast:
 
     @property
     def _cut(self) -> DataCut:
-        """How the data is divided: by what the strategy says, and where there is a choice the job."""
-        if self.strategy.cut == "rounds" or self.assignment is None:
-            by_shares = self.shares is not None and self.shares != MEASURED
-            return "partitions" if by_shares and self.strategy.cut == "queue" else self.strategy.cut
-        return self.assignment
+        """How the data is divided: by what the strategy says, and where there is a choice by the job."""
+        own = self.strategy.data_cut()
+        if own == "rounds":
+            return own
+        if self.balanced and self.assignment is None:
+            return "queue"
+        by_shares = self.shares is not None and not self.balanced
+        return self.assignment or ("partitions" if by_shares else own)
+
+    @property
+    def _helping(self) -> bool:
+        """Whether workers that are done with their partition of an epoch help the others with theirs."""
+        return self.strategy.data_cut() != "partitions"
 
     @property
     def balanced(self) -> bool:
@@ -190,7 +198,7 @@ class Cast:
         """An account of every minibatch of the run."""
         if self.open_ended:
             return OpenLedger(self.workers, rounds=self.strategy.cut == "rounds")
-        return Ledger(self.plan(), epochs=self.epochs, steps=self.steps_left)
+        return Ledger(self.plan(), epochs=self.epochs, steps=self.steps_left, helping=self._helping)
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """Who a node is, before it has joined."""

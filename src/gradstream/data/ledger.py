@@ -102,6 +102,8 @@ class Ledger:
         epochs: how many data epochs the run has.
         steps: how many minibatches each worker has in all, over its epochs; of a line for all workers, the
             mean. At least one of the two limits is given; with both, the smaller counts.
+        helping: a worker that is done with its own line of an epoch is given of the others' lines. False:
+            only of those of workers that are lost, or held back.
 
     Raises:
         ConfigError: no limit, or one below 1.
@@ -113,6 +115,7 @@ class Ledger:
         *,
         epochs: int | None = None,
         steps: int | None = None,
+        helping: bool = True,
     ) -> None:
         for what, limit in (("epochs", epochs), ("steps", steps)):
             if limit is not None and limit < 1:
@@ -120,6 +123,7 @@ class Ledger:
         if epochs is None and steps is None:
             raise ConfigError("a run needs an end: give epochs or steps")
         self.plan = plan
+        self.helping = helping or plan.num_partitions == 1
         self._lines = []
         for partition in range(plan.num_partitions):
             limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
@@ -140,6 +144,7 @@ class Ledger:
         """By worker, what it has: (line, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # of these, those that another had before
         self._lost: set[int] = set()
+        self._held: set[int] = set()
         self.num_receipts = 0
         self.num_samples: int | None = 0  # of minibatches with a receipt; None where nobody counts them
 
@@ -251,9 +256,14 @@ class Ledger:
         k = self._lines[number].first()
         assert k is not None
         behind = self.plan.nth(number, k).epoch + 1
-        stops = (self.plan.batches_before(other, behind) for other in range(len(self._lines)))
-        epoch = sum(line.num_free(stop) for line, stop in zip(self._lines, stops, strict=True))
-        return Supply(epoch, sum(line.num_free() for line in self._lines))
+        open_to_it = [other for other in range(len(self._lines)) if self._is_open(other, taker)]
+        stops = {other: self.plan.batches_before(other, behind) for other in open_to_it}
+        epoch = sum(self._lines[other].num_free(stop) for other, stop in stops.items())
+        return Supply(epoch, sum(self._lines[other].num_free() for other in open_to_it))
+
+    def _is_open(self, number: int, taker: int) -> bool:
+        """Whether a worker may be given of a line."""
+        return self.helping or number == taker or number in self._lost or number in self._held
 
     def hand_out(self, taker: int, limit: int, size: int = 1) -> tuple[BatchRef, ...]:
         """Hands up to `limit` minibatches to a worker, those of the oldest epoch first.
@@ -302,10 +312,22 @@ class Ledger:
         if not 0 <= rank < self.plan.num_workers:
             raise InternalError(f"worker {rank} was lost; the ledger knows 0 to {self.plan.num_workers - 1}")
         self._lost.add(rank)
-        return self.take_back(rank)
+        return self._take_back(rank)
 
-    def take_back(self, rank: int) -> int:
-        """What a worker has in hand is handed out again: it has begun none of it. Returns how many."""
+    def hold(self, rank: int) -> int:
+        """A worker is held back: others get what it has in hand, none of it begun, and of its line.
+
+        Returns:
+            How many minibatches it had in hand.
+        """
+        self._held.add(rank)
+        return self._take_back(rank)
+
+    def let_in(self, rank: int) -> None:
+        """A worker takes part again."""
+        self._held.discard(rank)
+
+    def _take_back(self, rank: int) -> int:
         hand = self._hands.pop(rank, {})
         for (number, k), count in hand.items():
             self._again.discard((number, k))
@@ -322,10 +344,10 @@ class Ledger:
         found: tuple[tuple[int, int, int], int] | None = None
         for number, line in enumerate(self._lines):
             k = line.first()
-            if k is None:
+            if k is None or not self._is_open(number, taker):
                 continue
             epoch, free = self.plan.nth(number, k).epoch, line.num_free()
-            if number != taker and number not in self._lost and not self.plan.seekable:
+            if not (self.plan.seekable or number == taker or number in self._lost | self._held):
                 epoch = self._num_epochs  # after everything else
             rank = epoch, int(number != taker), -free
             if found is None or rank < found[0]:

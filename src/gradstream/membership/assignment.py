@@ -114,7 +114,8 @@ class Assignment:
             return 1
         if self._measures and any(self._speeds[worker].rounds < SURE_AFTER for worker in present):
             return FEW  # of sizes that will be others soon
-        half = known / math.fsum(self._per_s(present).values()) / (2 * size)
+        share = known / math.fsum(self._per_s(present).values()) if self._ledger.helping else 1.0
+        half = share / (2 * size)
         few = max(FEW, known * FEW_S / size)
         block = max(supply.epoch * half, min(few, supply.run * half))
         lead = max(FEW, known * self._lead_s / size)
@@ -125,7 +126,7 @@ class Assignment:
         self, rank: int, present: Sequence[int], supply: Supply, in_hand: int, at_s: float
     ) -> bool:
         """Whether the others can do all that is left before this worker has done one more."""
-        if self._speeds[rank].per_s is None or len(present) < 2:
+        if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.helping:
             return False
         per_s = self._per_s(present)
         each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}

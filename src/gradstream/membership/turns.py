@@ -40,6 +40,8 @@ class Turns:
         self.wanted = 0
         self._ledger = ledger
         self._turns = {f"worker-{rank}": _Turn() for rank in range(num_workers)}
+        for rank in range(num_workers):
+            ledger.hold(rank)
 
     @property
     def held(self) -> list[str]:
@@ -67,7 +69,7 @@ class Turns:
         if turn is None or turn.stands or number != turn.number:
             return False
         turn.stands = True
-        self._ledger.take_back(_rank(who))
+        self._ledger.hold(_rank(who))
         self._turn_over()
         return True
 
@@ -95,9 +97,10 @@ class Turns:
         return v1.Drive(turns={name: self.turn_of(name) for name in self._turns}, phase=self.phase)
 
     def _turn_over(self) -> None:
-        for place, turn in enumerate(self._turns.values()):
+        for place, (name, turn) in enumerate(self._turns.items()):
             if place < self.wanted and turn.held and turn.stands:
                 turn.held = False
+                self._ledger.let_in(_rank(name))
                 turn.number += 1
             elif place >= self.wanted and not turn.held:
                 turn.held, turn.stands = True, False

@@ -19,9 +19,9 @@ the worker over all averages. `state="averaged"` averages that too, alike: anoth
 rule's vectors, and a round more; then it is in checkpoints, and a resumed run has it.
 
 Bytes a step and worker: 4N/H up, 4N/H down (float32); one-shot 4N up in all. Everybody waits for the slowest
-at each average, so once in H steps; minibatches of measured sizes (`shares="measured"`) let all be there at the
-same time. A lost worker is left out from then on, and the others go through what is left. A worker for which
-there are no minibatches waits for nobody and keeps nobody waiting.
+at each average, so once in H steps; minibatches of measured sizes (`shares="measured"`) let all be there at
+the same time. A lost worker is left out from then on, and the others go through what is left. A worker for
+which there are no minibatches waits for nobody and keeps nobody waiting.
 
 A cut brings everything into the model, so workers average for a checkpoint too, with however many steps they
 have made, and go on from the mean. A resumed run begins with the mean on all workers. Of a one-shot run
@@ -120,7 +120,7 @@ class ParameterAveraging(Strategy):
     combine: Combine = "mean"
     state: Literal["own", "averaged"] = "own"
 
-    cut: ClassVar[DataCut] = "queue"
+    cut: ClassVar[DataCut] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "parameters"
     plain: ClassVar[Mapping[str, object] | None] = {}

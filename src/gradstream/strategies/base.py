@@ -64,8 +64,8 @@ class Strategy(ABC):
 
     cut: ClassVar[DataCut]
     """How data is divided: "rounds" that all workers take part in; a "queue", of which each takes minibatches
-    as it needs them; "partitions", one for each worker, of which others take what is left at the end. A job
-    may ask for partitions where this is a queue."""
+    as it needs them; "partitions", one for each worker, where workers meet and none can do more than the
+    others. A job may ask for another of the last two (`assignment`)."""
 
     survives_worker_loss: ClassVar[bool]
     """Whether the others go on when a worker dies."""
@@ -99,6 +99,10 @@ class Strategy(ABC):
 
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""
+
+    def data_cut(self) -> DataCut:
+        """How data is divided with these options; `cut`, where they do not matter for it."""
+        return self.cut
 
     def quorum(self, num_workers: int) -> int | None:
         """How many of the workers' contributions make an update, the same ones on every chunk.

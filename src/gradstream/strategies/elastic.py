@@ -80,6 +80,10 @@ class ElasticAveraging(Strategy):
         """Of the workers: plain SGD."""
         return SGD(lr=0.01)
 
+    def data_cut(self) -> DataCut:
+        """Where all exchange together, none can do more than the others."""
+        return "partitions" if self.synchronous else "queue"
+
     async def train(self, worker: Worker) -> None:
         """The client, Algorithm 1."""
         server, away = worker.server, False

@@ -68,7 +68,7 @@ class SSP(Strategy):
     bound: int = 3
     local_lr: float | None = None
 
-    cut: ClassVar[DataCut] = "queue"
+    cut: ClassVar[DataCut] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"bound": 0, "local_lr": None}
 
