@@ -79,6 +79,11 @@ class SSP(Strategy):
                 "their own; leave local_lr out"
             )
 
+    @property
+    def decays_gradients(self) -> bool:
+        """Always: a clock's updates are summed up where s = 0, and else a worker sees its own."""
+        return True
+
     def optimizer(self) -> Optimizer:
         """SGD: a worker's own steps are then those of the server."""
         return SGD(lr=0.01)
