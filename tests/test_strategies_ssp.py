@@ -18,6 +18,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.jobfile import load_job
 from gradstream.model.base import Batch, Layout
+from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position
 from gradstream.runtime.base import Report
 from gradstream.runtime.storage import MemoryStorage
@@ -223,7 +224,8 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.SGD]) ->
         assert not np.array_equal(end(gs.SSP(bound=2), lr, seed), expected)
 
 
-SAME_AS_SYNCHRONOUS = {  # at bound 0, by 4 workers: a rule, and the one of synchronous SGD that does the same
+# At bound 0, by 4 workers: a rule, and that of synchronous SGD which does the same.
+SAME_AS_SYNCHRONOUS: dict[str, tuple[Optimizer, Optimizer]] = {
     "sgd": (gs.SGD(1e-3), gs.SGD(4e-3)),
     "momentum": (gs.SGD(1e-3, momentum=0.5, weight_decay=0.1), gs.SGD(4e-3, momentum=0.5, weight_decay=0.1)),
     "nesterov": (gs.Nesterov(1e-3, 0.5), gs.Nesterov(4e-3, 0.5)),

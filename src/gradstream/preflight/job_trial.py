@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 
-from safetensors.numpy import load_file
-
 from gradstream.casting import metrics_of
+from gradstream.checkpoint.model_file import load_file
 from gradstream.config import Job, build_model
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import PreflightError

@@ -7,11 +7,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import safetensors.numpy
-
 from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
 from gradstream.checkpoint import Resume, to_resume
+from gradstream.checkpoint.model_file import load
 from gradstream.config import JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.data.base import Dataset
 from gradstream.errors import (
@@ -122,7 +121,7 @@ def simulate(
         raise _error(cluster, events)
     parameters = {}
     if not world.phantom:
-        parameters = dict(safetensors.numpy.load(cluster.virtual.storage.read(FINAL_MODEL)))
+        parameters = load(cluster.virtual.storage.read(FINAL_MODEL))
     info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
     run = Run(
         path=None,
