@@ -173,7 +173,6 @@ class Run:
 
     def _rows(self) -> list[tuple[str, str]]:
         figures = self.summary
-        accuracy = [row["accuracy"] for row in self.evaluations]
         stale = self.staleness("run")
         rows = [
             ("path", self.path),
@@ -183,7 +182,8 @@ class Run:
             ("samples/s", figures["samples_per_s"]),
             ("train_s", figures["train_s"]),
             ("loss", figures["loss"]),
-            ("accuracy", accuracy[-1] if accuracy else None),
+            ("accuracy", figures["accuracy"]),
+            ("held out", figures["held_out_loss"]),
             ("staleness", stale[0] if stale and stale[0].largest else None),
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]

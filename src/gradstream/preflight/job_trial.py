@@ -95,8 +95,12 @@ class JobTrial(Trial):
         parameters = load_file(self.kept)
         run = Run(parameters=parameters, model=self._model, data=data, metrics=metrics_of(self.job))
         found = run.evaluate(_Few(data, TEST_SAMPLES))
-        what = f"accuracy {found.accuracy:.1%}" if found.accuracy is not None else f"error {found.loss:.4g}"
-        return f"{what} of {found.num_samples:,} held-out samples"
+        what = ", ".join(
+            f"{name} {value:{form}}"
+            for name, value, form in (("accuracy", found.accuracy, ".1%"), ("loss", found.loss, ".4g"))
+            if value is not None
+        )
+        return f"{what or 'outputs'} of {found.num_samples:,} held-out samples"
 
     def _time(self) -> str:
         pace = self.pace()
