@@ -11,8 +11,7 @@ from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.checkpoint.model_file import load
-from gradstream.config import JobOptions, build_model, is_script, make_job, spread_out
-from gradstream.data.base import Dataset
+from gradstream.config import Data, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -42,7 +41,7 @@ _OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError)
 
 def simulate(
     model: Asked,
-    data: Dataset | str | None = None,
+    data: Data | None = None,
     *,
     world: World | None = None,
     on_event: OnEvent | None = None,
