@@ -234,7 +234,7 @@ def test_a_loss_that_calls_the_module_is_told_of_held_out_samples(kind: str) -> 
     assert run.summary["held_out_loss"] == run.evaluations[-1]["loss"] == pytest.approx(expected, rel=1e-5)
     assert f"held out   {expected:,.4g}" in repr(run)
     assert f"held out: loss {expected:.4g}" in progress.line()
-    assert ("test loss", f"{expected:.4g} of 20 samples") in evaluation_rows(found)
+    assert ("test loss", f"{expected:.4g} (the model's own, 20 samples)") in evaluation_rows(found)
 
 
 def test_metrics_that_need_outputs_which_there_are_not_are_refused_before_training() -> None:

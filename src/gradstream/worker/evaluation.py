@@ -41,12 +41,14 @@ class Evaluation:
             loss per sample, if it has one (`from_torch`); None in classification.
         num_samples: how many samples were looked at.
         metrics: mean over samples of each metric of the user's own, by name.
+        own_loss: whether `loss` is the model's own.
     """
 
     accuracy: float | None
     loss: float | None
     num_samples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    own_loss: bool = False
 
 
 def evaluate(
@@ -78,8 +80,9 @@ def evaluate(
             outputs = _outputs(model, parameters, batch, needed=bool(metrics))
         tally.add(batch, outputs)
         if not tally.elems and hasattr(model, "held_out_loss"):
-            with _users_code("loss"):
-                tally.add_loss(model.held_out_loss(parameters, batch), batch, model.reduction)
+            loss = _own_loss(model, parameters, batch)
+            if loss is not None:
+                tally.add_loss(loss, batch, model.reduction)
     return tally.evaluation()
 
 
@@ -92,6 +95,18 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
     if getattr(model, "calls_itself", False):
         with _users_code("module, called with the inputs alone as metrics need it (spread=True may help),"):
             model.outputs(parameters, data.test_batch(np.zeros(1, np.int64)).inputs)
+
+
+def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | None:
+    """The model's own loss. None where held-out targets are for metrics alone, and no loss takes them."""
+    try:
+        with _users_code("loss"):
+            loss: float = model.held_out_loss(parameters, batch)
+            return loss
+    except UserCodeError:
+        if model.calls_itself:  # nothing else would tell
+            raise
+        return None
 
 
 def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bool) -> Any:
@@ -163,6 +178,7 @@ class _Tally:
             loss,
             self.samples,
             {name: total / self.samples for name, total in self.sums.items()},
+            own_loss=self.has_loss and not compared,
         )
 
 
