@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
+from safetensors.torch import load_file as torch_file
+from torch import nn
 
+import gradstream as gs
+from gradstream.checkpoint.model_file import load, load_file
 from gradstream.data.base import Ids
 from gradstream.errors import ConfigError
 from gradstream.model.base import Batch, Layout, Reduction
@@ -142,3 +148,31 @@ def test_evaluate_says_what_is_missing() -> None:
         Run(model=Linear(), data=Held(np.zeros((0, 2)), np.zeros(0))).evaluate()
     with pytest.raises(ConfigError, match=r"parameters\['w'\]: got nothing, expected shape \(2, 2\)"):
         Run(model=Linear(), data=data).evaluate()
+
+
+def build() -> nn.Module:
+    return nn.Sequential(
+        OrderedDict(zulu=nn.Linear(3, 4), mike=nn.BatchNorm1d(4), alpha=nn.Linear(4, 2, bias=False))
+    )
+
+
+def test_parameters_have_the_order_of_the_model_in_every_run(directory: Path) -> None:
+    x, y = np.zeros((8, 3), dtype="float32"), np.zeros((8, 2), dtype="float32")
+    model, data = gs.from_torch(build, nn.functional.mse_loss), gs.from_arrays(x, y)
+    run = gs.simulate(model, data, workers=2, batch_size=2, steps=2)
+    parameters, buffers = dict(build().named_parameters()), dict(build().named_buffers())
+    assert list(run.parameters) == [*parameters, *buffers]
+    run.save_parameters(directory / FINAL_MODEL)
+    loaded = Run.load(directory).parameters
+    assert list(loaded) == list(run.parameters)
+    build().load_state_dict(torch_file(directory / FINAL_MODEL))  # for others it is a file like any other
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"order": "no JSON"}, {"order": "[[], 3]"}])
+def test_a_file_that_does_not_tell_an_order_is_read_as_it_lies(
+    tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    arrays = {f"{place * 7 % 10}": np.zeros(2) for place in range(10)}
+    save_file(arrays, tmp_path / "model", metadata=metadata)
+    assert list(load_file(tmp_path / "model")) == sorted(arrays)
+    assert list(load((tmp_path / "model").read_bytes())) == sorted(arrays)

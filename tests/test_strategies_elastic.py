@@ -219,6 +219,34 @@ def test_alone_with_nesterovs_momentum_it_is_torchs_rule() -> None:
     assert np.array_equal(run.parameters["w"], w.detach().numpy())
 
 
+def algorithm_2(model: Model, data: ArrayDataset, *, ahead: bool) -> torch.Tensor:
+    """The centre of one worker's EAMSGD in the paper's letters, α = 0.5, τ = 3, δ = 0.9.
+
+    Args:
+        ahead: the spring pulls at x + δv; else at x, as it is printed.
+    """
+    x, v, centre = (torch.zeros(FEATURES, dtype=torch.float64) for _ in range(3))
+    ((_, batches),) = shares_of(data, 1, 11)
+    for step, ids in enumerate(batches):
+        taken_at = x + 0.9 * v
+        if step and step % 3 == 0:
+            difference = 0.5 * ((taken_at if ahead else x) - centre)
+            x, centre = x - difference, centre + difference
+        v = 0.9 * v - 0.01 * gradient_of(model, taken_at, data, ids)
+        x = x + v
+    return centre + 0.5 * ((x + 0.9 * v if ahead else x) - centre)  # at the end, once more
+
+
+def test_with_nesterovs_momentum_the_spring_pulls_where_the_gradient_is_taken() -> None:
+    model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
+    found = simulate(
+        model, data, strategy=gs.EAMSGD(every=3, moving_rate=0.5), optimizer=gs.Nesterov(0.01, 0.9),
+        workers=1, batch_size=4, steps=11, seed=3, chunk_elems=64,
+    ).parameters["w"]  # fmt: skip
+    assert np.allclose(found, algorithm_2(model, data, ahead=True).numpy(), rtol=0, atol=1e-13)
+    assert not np.allclose(found, algorithm_2(model, data, ahead=False).numpy(), rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_a_checkpoint_is_an_exchange_and_training_goes_on(
     synchronous: bool, own: dict[int, torch.Tensor]

@@ -18,6 +18,8 @@ from gradstream.data.base import BatchRef, DataCut
 from gradstream.data.plan import PartitionPlan
 from gradstream.jobfile import load_job
 from gradstream.model.base import Batch, Layout
+from gradstream.optim.base import Optimizer
+from gradstream.optim.schedules import Position
 from gradstream.runtime.base import Report
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.world import Constant, Cost, Exponential, Link, Network, World
@@ -220,6 +222,41 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.SGD]) ->
         assert np.abs(expected).max() > 0
         assert np.array_equal(end(gs.SSP(bound=0), lr, seed), expected)
         assert not np.array_equal(end(gs.SSP(bound=2), lr, seed), expected)
+
+
+# At bound 0, by 4 workers: a rule, and that of synchronous SGD which does the same.
+SAME_AS_SYNCHRONOUS: dict[str, tuple[Optimizer, Optimizer]] = {
+    "sgd": (gs.SGD(1e-3), gs.SGD(4e-3)),
+    "momentum": (gs.SGD(1e-3, momentum=0.5, weight_decay=0.1), gs.SGD(4e-3, momentum=0.5, weight_decay=0.1)),
+    "nesterov": (gs.Nesterov(1e-3, 0.5), gs.Nesterov(4e-3, 0.5)),
+    "adagrad": (
+        gs.Adagrad(0.1, eps=4e-3, initial_accumulator=0.16, weight_decay=0.1),
+        gs.Adagrad(0.1, eps=1e-3, initial_accumulator=0.01, weight_decay=0.1),
+    ),
+    "adam": (gs.Adam(0.1, eps=4e-3, weight_decay=0.1), gs.Adam(0.1, eps=1e-3, weight_decay=0.1)),
+    "adamw": (gs.AdamW(0.1, eps=4e-3), gs.AdamW(0.1, eps=1e-3)),
+}
+
+
+@pytest.mark.parametrize("rule", SAME_AS_SYNCHRONOUS)
+def test_bound_0_is_synchronous_at_the_rate_that_the_rule_makes_of_a_sum(rule: str) -> None:
+    model, data = least_squares(64, 300, whole=False, reduction="mean")
+    job: dict[str, Any] = {"workers": 4, "servers": 2, "batch_size": 4, "epochs": 2, "chunk_elems": 64}
+    mine, theirs = SAME_AS_SYNCHRONOUS[rule]
+    found = simulate(model, data, strategy=gs.SSP(bound=0), optimizer=mine, world=world(), **job)
+    expected = simulate(model, data, strategy=Barrier(), optimizer=theirs, world=world(), **job)
+    assert np.abs(expected.parameters["w"]).max() > 1e-3
+    np.testing.assert_allclose(found.parameters["w"], expected.parameters["w"], rtol=0, atol=1e-11)
+
+
+def test_the_rate_of_the_theorem_counts_the_updates_of_all_workers() -> None:
+    """As many updates at σ/√t as P workers make in their first steps go as far as at their own rates."""
+    sigma, workers, steps = 0.3, 8, 2000
+    lr = gs.InverseRoot(sigma / workers**0.5)
+    own = [lr(Position(step, steps, steps)) for step in range(steps)]
+    theorem = [sigma / t**0.5 for t in range(1, workers * steps + 1)]
+    assert own[-1] == pytest.approx(theorem[-1])
+    assert workers * sum(own) == pytest.approx(sum(theorem), rel=0.02)
 
 
 def test_it_obeys_the_laws() -> None:

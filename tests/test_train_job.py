@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.config import Job
+from gradstream.config import Job, make_job
+from gradstream.errors import DataError
 from gradstream.jobfile import load_job
 from gradstream.registry import find_optimizer, find_strategy
 
@@ -82,6 +85,38 @@ def test_a_file_that_defines_job(write: Callable[..., str]) -> None:
     assert load_job(f"{path}:job").spec == f"{path}:job"
 
 
+def test_a_pair_of_arrays_is_data(write: Callable[..., str]) -> None:
+    module = runpy.run_path(write())
+    model, data = module["model"](), module["data"]()
+    options: dict[str, Any] = {"workers": 2, "steps": 3, "batch_size": 4}
+    expected = gs.simulate(model, data, **options).parameters["w"]
+    pair = (data.inputs, data.targets)
+    for run in (
+        gs.simulate(model, pair, **options),
+        gs.simulate(gs.Job(model, pair, **options)),  # type: ignore[arg-type]  # as it stands in a job file
+        gs.simulate(gs.Job(model, gs.from_arrays(np.zeros((9, 3))), **options), pair),
+        gs.train(model, pair, processes=False, **options),
+    ):
+        assert np.array_equal(run.parameters["w"], expected)
+    with pytest.raises(gs.ConfigError, match="a pair of arrays"):
+        gs.simulate(model, list(pair), **options)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="targets"):
+        gs.simulate(model, (data.inputs, data.targets[:-1]), **options)
+
+
+def test_what_ends_the_run_is_what_was_given_last(write: Callable[..., str]) -> None:
+    job = dataclasses.replace(load_job(write()), workers=1, batch_size=100)
+    assert (job.epochs, job.steps) == (10, None)
+    in_steps = make_job(job, steps=3)
+    assert (in_steps.epochs, in_steps.steps) == (None, 3)
+    assert len(gs.simulate(job, steps=3).history) == 3
+    assert len(gs.simulate(in_steps, epochs=1).history) == 4
+    assert len(gs.train(in_steps, epochs=2).history) == 8
+    assert make_job(job, steps=None).epochs == 10
+    with pytest.raises(gs.ConfigError, match="exactly one of epochs and steps, got epochs=1 and steps=3"):
+        gs.simulate(job, epochs=1, steps=3)
+
+
 @pytest.mark.parametrize("guard", ["True", "__name__ == '__main__'"])
 def test_a_script_that_calls_train_is_read_up_to_there(write: Callable[..., str], guard: str) -> None:
     path = write(f"""
@@ -130,7 +165,7 @@ def test_a_spec_that_names_no_job(write: Callable[..., str], spec: str, part: st
         ({"batch_size": 0}, "batch_size"),
         ({"batch_size": [1, 2, 3]}, "3 entries for 2 workers"),
         ({"epochs": 0}, "epochs=0"),
-        ({"steps": 3}, "exactly one of epochs and steps"),
+        ({"epochs": 3, "steps": 3}, "exactly one of epochs and steps"),
         ({"epochs": None}, "got neither"),
         ({"chunk_elems": 100}, "multiple of 64"),
         ({"seed": -1}, "seed=-1"),

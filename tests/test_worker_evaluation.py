@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import gradstream as gs
+from gradstream.cli.progress import Progress
+from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.overrides import overrides, with_overrides
 from gradstream.runtime.world import Cost, World
@@ -170,3 +173,84 @@ def test_metrics_travel_by_place(tmp_path: Path) -> None:
     assert again.metrics["local"] is job.metrics["local"]
     with pytest.raises(ConfigError, match=r"metrics\['local'\] is not in the job file"):
         with_overrides(gs.Job(model, data, epochs=1), fields)
+
+
+# ---- a loss that calls the module itself ------------------------------------------------------
+
+
+class OfKeywords(nn.Module):
+    """As language models have it: keywords in, and the loss among what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(FEATURES, 1), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        out = self.linear(self.dropout(x)).squeeze(1)
+        return {"out": out} if y is None else {"out": out, "loss": (out - y).square().mean()}
+
+
+def loss_of_batch(module: nn.Module, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = module(**batch)["loss"]
+    return loss
+
+
+def loss_of_pair(module: nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    loss: torch.Tensor = module(y=targets, **inputs)["loss"]
+    return loss
+
+
+def mean_out(outputs: Any, targets: Any) -> float:
+    return float(outputs["out"].mean())
+
+
+def of_keywords(kind: str, **options: Any) -> tuple[Any, Any]:
+    """The model, and data in batches of a dict with the targets in it, or of the pair (dict, targets)."""
+    x, y = problem()[1].inputs.astype("float32"), problem()[1].targets.astype("float32")
+    loss, train, test = loss_of_batch, ({"x": x, "y": y}, None), ({"x": x[:20], "y": y[:20]}, None)
+    if kind == "pair":
+        loss, train, test = loss_of_pair, ({"x": x}, y), ({"x": x[:20]}, y[:20])
+    return gs.from_torch(OfKeywords, loss, loss_of="batch", **options), gs.from_arrays(*train, *test)
+
+
+@pytest.mark.parametrize("kind", ["dict", "pair"])
+def test_a_loss_that_calls_the_module_is_told_of_held_out_samples(kind: str) -> None:
+    model, data = of_keywords(kind)
+    progress = Progress()
+    run = simulate(
+        model, data, workers=2, batch_size=5, steps=4, optimizer=gs.SGD(0.05), evaluate_every=2,
+        on_event=progress.update,
+    )  # fmt: skip
+    module = OfKeywords().eval()
+    module.load_state_dict({name: torch.from_numpy(array) for name, array in run.parameters.items()})
+    x, y = problem()[1].inputs[:20].astype("float32"), problem()[1].targets[:20].astype("float32")
+    with torch.no_grad():
+        expected = float(module(torch.from_numpy(x), torch.from_numpy(y))["loss"])
+    found = run.evaluate(batch_size=7)  # batches that are not alike: the mean is over samples
+    assert found.loss == pytest.approx(expected, rel=1e-5)
+    assert (found.accuracy, found.num_samples) == (None, 20)
+    assert [row["step"] for row in run.evaluations] == [2, 4]
+    assert run.summary["held_out_loss"] == run.evaluations[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert f"held out   {expected:,.4g}" in repr(run)
+    assert f"held out: loss {expected:.4g}" in progress.line()
+    assert ("test loss", f"{expected:.4g} (the model's own, 20 samples)") in evaluation_rows(found)
+
+
+def test_metrics_that_need_outputs_which_there_are_not_are_refused_before_training() -> None:
+    model, data = of_keywords("dict")
+    events: list[Any] = []
+    job: dict[str, Any] = {"workers": 2, "batch_size": 5, "steps": 4, "evaluate_every": 4}
+    with pytest.raises(UserCodeError, match="as metrics need it"):
+        simulate(model, data, metrics={"mean": mean_out}, on_event=events.append, **job)
+    assert not [event for event in events if event["event"] == "step"]
+    spread, data = of_keywords("dict", spread=True)
+    run = simulate(spread, data, metrics={"mean": mean_out}, **job)
+    assert set(run.evaluations[-1]["metrics"]) == {"mean"}
+    assert run.evaluations[-1]["loss"] is not None
+
+
+def test_a_held_out_loss_that_is_no_number_is_named() -> None:
+    model, data = of_keywords("dict")
+    with pytest.raises(UserCodeError, match="the loss gave nan"):
+        evaluate(model, torch.full((model.layout.elems,), torch.nan), data)

@@ -36,8 +36,8 @@ def check(job: Job) -> None:
         job.data, "num_samples"
     ):
         raise ConfigError(
-            f"data is {type(job.data).__name__}; expected a Dataset: wrap yours with gradstream.from_arrays, "
-            "from_dataset, from_loader or from_stream"
+            f"data is {type(job.data).__name__}; expected a Dataset, or a pair of arrays (inputs, targets): "
+            "wrap yours with gradstream.from_arrays, from_dataset, from_loader or from_stream"
         )
     if hasattr(job.model, "state_dict"):
         raise ConfigError(

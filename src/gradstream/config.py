@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
+from gradstream.data.arrays import from_arrays
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError, UnknownNameError
@@ -21,6 +22,8 @@ from gradstream.transport.offers import Choice
 from gradstream.worker.evaluation import Metric
 
 __all__ = [
+    "RIVALS",
+    "Data",
     "Deadlines",
     "Job",
     "JobOptions",
@@ -32,13 +35,21 @@ __all__ = [
 ]
 
 
+Data = Dataset | str | tuple[Any, Any]
+"""What a run trains on: a data set, its name, or the pair (inputs, targets) of arrays."""
+
+RIVALS = frozenset({"epochs", "steps"})
+"""To give one of them takes back what was said before about the others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One training run, as the user asks for it.
 
     Args:
         model: a `Model`, or a function without arguments that makes one.
-        data: what to train on; a name or "file.py:function" is looked up (`gradstream data info`).
+        data: what to train on; a name or "file.py:function" is looked up (`gradstream data info`), a pair of
+            arrays (inputs, targets) becomes `from_arrays(inputs, targets)`.
         strategy: how to distribute: a name, "file.py:Class", or a Strategy.
         strategy_options: fields of the strategy, where it is given by name.
         optimizer: the update rule: a name or an Optimizer; None leaves it to the strategy.
@@ -131,6 +142,8 @@ class Job:
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", find_dataset(self.data))
+        elif isinstance(self.data, tuple) and len(self.data) == 2:
+            object.__setattr__(self, "data", from_arrays(*self.data))
 
 
 class JobOptions(TypedDict, total=False):
@@ -170,10 +183,12 @@ class JobOptions(TypedDict, total=False):
 
 def make_job(
     model: Model | Callable[[], Model] | Job,
-    data: Dataset | str | None = None,
+    data: Data | None = None,
     **options: Unpack[JobOptions],
 ) -> Job:
     """A job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
+
+    One of `epochs` and `steps` takes back the other of the job that is changed.
 
     Raises:
         UnknownNameError: no such option; says the nearest one.
@@ -184,7 +199,8 @@ def make_job(
         if name not in known:
             raise UnknownNameError("argument", name, known)
     if isinstance(model, Job):
-        changed: dict[str, Any] = dict(options)
+        taken_back = RIVALS if any(options.get(name) is not None for name in RIVALS) else ()
+        changed: dict[str, Any] = {**dict.fromkeys(taken_back), **options}
         if data is not None:
             changed["data"] = data
         changed["origins"] = {**model.origins, **dict.fromkeys(options, "argument")}

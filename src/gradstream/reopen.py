@@ -7,11 +7,11 @@ import warnings
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from gradstream.casting import metrics_of
 from gradstream.checkpoint import newest, verify
 from gradstream.checkpoint.folder import FOLDER
+from gradstream.checkpoint.model_file import load_file
 from gradstream.config import Job, build_model
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError

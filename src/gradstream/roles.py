@@ -361,6 +361,7 @@ class Cast:
             rule=self.strategy.rule(self.workers, self.reduction),
             optimizer=self._shards_optimizer,
             grouped=None if self._workers_optimize else self.grouped(model),
+            decayed=self.strategy.decays_gradients,
             silence_s=self.deadlines.silence_s,
             find_optimizer=self.find_optimizer,
             resume_from=self.resume.folder if self.resume is not None else "",
@@ -386,6 +387,7 @@ class Cast:
     def worker_config(self, rank: int, model: Model, data: Dataset | OwnData) -> WorkerConfig:
         """What a worker is told; see `worker`."""
         own = cast(OwnData, data) if self.open_ended else None
+        rule = self._update_rule(model, own)
         return WorkerConfig(
             rank=rank,
             num_workers=self.workers,
@@ -408,7 +410,8 @@ class Cast:
             resume=self.resume,
             balanced=self.balanced,
             form_group=partial(form_group, how=self._how_grouped, silence_s=self.deadlines.silence_s),
-            update_rule=self._update_rule(model, own) if self._workers_optimize else None,
+            update_rule=rule if self._workers_optimize else None,
+            shards_rule=None if self._workers_optimize else rule,
         )
 
     def _log(self, runtime: Runtime) -> Log:
@@ -424,7 +427,7 @@ class Cast:
         return strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
 
     def _update_rule(self, model: Model, own: OwnData | None) -> UpdateRule:
-        """What a worker updates its parameters by, where shards do not have the rule."""
+        """What parameters are updated by, those of a worker or those of the shards."""
         if own is not None and own.optimizer and self.find_optimizer is not None:
             return self.find_optimizer(own.optimizer)
         return self.optimizer, self.grouped(model)

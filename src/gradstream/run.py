@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
+from gradstream.checkpoint.model_file import load_file, save
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError
 from gradstream.model.base import Model
@@ -43,8 +43,8 @@ class Run:
 
     Args:
         path: the run directory; None if nothing was written.
-        parameters: trained parameters under the user's own names; empty after a phantom
-            simulation.
+        parameters: trained parameters under the user's own names, in the model's order, and its buffers
+            behind them; empty after a phantom simulation.
         events: every event of the run, as `events.jsonl` holds them.
         info: contents of `run.json`: versions, machine, environment.
         model: what `evaluate` computes outputs with.
@@ -118,8 +118,7 @@ class Run:
 
     def save_parameters(self, path: str | Path) -> None:
         """Writes the parameters as one safetensors file, readable without gradstream."""
-        arrays = {name: np.asarray(array, order="C") for name, array in self.parameters.items()}
-        save_file(arrays, path)
+        Path(path).write_bytes(save(self.parameters))
 
     def evaluate(self, data: Dataset | None = None, *, batch_size: int = 256) -> Evaluation:
         """Looks at every held-out sample of `data` (default: the data trained on).
@@ -174,7 +173,6 @@ class Run:
 
     def _rows(self) -> list[tuple[str, str]]:
         figures = self.summary
-        accuracy = [row["accuracy"] for row in self.evaluations]
         stale = self.staleness("run")
         rows = [
             ("path", self.path),
@@ -184,7 +182,8 @@ class Run:
             ("samples/s", figures["samples_per_s"]),
             ("train_s", figures["train_s"]),
             ("loss", figures["loss"]),
-            ("accuracy", accuracy[-1] if accuracy else None),
+            ("accuracy", figures["accuracy"]),
+            ("held out", figures["held_out_loss"]),
             ("staleness", stale[0] if stale and stale[0].largest else None),
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]

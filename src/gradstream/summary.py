@@ -109,11 +109,13 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         samples_reassigned: minibatches that were handed out again: their first taker was lost.
         train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
         loss: mean over the samples of the last data epoch seen.
+        accuracy, held_out_loss: of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
         compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
         pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
         whole_pushed_bytes, whole_fetched_bytes: what these would be with all of every chunk; 0 in a run
             without servers.
-        staleness_mean, staleness_max, staleness: over chunks; the last is the histogram.
+        staleness_mean, staleness_max, staleness: over chunks of gradients; the last is the histogram. The
+            first parameters, which a worker hands out, are none.
         carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
         group: how workers without servers sum: kind, algorithm, and by size where it was measured; or None.
         updates, duplicates, dropped, refused: of all shards, in chunks.
@@ -127,6 +129,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
     return {
         **{key: started.get(key) for key in _STARTED},
         **_progress(surviving(events)),
+        **_held_out(events),
         **_totals(events, "exchange", _EXCHANGED),
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
@@ -205,6 +208,11 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "compute_s": math.fsum(step["compute_s"] for step in steps),
         "wait_s": math.fsum(step["wait_s"] for step in steps),
     }
+
+
+def _held_out(events: Sequence[EventDict]) -> dict[str, Any]:
+    last = next(iter(evaluations_of(events)[-1:]), {})
+    return {"accuracy": last.get("accuracy"), "held_out_loss": last.get("loss")}
 
 
 def _late(steps: Sequence[EventDict]) -> dict[str, int]:

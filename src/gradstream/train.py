@@ -14,8 +14,7 @@ from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
 from gradstream.checks import check_script
 from gradstream.cluster import LocalCluster
-from gradstream.config import Job, JobOptions, build_model, is_script, make_job, spread_out
-from gradstream.data.base import Dataset
+from gradstream.config import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.errors import (
     ConfigError,
     GradstreamError,
@@ -46,7 +45,7 @@ _made: dict[str, list[Path]] = {}
 
 def train(
     model: Asked,
-    data: Dataset | str | None = None,
+    data: Data | None = None,
     *,
     on_event: OnEvent | None = None,
     processes: bool | None = None,
@@ -58,7 +57,7 @@ def train(
 
     Args:
         model: a `Model`, a function that makes one, a whole `Job`, or a function that makes that.
-        data: what to train on, or its name, where `model` is no job.
+        data: what to train on, its name, or a pair of arrays (inputs, targets), where `model` is no job.
         on_event: called with each event of the run, as `events.jsonl` holds it.
         processes: whether nodes are processes, or threads of this one. None takes processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
@@ -67,7 +66,8 @@ def train(
             the line that joins another machine is printed to stderr, and training begins when all
             are there. None trains on this machine alone. `gradstream.remote.listening.Listening` says more.
         wait: how many machines take part, this one included, with `listen`. Each has one worker.
-        options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ...
+        options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
+            job, they take the place of its own, and `steps` that of its `epochs`, or the other way round.
 
     Returns:
         The run: parameters, history, figures, `evaluate`.

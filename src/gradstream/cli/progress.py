@@ -203,7 +203,7 @@ class Progress:
 
 def _evaluation(event: EventDict) -> str:
     """Such as "held out: accuracy 91.2%, top5 0.99"; what was not told is left out."""
-    named = {"accuracy": event["accuracy"], "error": event["loss"], **event["metrics"]}
+    named = {"accuracy": event["accuracy"], "loss": event["loss"], **event["metrics"]}
     shown = [
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"
         for name, value in named.items()

@@ -104,8 +104,8 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     if evaluation.accuracy is not None:
         rows.append(("test accuracy", f"{evaluation.accuracy:.2%} of {evaluation.num_samples:,} samples"))
     if evaluation.loss is not None:
-        text = f"{evaluation.loss:.4g} (mean square, {evaluation.num_samples:,} samples)"
-        rows.append(("test error", text))
+        name, of = ("test loss", "the model's own") if evaluation.own_loss else ("test error", "mean square")
+        rows.append((name, f"{evaluation.loss:.4g} ({of}, {evaluation.num_samples:,} samples)"))
     if not rows and not evaluation.metrics:
         rows.append(("test accuracy", "unknown: outputs and targets are not of shapes that can be compared"))
     return rows + [(f"test {name}", f"{value:.4g}") for name, value in evaluation.metrics.items()]

@@ -120,6 +120,11 @@ class Model(Protocol):
         buffers() -> Mapping[str, np.ndarray]               copies
         load_buffers(buffers: Mapping[str, np.ndarray])     names that it does not know are passed over
 
+    One that can tell its loss on held-out samples has another, for where no accuracy can be told:
+
+        held_out_loss(parameters, batch: Batch) -> float    mean or sum, as `reduction` says; evaluation mode
+        calls_itself: bool                                  its loss may not need `outputs`, nor they work
+
     One whose layout has row-sparse tensors takes `rows: RowGradient` in `gradient`: their gradients go there,
     and into a vector of `layout.rest` alone goes what is left. Without it everything goes into (E,).
     """

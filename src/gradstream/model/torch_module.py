@@ -165,6 +165,19 @@ class TorchModel:
             outputs: torch.Tensor = self._call(built.module, for_torch(inputs, built.layout.dtype))
         return outputs
 
+    @property
+    def calls_itself(self) -> bool:
+        """Whether the loss calls the module, in a way of its own: `loss_of="batch"`."""
+        return self._takes_batch
+
+    def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
+        """The loss in eval() mode, without a graph; see `worker.evaluation`."""
+        built = self._module()
+        built.point_at(parameters)
+        built.training(False)
+        with torch.no_grad():
+            return float(self._loss_of(built, batch))
+
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """Parameters under all of their names, in the module's own order.
 

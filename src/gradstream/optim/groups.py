@@ -14,6 +14,7 @@ alone, not on where a range, a chunk or a shard ends.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ import torch
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.optim._check import not_negative
 from gradstream.optim.base import Optimizer, skips_zeros
+from gradstream.optim.decay import without_l2
 
-__all__ = ["Group", "GroupedRule", "groups_of"]
+__all__ = ["Group", "GroupedRule", "Range", "groups_of"]
 
 BLOCK_ELEMS = 64
 """Ranges that begin at multiples of this have the bits of the whole; chunks begin at such."""
@@ -111,8 +113,8 @@ def _state(rule: Optimizer) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
-    """Elements [start, stop) under one rule."""
+class Range:
+    """Elements [start, stop) under one rule, at `lr_scale` times the rate."""
 
     start: int
     stop: int
@@ -141,7 +143,7 @@ class GroupedRule:
             for pattern in group.match:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise UnknownNameError(f"parameter: nothing fits groups[{index}].match", pattern, names)
-        self._ranges: list[_Range] = []
+        self._ranges: list[Range] = []
         for name, start, stop in tensors:
             settings: dict[str, Any] = {}
             scale = 1.0
@@ -149,14 +151,25 @@ class GroupedRule:
                 if group.has(name):
                     settings |= group.settings
                     scale = scale if group.lr_scale is None else group.lr_scale
-            self._append(_Range(start, stop, _rule_with(optimizer, settings, name), scale))
+            self._append(Range(start, stop, _rule_with(optimizer, settings, name), scale))
 
     @property
     def skips_zeros(self) -> bool:
         """Where the rule of each range does."""
         return all(skips_zeros(one.rule) for one in self._ranges)
 
-    def _append(self, new: _Range) -> None:
+    @property
+    def ranges(self) -> Sequence[Range]:
+        """What it is made of, in the order of the vector."""
+        return self._ranges
+
+    def without_l2(self) -> GroupedRule:
+        """The same, for gradients that have their weight decay already; see `optim.decay`."""
+        same = copy.copy(self)
+        same._ranges = [dataclasses.replace(one, rule=without_l2(one.rule)) for one in self._ranges]
+        return same
+
+    def _append(self, new: Range) -> None:
         last = self._ranges[-1] if self._ranges else None
         if last is not None and (last.rule, last.lr_scale) == (new.rule, new.lr_scale):
             self._ranges[-1] = dataclasses.replace(last, stop=new.stop)
@@ -222,7 +235,7 @@ class GroupedRule:
 
 
 def _apply_shared(
-    ranges: Sequence[_Range],
+    ranges: Sequence[Range],
     offset: int,
     vectors: Mapping[str, torch.Tensor],
     gradient: torch.Tensor,

@@ -8,7 +8,8 @@ on who computes the minibatch (one of a dead worker keeps its rate), or on how o
     synchronous     step r is round r, the same rate for all workers
     asynchronous    step t is the t-th minibatch of its partition: t/num_steps of the run on each worker
 
-A rate travels with each push; what is pushed together has the rate of its last minibatch.
+A rate travels with each push. What is pushed, or applied, together is a sum Σ η_i/η·g_i at one rate η, that
+of its first gradient (the first one above 0): under SGD each gradient moves the parameters at its own rate.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
 
-from safetensors.numpy import load_file
-
 from gradstream.casting import metrics_of
+from gradstream.checkpoint.model_file import load_file
 from gradstream.config import Job, build_model
 from gradstream.data.base import Dataset, Ids
 from gradstream.errors import PreflightError
@@ -96,8 +95,12 @@ class JobTrial(Trial):
         parameters = load_file(self.kept)
         run = Run(parameters=parameters, model=self._model, data=data, metrics=metrics_of(self.job))
         found = run.evaluate(_Few(data, TEST_SAMPLES))
-        what = f"accuracy {found.accuracy:.1%}" if found.accuracy is not None else f"error {found.loss:.4g}"
-        return f"{what} of {found.num_samples:,} held-out samples"
+        what = ", ".join(
+            f"{name} {value:{form}}"
+            for name, value, form in (("accuracy", found.accuracy, ".1%"), ("loss", found.loss, ".4g"))
+            if value is not None
+        )
+        return f"{what or 'outputs'} of {found.num_samples:,} held-out samples"
 
     def _time(self) -> str:
         pace = self.pace()

@@ -102,7 +102,6 @@ def _drawn(title: str, draw: Callable[[], str]) -> str:
 
 def _header(source: Source, figures: Figures) -> str:
     s = figures.summary
-    accuracy = [e["accuracy"] for e in source.events if e["event"] == "evaluated"]
     state = {
         "finished": '<span class="good">finished</span>',
         "failed": '<span class="bad">failed</span>',
@@ -113,7 +112,8 @@ def _header(source: Source, figures: Figures) -> str:
         ("time", time_text(figures.seconds)),
         ("samples/s", s["samples_per_s"] and value_text(s["samples_per_s"])),
         ("loss, last epoch", s["loss"] is not None and value_text(s["loss"])),
-        ("accuracy", accuracy and accuracy[-1] is not None and f"{accuracy[-1]:.2%}"),
+        ("accuracy", s["accuracy"] is not None and f"{s['accuracy']:.2%}"),
+        ("loss, held out", s["held_out_loss"] is not None and value_text(s["held_out_loss"])),
         ("samples", f"{s['samples']:,}"),
         ("steps", f"{s['steps']:,}"),
         ("staleness, mean", s["staleness_mean"] is not None and f"{s['staleness_mean']:.2f}"),

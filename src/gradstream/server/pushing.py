@@ -153,6 +153,7 @@ class _ToShard:
         self, stream: Stream, sent: Progress, progressed: Callable[[], None], opened_ns: int
     ) -> None:
         taken, update, left = 0, self._push.update, self._left
+        is_gradient = update.vector is not None and not update.assign
         while left:
             await sent.reached(taken + 1)  # silence counts only while an answer is due
             received = await stream.recv(self._links.silence_s)
@@ -165,7 +166,7 @@ class _ToShard:
             for result in results.results:
                 taken += 1
                 left.pop(result.chunk, None)
-                if result.outcome == v1.PushResult.APPLIED:
+                if result.outcome == v1.PushResult.APPLIED and is_gradient:
                     self._traffic.staleness[result.staleness] += 1
                 update.late = update.late or result.outcome == v1.PushResult.DROPPED
                 self._links.claim(result, opened_ns)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 
 from gradstream.errors import ConfigError, GradstreamError, RefusedError
 from gradstream.optim.base import Optimizer, skips_zeros
+from gradstream.optim.decay import without_l2
 from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime
 from gradstream.server.agreement import Agreement
@@ -127,6 +128,8 @@ class ShardService:
                 "alone that have a gradient: use SGD without momentum or Adagrad, without weight decay; or "
                 "exchange all of them (no row-sparse tensors, no significance)"
             )
+        if self._config.decayed:
+            return without_l2(optimizer), None if grouped is None else grouped.without_l2()
         return optimizer, grouped
 
     def _agreement(self, needed: int, num_chunks: int) -> Agreement:

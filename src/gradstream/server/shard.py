@@ -71,7 +71,8 @@ class Apply:
         chunk: which.
         update: what is added up; nothing where only the sum is left to be applied.
         step: the update is, or will be, the chunk's step-th, from 1.
-        learning_rate: of the update.
+        learning_rate: of the update, and of the sum: that of its first contribution with one above 0. Each
+            contribution is weighed by its own rate over it.
         summed: contributions that the chunk's sum holds already, to which these are added.
         completes: they are applied; else they make the sum, or join it.
     """
@@ -122,7 +123,7 @@ class ChunkState:
     version: int = -1  # before the initial parameters were assigned
     applying: Apply | None = None
     summed: int = 0  # contributions in the sum; none are those without elements
-    learning_rate: float = 0.0  # of the one that came last into it
+    learning_rate: float = 0.0  # that it is to be applied with
     clock: int = 0  # the latest of any that came into a sum
     parked: list[Parked] = field(default_factory=list)
     arrivals: list[Parked] = field(default_factory=list)  # came while busy
@@ -391,12 +392,15 @@ class ShardState:
         """What is done with this update: it is applied, with the sum if there is one, or joins that."""
         contributions = [held.contribution for held in update]
         at_once = not update or update[0].assign
+        before = state.learning_rate if state.summed else 0.0
+        rates = [before, *(one.learning_rate for one in contributions if not one.absent)]
+        rate = next(filter(None, rates), 0.0)
         return Apply(
             chunk,
             update,
             state.version + 1,
-            next((one.learning_rate for one in contributions if not one.absent), state.learning_rate),
-            state.summed,
+            rate,
+            state.summed if before == rate else 0,  # a sum of rate 0 counts for nothing beside another one
             at_once or self._is_complete(chunk, state, contributions),
         )
 

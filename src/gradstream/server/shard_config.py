@@ -36,6 +36,7 @@ class ShardConfig:
         order: notes in which order things happen, or holds them to one.
         correction: what is done to a contribution before it is used; None for nothing.
         workers: how many there are, whose clocks are kept.
+        decayed: gradients have their weight decay already; see `Strategy.decays_gradients`.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class ShardConfig:
     order: Order = field(default_factory=AsItComes)
     correction: Correction | None = None
     workers: int = 0
+    decayed: bool = False
 
     @property
     def waiting_every_s(self) -> float:

@@ -10,6 +10,7 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
+from gradstream.optim.merge import Add, Replace
 from gradstream.server.chunks import ChunkMap
 
 __all__ = ["Store"]
@@ -96,6 +97,11 @@ class Store:
         """Everything that `update` writes."""
         spans = [self.span(vector, chunk) for vector in (self.parameters, *self.state.values())]
         return [*spans, self._scratch.all]
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the update rule has a learning rate; what only adds or replaces has none."""
+        return not isinstance(self._optimizer, Add | Replace)
 
     @property
     def elems(self) -> int:

@@ -11,7 +11,7 @@ __all__ = ["LinkTraffic", "Traffic", "Transfer"]
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """What has passed between a client and one shard so far. `staleness` counts chunks.
+    """What has passed between a client and one shard so far. `staleness` counts chunks of gradients.
 
     `whole_pushed_bytes` and `whole_fetched_bytes` are what it would have been with all of every chunk.
     """

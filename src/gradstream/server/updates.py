@@ -155,10 +155,17 @@ class Updates:
         return whole(self._changed.rows, chunk, part)
 
     def _weights(self, due: Apply) -> list[float]:
-        """Of the contributions that are there."""
+        """Of the contributions that are there: the rule's, times their rate over that of the update."""
         contributions = [held.contribution for held in due.update]
         weights = self._rule.weights(due.step - 1, contributions) if contributions else ()
-        return [w for w, one in zip(weights, contributions, strict=True) if not one.absent]
+        return [
+            weight * self._relative_rate(one, due)
+            for weight, one in zip(weights, contributions, strict=True)
+            if not one.absent
+        ]
+
+    def _relative_rate(self, one: Contribution, due: Apply) -> float:
+        return one.learning_rate / due.learning_rate if self._store.has_rate and due.learning_rate else 1.0
 
     def _corrected(
         self,

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gradstream.config import Job
+from gradstream.config import RIVALS, Job
 from gradstream.errors import ConfigError
 from gradstream.registry import STRATEGIES, class_of, find_optimizer, find_strategy
 from gradstream.settings.sources import Setting
@@ -19,9 +19,6 @@ __all__ = ["apply"]
 FAMILIES = ("strategy", "optimizer")
 NAME = ("", "name", "class")
 """`strategy = "downpour"` and `strategy.name = "downpour"` say the same."""
-
-RIVALS = frozenset({"epochs", "steps"})
-"""To give one of them takes back what layers below have said about the others."""
 
 OF_THE_JOB = frozenset({"callbacks", "model", "data", "spec", "origins", "strategy_options"})
 """Fields of a job that are not settings."""

@@ -7,13 +7,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
-import safetensors.numpy
-
 from gradstream.callbacks import Callbacks
 from gradstream.casting import cast_of, metrics_of
 from gradstream.checkpoint import Resume, to_resume
-from gradstream.config import JobOptions, build_model, is_script, make_job, spread_out
-from gradstream.data.base import Dataset
+from gradstream.checkpoint.model_file import load
+from gradstream.config import Data, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -43,7 +41,7 @@ _OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError)
 
 def simulate(
     model: Asked,
-    data: Dataset | str | None = None,
+    data: Data | None = None,
     *,
     world: World | None = None,
     on_event: OnEvent | None = None,
@@ -122,7 +120,7 @@ def simulate(
         raise _error(cluster, events)
     parameters = {}
     if not world.phantom:
-        parameters = dict(safetensors.numpy.load(cluster.virtual.storage.read(FINAL_MODEL)))
+        parameters = load(cluster.virtual.storage.read(FINAL_MODEL))
     info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
     run = Run(
         path=None,

@@ -13,6 +13,9 @@ over K updates falls as 1/√(M·K), the rate of SGD with batches of M, once K i
 
     γ = √((f(x_1) - f*) / (M·K·L·σ²)),     mean of E|∇f(x_k)|² ≤ 4·σ·√((f(x_1) - f*)·L / (M·K))
 
+G is the gradient of the loss with its weight decay: each of the M brings λ·x of the version that it is of.
+Under a schedule each goes at its own rate: γ is that of the first of the M, and each weighs its own over γ.
+
 So the rate goes with 1/√K: tune it again for a longer run.
 
 Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops nobody. What is in the sum when the run
@@ -56,6 +59,11 @@ class AsySG(Strategy):
 
     def __post_init__(self) -> None:
         check_count("AsySG", "gradients", self.gradients, "gradients")
+
+    @property
+    def decays_gradients(self) -> bool:
+        """Where an update is a sum."""
+        return self.gradients > 1
 
     def optimizer(self) -> Optimizer:
         """SGD without momentum, as the paper has it."""

@@ -82,6 +82,15 @@ class Strategy(ABC):
         """Where pushes are parameters: shards hold the state of the workers' rule, too (`take_state`)."""
         return False
 
+    @property
+    def decays_gradients(self) -> bool:
+        """Through servers: whether each gradient has its own weight decay λ·w, at the parameters it is of.
+
+        For strategies that push or apply sums of gradients, or make local steps: `Worker.gradient` adds the
+        term, and the shards' rule does not. Else the rule adds it once an update.
+        """
+        return False
+
     algorithm: str = "auto"
     """In a group: how it sums; see `gradstream.collectives`."""
 

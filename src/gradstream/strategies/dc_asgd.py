@@ -17,8 +17,9 @@ asynchronous SGD. The shards keep a copy of what they have given each worker: N 
 
 Reference: Zheng, Meng, Wang, Chen, Yu, Ma, Liu, "Asynchronous stochastic gradient descent with delay
 compensation", ICML 2017, Algorithms 1 and 2, §5. Different here: w_bak is kept chunk by chunk, of the version
-that the gradient was computed on, whatever else its worker was given since; and the update rule may be
-another than SGD, which then gets the compensated gradient.
+that the gradient was computed on, whatever else its worker was given since; the update rule may be
+another than SGD, which then gets the compensated gradient; and v_m is a mean square for each worker m, of
+its own gradients alone, as in the authors' code, where Algorithm 2 writes one MeanSquare(t) without m.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     client, at step t:                                   server, on each push:
       every n_fetch steps:  w ← fetch()                    w ← w - γ·acc / √(Σ acc²)    (Adagrad)
-      v ← μ·v + ∇ℓ(w; batch)
-      acc ← acc + v;  w ← w - α·v
+      v ← μ·v + ∇ℓ(w; batch) + λ·w
+      acc ← acc + η/γ·v;  w ← w - α·v
       every n_push steps:   push(acc);  acc ← 0
 
 No replica waits for another. `overlap=False` is the literal algorithm with the fetch after the
@@ -15,6 +15,12 @@ Bytes a step and worker: 4N/n_push up, 4N/n_fetch down (float32). A dead worker 
 samples it had not got acknowledged are taken over by the others. What one push brings is applied
 chunk by chunk: two chunks may show different numbers of updates at one instant, as in the paper.
 
+Every step has its weight decay λ and, under a schedule, its own rate η: the server applies a sum at the rate
+γ of the sum's first step, and each step joins it with the weight η/γ, which is 1 at a constant rate. So k
+local steps are those of SGD. A rule with state (momentum on the server, Adagrad, Adam) makes one update a
+push, of that sum, at γ. AdamW takes its decay off the parameters, so that comes once an update. α is η, or
+`local_lr`, which follows the schedule; a group of parameters multiplies α and γ by its `lr_scale`.
+
     drive:  warm start    one replica alone, until so many samples are in the model
             waves         the others join, so many at a time
             finish alone  one replica alone again, for the last so many samples
@@ -25,8 +31,9 @@ through all of the data in the order in which one node would, and Adagrad's sums
 Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algorithm 1.1 and §4.1.
 Different here: a push is due after step n_push - 1, not before step 0, so that a fetch finds the
 worker's own progress; Adagrad divides by √(Σ acc²) + ε, as the paper's rate is 0/0 at first. The paper
-has no momentum, μ = 0. With a long period and γ = α/W for W workers, which makes the server take the
-mean of their progress, it is what brings accuracy back to that of one machine (see docs/choose.md).
+has no momentum, no weight decay and no schedule: μ = λ = 0, η = γ. With a long period and γ = α/W for W
+workers, which makes the server take the mean of their progress, momentum is what brings accuracy back to that
+of one machine (see docs/choose.md).
 """
 
 from __future__ import annotations
@@ -153,6 +160,11 @@ class Downpour(Strategy):
             )
         if not 1 <= self.block_elems <= MAX_CHUNK_ELEMS:
             raise ConfigError(f"Downpour(block_elems={self.block_elems}): expected 1 to {MAX_CHUNK_ELEMS}")
+
+    @property
+    def decays_gradients(self) -> bool:
+        """Where several gradients lie between two pushes or two fetches, or join in a velocity."""
+        return self.push_every > 1 or self.fetch_every > 1 or self.local_momentum > 0
 
     def optimizer(self) -> Optimizer:
         """Adagrad, which the paper found to make asynchrony robust.

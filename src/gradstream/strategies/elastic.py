@@ -21,8 +21,10 @@ its x_i the centre had not got; the samples behind its pushes count as gone thro
 the end, each worker makes one more exchange. x_i itself is not kept: a resumed run begins with x_i = x̃.
 
 Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, equations 5 and
-6, Algorithms 1 and 2. Different here: with momentum the spring pulls at the point where gradients are taken,
-x + δv in the paper's letters, since rules are in that form here (see `optim.SGD`).
+6, Algorithms 1 and 2. Different here, with Nesterov's momentum: the spring pulls at x_i + δ·v_i, where the
+gradient is taken, d ← α·(x_i + δ·v_i - x̃); Algorithm 2 prints α·(x_i - x̃). The update rules here are in
+torch's form, whose parameters *are* x + δ·v (see `optim.SGD`): a worker exchanges its parameters, as in every
+other strategy, and α = 1 leaves torch's result in the centre. The two pulls differ by α·δ·v_i.
 """
 
 from __future__ import annotations

@@ -12,20 +12,24 @@ perhaps newer ones, and always its own: so the fastest is at most s clocks ahead
 has every update of clocks below k serves until clock k + s, so a fetch is due every s to s + 1 steps.
 
 s = 0 is bulk synchronous: the shard sums up a clock's gradients and makes one update of them, so that nobody
-sees a part of it. That is `synchronous` of the same minibatches and W times the rate.
+sees a part of it. The sum is W times the mean that `synchronous` takes of the same minibatches. So under SGD,
+with or without momentum, s = 0 at a rate η is `synchronous` at W·η. Adagrad, Adam and AdamW divide by the
+size of the gradients: there it is `synchronous` at η (with ε/W for ε, and a W²-th of Adagrad's initial sums).
 
 A worker that is always slower sets the pace of all, once the others are s clocks ahead: by definition. Sizes
 that fit the speeds lift that (`shares="measured"`): all clocks then take as long.
 
-Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that is lost,
-or for which there are no minibatches, holds nobody back; one that gets some again takes part again, at the
-clock of the slowest if its own is behind that. Every push is an update of its own at
-the full rate, as in Downpour: for what `synchronous` does at a rate, give each of W workers a W-th of it.
+Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that is
+lost, or for which there are no minibatches, holds nobody back; one that gets some again takes part again, at
+the clock of the slowest if its own is behind that. Every push is an update of its own at the full rate, as in
+Downpour: under SGD, for what `synchronous` does at a rate, give each of W workers a W-th of it. Weight decay is
+that of each gradient, at the parameters that it is of, and of each local step.
 
 Reference: Ho, Cipar, Cui, Lee, Kim, Gibbons, Gibson, Ganger, Xing, "More effective distributed ML via a
 stale synchronous parallel parameter server", NIPS 2013. Different here: clocks are kept chunk by chunk, so
 one that is complete need not wait for the others; updates are pushed at every clock, not gathered in a
-cache; and the rate is the update rule's, for which `InverseRoot` is the paper's η_t = σ/√t.
+cache; and the rate is the update rule's. The paper's η_t = σ/√t counts the updates of all P workers in t: a
+worker at its step c is at about t = P·(c + 1), so its rate is `InverseRoot(σ/√P)`, (σ/√P)/√(c + 1).
 """
 
 from __future__ import annotations
@@ -82,6 +86,11 @@ class SSP(Strategy):
                 f"SSP(bound=0, local_lr={self.local_lr}): workers fetch at every step, which overwrites "
                 "their own; leave local_lr out"
             )
+
+    @property
+    def decays_gradients(self) -> bool:
+        """Always: a clock's updates are summed up where s = 0, and else a worker sees its own."""
+        return True
 
     def optimizer(self) -> Optimizer:
         """SGD: a worker's own steps are then those of the server."""

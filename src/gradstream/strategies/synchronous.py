@@ -3,10 +3,12 @@
     g_i = Σ_{x ∈ B_i} ∇ℓ(w; x),   ĝ = Σ_i g_i / Σ_i |B_i|,   w ← Opt(w, ĝ)
 
 All workers compute on the same version of w, and the server makes one update of all of them,
-summed in the order of their ranks: so the run equals one node with the joined batch, whichever
-worker or network was faster. A chunk leaves as soon as backprop has finished with it, is updated
-as soon as every worker's has come, and fetched as soon as it is updated; chunks do not wait for
-one another, which changes no number (`overlap`).
+summed in the order of their ranks: so the same run has the same bits, whichever worker or network was
+faster. It equals one node with the joined batch to the rounding of sums, where the loss is a mean or sum over
+samples that looks at each of them alone: not with clipping, BatchNorm, dropout or a mean over tokens, which
+see a worker's own samples (the table in docs/strategies/synchronous.md). A chunk leaves as soon as backprop
+has finished with it, is updated as soon as every worker's has come, and fetched as soon as it is updated;
+chunks do not wait for one another, which changes no number (`overlap`).
 
 Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops the run; a worker without
 samples in a round says so and contributes nothing.

@@ -213,7 +213,10 @@ class Worker(Protocol):
         ...
 
     async def gradient(self, batch: Minibatch) -> Gradient:
-        """The mean gradient over a minibatch, at the worker's parameters."""
+        """The mean gradient over a minibatch, at the worker's parameters.
+
+        With its weight decay, where the strategy says `decays_gradients`.
+        """
         ...
 
     def gradient_soon(self, batch: Minibatch) -> Gradient:
@@ -233,7 +236,10 @@ class Worker(Protocol):
         ...
 
     async def accumulate(self, gradient: Gradient) -> None:
-        """Adds to what `take_accumulated` returns. The first one is taken over, not copied."""
+        """Adds to what `take_accumulated` returns. The first one is taken over, not copied.
+
+        The sum is applied at the rate of the first one; the others are weighed by their own over that.
+        """
         ...
 
     async def descend(self, gradient: Gradient, lr: float | None = None, *, momentum: float = 0.0) -> None:

@@ -35,7 +35,7 @@ from gradstream.worker.schedule import OpenSchedule, Schedule
 from gradstream.worker.server_exchange import ServerExchange
 from gradstream.worker.server_replica import ServerReplica
 from gradstream.worker.shared_exchange import form_shared
-from gradstream.worker.updater import Updater
+from gradstream.worker.updater import Updater, decays_of, scales_of
 from gradstream.worker.worker import Replica, ReplicaParts
 
 __all__ = ["Assembly"]
@@ -164,6 +164,9 @@ class Assembly:
     def _parts(self) -> ReplicaParts:
         config, around = self._config, self._around
         quorum = config.strategy.quorum(config.num_workers)
+        rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
+        decays = config.shards_rule is not None and config.strategy.decays_gradients
+        assert rule is not None
         return ReplicaParts(
             runtime=around.runtime,
             layout=config.model.layout,
@@ -183,6 +186,8 @@ class Assembly:
             first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
             watch=config.watch,
             update_rule=config.update_rule,
+            decays=decays_of(rule, elems) if decays else (),
+            scales=scales_of(rule, elems),
         )
 
     def _differentiator(self) -> Differentiator | None:

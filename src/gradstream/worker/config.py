@@ -69,6 +69,7 @@ class WorkerConfig:
         log: what this worker is told, and cannot know again, is noted there; None notes nothing.
         watch: see `ReplicaParts`.
         update_rule: what this worker updates its parameters by; None where the shards have the rule.
+        shards_rule: what the shards update theirs by, which local steps follow; None where workers have it.
     """
 
     rank: int
@@ -93,6 +94,7 @@ class WorkerConfig:
     balanced: bool = False
     form_group: FormGroup | None = None
     update_rule: UpdateRule | None = None
+    shards_rule: UpdateRule | None = None
     log: Log | None = None
     watch: Watch = field(default_factory=Watch)
 

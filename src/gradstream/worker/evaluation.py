@@ -13,11 +13,11 @@ import torch
 
 from gradstream.data.base import BatchRef, Dataset
 from gradstream.errors import GradstreamError, UserCodeError
-from gradstream.model.base import Model
+from gradstream.model.base import Model, Reduction
 from gradstream.model.batch import Batch
 from gradstream.worker.schedule import Schedule
 
-__all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "evaluate"]
+__all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "check_outputs", "evaluate"]
 
 BATCH_SIZE = 256
 
@@ -37,15 +37,18 @@ class Evaluation:
 
     Args:
         accuracy: fraction of samples whose largest output is at the target; None in regression.
-        loss: mean squared error in regression; None in classification.
+        loss: mean squared error in regression; where outputs and targets cannot be compared, the model's own
+            loss per sample, if it has one (`from_torch`); None in classification.
         num_samples: how many samples were looked at.
         metrics: mean over samples of each metric of the user's own, by name.
+        own_loss: whether `loss` is the model's own.
     """
 
     accuracy: float | None
     loss: float | None
     num_samples: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    own_loss: bool = False
 
 
 def evaluate(
@@ -59,22 +62,66 @@ def evaluate(
     """Looks at every held-out sample.
 
     Integer targets mean classification, one output per class along the last axis; any other tensor
-    regression. Where outputs or targets are trees, or there are no targets, only metrics tell.
+    regression. Where outputs or targets are trees, or there are no targets, the model's own loss tells, and
+    the metrics.
 
     Args:
         parameters: (E,), read.
 
     Raises:
-        UserCodeError: the model, the data set or a metric raised, or a metric gave no finite number.
+        UserCodeError: the model, the data set or a metric raised, or a metric or the loss gave no finite
+            number.
     """
     tally = _Tally(metrics or {})
     for start in range(0, data.num_test_samples, batch_size):
         ids = np.arange(start, min(start + batch_size, data.num_test_samples), dtype=np.int64)
         with _users_code("model or the data set"):
             batch = data.test_batch(ids)
-            outputs = model.outputs(parameters, batch.inputs)
+            outputs = _outputs(model, parameters, batch, needed=bool(metrics))
         tally.add(batch, outputs)
+        if not tally.elems and hasattr(model, "held_out_loss"):
+            loss = _own_loss(model, parameters, batch)
+            if loss is not None:
+                tally.add_loss(loss, batch, model.reduction)
     return tally.evaluation()
+
+
+def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None:
+    """Asks for the outputs of one held-out sample, where the loss does without: metrics will need them.
+
+    Raises:
+        UserCodeError: the module cannot be called with a batch's inputs.
+    """
+    if getattr(model, "calls_itself", False):
+        with _users_code("module, called with the inputs alone as metrics need it (spread=True may help),"):
+            model.outputs(parameters, data.test_batch(np.zeros(1, np.int64)).inputs)
+
+
+def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | None:
+    """The model's own loss. None where held-out targets are for metrics alone, and no loss takes them."""
+    try:
+        with _users_code("loss"):
+            loss: float = model.held_out_loss(parameters, batch)
+            return loss
+    except UserCodeError:
+        if model.calls_itself:  # nothing else would tell
+            raise
+        return None
+
+
+def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bool) -> Any:
+    """What there is to be compared with targets, and for metrics.
+
+    Where the loss calls the module in its own way, ours may not be one: the loss alone tells then.
+    """
+    if needed or not getattr(model, "calls_itself", False):
+        return model.outputs(parameters, batch.inputs)
+    if batch.targets is None:
+        return None
+    try:
+        return model.outputs(parameters, batch.inputs)
+    except Exception:
+        return None
 
 
 @dataclass(slots=True)
@@ -87,7 +134,15 @@ class _Tally:
     elems: int = 0  # of targets that were compared
     samples: int = 0
     classes: bool = False
+    losses: float = 0.0  # of the model's own
+    has_loss: bool = False
     sums: dict[str, float] = field(default_factory=dict)
+
+    def add_loss(self, loss: float, batch: Batch, reduction: Reduction) -> None:
+        if not math.isfinite(loss):
+            raise UserCodeError(f"in an evaluation, the loss gave {loss}; expected a finite number")
+        self.losses += loss * (batch.num_samples if reduction == "mean" else 1)
+        self.has_loss = True
 
     def add(self, batch: Batch, outputs: Any) -> None:
         targets: Any = batch.targets
@@ -115,11 +170,15 @@ class _Tally:
 
     def evaluation(self) -> Evaluation:
         compared = self.elems > 0
+        loss = self.losses / self.samples if self.has_loss else None
+        if compared:
+            loss = None if self.classes else self.squares / self.elems
         return Evaluation(
             self.correct / self.elems if compared and self.classes else None,
-            self.squares / self.elems if compared and not self.classes else None,
+            loss,
             self.samples,
             {name: total / self.samples for name, total in self.sums.items()},
+            own_loss=self.has_loss and not compared,
         )
 
 

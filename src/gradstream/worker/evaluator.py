@@ -10,7 +10,7 @@ from gradstream.membership.member import Member
 from gradstream.model.buffers import with_buffers
 from gradstream.runtime.base import Runtime, Work
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.evaluation import Evaluation, evaluate
+from gradstream.worker.evaluation import Evaluation, check_outputs, evaluate
 from gradstream.worker.schedule import Schedule
 from gradstream.worker.siblings import Siblings
 from gradstream.worker.worker import Replica
@@ -49,6 +49,20 @@ class Evaluator:
         self._siblings = siblings
         self._is_lowest = is_lowest
         self._last_ref: BatchRef | None = None
+
+    async def at_begin(self, replica: Replica) -> None:
+        """Finds out before training whether the model gives the outputs that metrics will need.
+
+        Raises:
+            UserCodeError: it does not.
+        """
+        plan, model = self._config.evaluation, self._config.model
+        if plan.every is not None and plan.metrics and getattr(model, "calls_itself", False):
+            await self._runtime.compute(
+                lambda _: check_outputs(model, replica.parameters.tensor, self._config.data),
+                work=Work("evaluate", samples=1),
+                reads=[replica.parameters.all],
+            )
 
     async def at_boundary(self, replica: Replica, refs: Sequence[BatchRef]) -> None:
         """Evaluates if one of the minibatches just gone through was the last before an evaluation."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import safetensors.numpy
-
+from gradstream.checkpoint.model_file import save
 from gradstream.errors import DiskError
 from gradstream.events import DiskEvent, Event
 from gradstream.memory import trim
@@ -42,9 +40,7 @@ async def write_final_model(
 
     def write(_: object) -> None:
         trim()
-        tree = {**model.tree(replica.parameters.tensor), **buffers}
-        arrays = {name: np.asarray(array, order="C") for name, array in tree.items()}
-        runtime.storage.write(FINAL_MODEL, safetensors.numpy.save(arrays))
+        runtime.storage.write(FINAL_MODEL, save({**model.tree(replica.parameters.tensor), **buffers}))
 
     work = Work("checkpoint", elems=len(replica.parameters))
     size_bytes = replica.parameters.tensor.nbytes + sum(array.nbytes for array in buffers.values())

@@ -11,28 +11,42 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ElasticPull", "LocalStep"]
+from gradstream.worker.updater import Factors
+
+__all__ = ["ElasticPull", "LocalStep", "add_scaled"]
 
 BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
 
-def _blocks(elems: int) -> Iterator[slice]:
-    """Vector registers see the same elements as uncut."""
-    return (slice(start, start + BLOCK_ELEMS) for start in range(0, elems, BLOCK_ELEMS))
+def _blocks(factors: Factors) -> Iterator[tuple[slice, float]]:
+    """The ranges in blocks, with their factors. Vector registers see the same elements as uncut."""
+    for start, stop, factor in factors:
+        for first in range(start, stop, BLOCK_ELEMS):
+            yield slice(first, min(first + BLOCK_ELEMS, stop)), factor
+
+
+def add_scaled(target: torch.Tensor, source: torch.Tensor, factors: Factors, scale: float = 1.0) -> None:
+    """Adds scale·factor·source to the target, in place; each range has its own factor."""
+    for block, factor in _blocks(factors):
+        target[block].add_(source[block], alpha=scale * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """v ← momentum·v + g;  acc ← acc + v;  w ← w - lr·v.  Without a velocity v is g.
+    """v ← momentum·v + g;  acc ← acc + weight·v;  w ← w - lr·scale·v.  Without a velocity v is g.
 
     Args:
         lr: α.
+        scales: factor of α for each range of the vector.
         momentum: of v, 0 to 1.
+        weight: of v in the sum.
         second: the step before was the first of its period: acc ← v, as that left it, before all else.
     """
 
     lr: float
+    scales: Factors
     momentum: float = 0.0
+    weight: float = 1.0
     second: bool = False
 
     def __call__(
@@ -43,15 +57,15 @@ class LocalStep:
         velocity: torch.Tensor | None,
     ) -> None:
         """All of one shape, (elems,); changes all but the gradient."""
-        for block in _blocks(len(gradient)):
+        for block, scale in _blocks(self.scales):
             direction = gradient[block]
             if velocity is not None:
                 if accumulated is not None and self.second:
                     accumulated[block].copy_(velocity[block])
                 direction = velocity[block].mul_(self.momentum).add_(direction)
             if accumulated is not None:
-                accumulated[block].add_(direction)
-            parameters[block].add_(direction, alpha=-self.lr)
+                accumulated[block].add_(direction, alpha=self.weight)
+            parameters[block].add_(direction, alpha=-self.lr * scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class ElasticPull:
 
     def __call__(self, parameters: torch.Tensor, fetched: torch.Tensor) -> None:
         """Both (elems,): x, and y, which d takes the place of."""
-        for block in _blocks(len(parameters)):
+        for block, _ in _blocks([(0, len(parameters), 1.0)]):
             own, difference = parameters[block], fetched[block]
             torch.sub(own, difference, out=difference).mul_(self.share)
             own.sub_(difference)

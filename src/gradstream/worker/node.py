@@ -124,6 +124,8 @@ class WorkerNode:
             if config.resume is not None:
                 await restore_own(config, runtime, replica, config.resume)
             await exchange.begin()
+            if self._evaluator is not None:
+                await self._evaluator.at_begin(replica)
             await config.strategy.train(cast(Worker, replica))  # with the verbs of the exchange it asks for
             await exchange.settle()
             self._pace.stand()

@@ -12,6 +12,7 @@ import torch
 
 from gradstream.model.base import Layout, Slot
 from gradstream.model.rows import RowGradient
+from gradstream.worker.updater import Factors
 
 __all__ = ["OwnSteps"]
 
@@ -22,18 +23,18 @@ class OwnSteps:
     Args:
         layout: of the parameters.
         kept: (n,) for what the steps overwrite of what is in no table.
+        scales: factors of the rate.
     """
 
-    def __init__(self, layout: Layout, kept: torch.Tensor) -> None:
-        self._tables = layout.tables
-        self._places: list[
-            tuple[slice, slice]
-        ] = []  # what is in no table: in the vector, and in the rest alone
+    def __init__(self, layout: Layout, kept: torch.Tensor, scales: Factors) -> None:
+        self._tables = [(table, _factor_at(scales, table.start)) for table in layout.tables]
+        # What is in no table: in the vector, in the rest alone, and the factor of its rate.
+        self._places: list[tuple[slice, slice, float]] = []
         at = 0
         for slot in layout.slots:
             if not slot.row_sparse:
-                size = slot.stop - slot.start
-                self._places.append((slice(slot.start, slot.stop), slice(at, at + size)))
+                size, scale = slot.stop - slot.start, _factor_at(scales, slot.start)
+                self._places.append((slice(slot.start, slot.stop), slice(at, at + size), scale))
                 at += size
         self._rest = kept
         self._rest_kept = False
@@ -42,34 +43,38 @@ class OwnSteps:
         ] = []  # table, numbers, what they held before
 
     def step(self, parameters: torch.Tensor, rest: torch.Tensor, rows: RowGradient, lr: float) -> None:
-        """W ← w - lr·g, of all elements of the rest and of the touched rows alone.
+        """W ← w - lr·scale·g, of all elements of the rest and of the touched rows alone.
 
         Args:
             parameters: (E,), changed.
             rest: gradient of what is in no table, packed.
             rows: gradient of the tables.
         """
-        for place, packed in self._places:
+        for place, packed, scale in self._places:
             if not self._rest_kept:
                 self._rest[packed] = parameters[place]
-            parameters[place].add_(rest[packed], alpha=-lr)
+            parameters[place].add_(rest[packed], alpha=-lr * scale)
         self._rest_kept = True
-        for table in self._tables:
+        for table, scale in self._tables:
             numbers, values = rows[table]
             view = _rows_of(table, parameters)
             before = view[numbers]
             self._rows.append((table, numbers, before))
-            view[numbers] = before.add(values, alpha=-lr)
+            view[numbers] = before.add(values, alpha=-lr * scale)
 
     def take_back(self, parameters: torch.Tensor) -> None:
         """Makes parameters (E,) what they were before the first of these steps, bit for bit."""
         if self._rest_kept:
-            for place, packed in self._places:
+            for place, packed, _ in self._places:
                 parameters[place] = self._rest[packed]
             self._rest_kept = False
         while self._rows:
             table, numbers, before = self._rows.pop()
             _rows_of(table, parameters)[numbers] = before
+
+
+def _factor_at(factors: Factors, place: int) -> float:
+    return next(factor for start, stop, factor in factors if start <= place < stop)
 
 
 def _rows_of(table: Slot, flat: torch.Tensor) -> torch.Tensor:

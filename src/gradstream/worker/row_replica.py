@@ -47,9 +47,8 @@ class RowReplica(ServerReplica):
         super().__init__(parts, server)
         assert server.rows is not None
         self._rows = server.rows
-        self._own = OwnSteps(parts.layout, self._allocate("kept", self._landing).tensor)
+        self._own = OwnSteps(parts.layout, self._allocate("kept", self._landing).tensor, parts.scales)
         self._held = RowSum(server.rows, parts.layout, exchange, self._allocate("accumulated", self._landing))
-        self._last_rate = 0.0  # of what is in the sum
         self._weighs = exchange.threshold > 0
         self._unsent = RowSum(server.rows, parts.layout, RowExchange(), self._gradient)
 
@@ -104,17 +103,28 @@ class RowReplica(ServerReplica):
             return
         assert isinstance(gradient, ComputedGradient)
         rows, total = _rows_of(gradient), self._held
-        first = self._taken.num_gradients == 0
-        if first:
+        if not self._taken.num_gradients:
             await self._open_period(total.rest)
-        if first and not total.left:
+            await self._keep_left(gradient.lr)
+        if self._begins_sum(gradient):
             self._gradient, total.rest = total.rest, gradient.vector
             total.tables = rows
         else:
-            vector = gradient.vector
-            await self._brief(lambda: total.add(vector.tensor, rows), len(vector), [vector], [total.rest])
-        self._taken.vector, self._last_rate = total.rest, gradient.lr
+            vector, weight = gradient.vector, self._weight(gradient)
+            await self._brief(
+                lambda: total.add(vector.tensor, rows, weight), len(vector), [vector], [total.rest]
+            )
+        self._taken.vector = total.rest
+        self._num_summed += 1
         self._count(gradient)
+
+    async def _keep_left(self, lr: float) -> None:
+        """What was not significant begins the next sum, brought to the rate of that."""
+        total, rest = self._held, self._held.rest
+        self._num_summed = int(total.left)
+        if total.left and lr and self._sum_rate not in (0.0, lr):
+            ratio, self._sum_rate = self._sum_rate / lr, lr
+            await self._brief(lambda: total.scale(ratio), len(rest), [], [rest])
 
     async def descend(
         self, gradient: verbs.Gradient, lr: float | None = None, *, momentum: float = 0.0
@@ -155,7 +165,7 @@ class RowReplica(ServerReplica):
         if self._taken.num_gradients or self._refs or self._held.left:
             update = self.take_accumulated()
             if not update.num_gradients and self._held.left:
-                update.vector, update.learning_rate = self._held.rest, self._last_rate
+                update.vector, update.learning_rate = self._held.rest, self._sum_rate
             update.pieces = partial(self._pieces, self._held, everything=True)
             await self.server.push_soon(update)
         await self.server.settle()
@@ -188,7 +198,7 @@ class RowReplica(ServerReplica):
     def retire(self) -> None:
         """See `Replica.retire`."""
         super().retire()
-        self._own = OwnSteps(Layout((), self._layout.dtype), self._gradient.tensor)
+        self._own = OwnSteps(Layout((), self._layout.dtype), self._gradient.tensor, ())
         self._held.rest = self._unsent.rest = self._gradient
 
 

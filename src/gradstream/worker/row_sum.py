@@ -1,9 +1,12 @@
 """What a worker has accumulated and not pushed yet, and what of it is significant enough to be sent.
 
-    acc ← acc + g;   a row is sent if |γ·acc| > θ·|w| of it ("relative"), or > θ ("absolute"), and is 0 then
+    acc ← acc + η_i/η·g
+    a row is sent if |γ·acc| > θ·|w| of it ("relative"), or > θ ("absolute"), and is 0 then
 
-With θ = 0 all of it is. What is not sent stays, and is added to what comes: elements are moved and never
-changed, so what was sent and what is left add up to the sum of all gradients, exactly.
+With θ = 0 all of it is. What is not sent stays, and is added to what comes: elements are moved and, at one
+rate, never changed, so what was sent and what is left add up to the sum of all gradients, exactly. A push is
+applied at one rate η, that of its first gradient: where a schedule changes the rate, each gradient is weighed
+by its own, and what is left is brought to the rate of the next push.
 
 |·| is the root of the mean square over a row's elements; γ the update rule's nominal rate, which a schedule
 does not lower: with the rate, what counts as significant falls, too.
@@ -48,10 +51,15 @@ class RowSum:
         self._rows = rows
         self._exchange = exchange
 
-    def add(self, rest: torch.Tensor, tables: RowGradient) -> None:
-        """Adds one more gradient."""
-        self.rest.tensor.add_(rest)
-        self.tables.add_all(tables)
+    def add(self, rest: torch.Tensor, tables: RowGradient, weight: float) -> None:
+        """Adds one more gradient, times its weight."""
+        self.rest.tensor.add_(rest, alpha=weight)
+        self.tables.add_all(tables, weight)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all of it."""
+        self.rest.tensor.mul_(factor)
+        self.tables.scale(factor)
 
     def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, Piece]:
         """What is to be sent, by chunk; chunks without any of it are left out.

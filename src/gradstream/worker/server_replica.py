@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import InternalError
+from gradstream.errors import InternalError, UserCodeError
 from gradstream.memory import Memory, Vector
 from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
@@ -27,7 +27,7 @@ from gradstream.server.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.strategies import verbs
 from gradstream.worker.computed import ComputedGradient
-from gradstream.worker.moves import ElasticPull, LocalStep
+from gradstream.worker.moves import ElasticPull, LocalStep, add_scaled
 from gradstream.worker.updater import Updater
 from gradstream.worker.worker import Replica, ReplicaParts
 
@@ -51,7 +51,9 @@ class ServerReplica(Replica):
         self._updater: Updater | None = None  # of the first step by the run's own rule
         self._update_rule = parts.update_rule
         self._num_updates = 0
+        self._decays, self._scales = parts.decays, parts.scales
         self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
+        self._num_summed, self._sum_rate = 0, 0.0  # gradients in the sum, and its rate
         self._refs: list[BatchRef] = []
         self._takes_part = True
 
@@ -121,47 +123,87 @@ class ServerReplica(Replica):
             self._takes_part = True
             await self.server.enter()
 
+    async def gradient(self, batch: verbs.Minibatch) -> ComputedGradient:
+        """See `strategies.verbs.Worker`."""
+        gradient = await super().gradient(batch)
+        if self._decays and gradient.samples:
+            target, source = gradient.vector, self.parameters
+            await self._work(
+                lambda: add_scaled(target.tensor, source.tensor, self._decays), [source], [target]
+            )
+        return gradient
+
+    def gradient_soon(self, batch: verbs.Minibatch) -> ComputedGradient:
+        """See `strategies.verbs.Worker`."""
+        if self._decays:
+            raise UserCodeError(
+                "gradient_soon() with weight decay, in a strategy that says decays_gradients: only "
+                "gradient() adds the decay; use that, or leave decays_gradients out"
+            )
+        return super().gradient_soon(batch)
+
     async def apply(self, gradient: verbs.Gradient, lr: float | None = None) -> None:
         """See `strategies.verbs.Worker`."""
         if not gradient.samples:
             return
         rate = self._local_rate(gradient, lr)
         target, source = self.parameters, gradient.vector
-        await self._work(lambda: target.tensor.add_(source.tensor, alpha=-rate), [source], [target])
+        await self._work(
+            lambda: add_scaled(target.tensor, source.tensor, self._scales, -rate), [source], [target]
+        )
 
     async def accumulate(self, gradient: verbs.Gradient) -> None:
         """See `strategies.verbs.Worker`."""
         if not gradient.samples:
             self._count(gradient)
             return
-        if self._taken.num_gradients == 0:
+        if self._begins_sum(gradient):
             await self._open_period(gradient.vector)
             self._gradient, self._accumulated = self._sum(), gradient.vector
         else:
             target, source = self._taken.vector, gradient.vector
             assert target is not None and target is not source
-            await self._work(lambda: target.tensor.add_(source.tensor), [source], [target])
+            weight = self._weight(gradient)
+            await self._work(lambda: target.tensor.add_(source.tensor, alpha=weight), [source], [target])
+        self._num_summed += 1
         self._count(gradient)
+
+    def _begins_sum(self, gradient: verbs.Gradient) -> bool:
+        """Whether a sum begins with this gradient, whose rate is the sum's then.
+
+        What was summed up at a rate of 0 counts for nothing beside a gradient of another one.
+        """
+        assert isinstance(gradient, ComputedGradient)
+        if self._num_summed and (self._sum_rate or not gradient.lr):
+            return False
+        self._num_summed, self._sum_rate = 0, gradient.lr
+        return True
+
+    def _weight(self, gradient: verbs.Gradient) -> float:
+        """Of a gradient in the sum, which is applied at one rate η: η_i/η."""
+        assert isinstance(gradient, ComputedGradient)
+        return gradient.lr / self._sum_rate if self._sum_rate else 1.0
 
     async def descend(
         self, gradient: verbs.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
         """See `strategies.verbs.Worker`."""
-        num_before = self._taken.num_gradients
         if not gradient.samples:
             self._count(gradient)
             return
-        if momentum == 0.0 and num_before == 0:
+        begins = self._begins_sum(gradient)
+        if momentum == 0.0 and begins:
             await self.accumulate(gradient)  # which copies nothing
             await self.apply(gradient, lr)
             return
         velocity = self._velocity_of(momentum)
-        if num_before == 0:
+        if begins:
             await self._open_period(velocity)  # the sum over one step is the velocity itself
             total = None
         else:
             total = self._taken.vector = self._sum()
-        step = LocalStep(self._local_rate(gradient, lr), momentum, second=num_before == 1)
+        rate, weight = self._local_rate(gradient, lr), self._weight(gradient)
+        step = LocalStep(rate, self._scales, momentum, weight, second=self._num_summed == 1)
         parameters = self.parameters
         await self._work(
             lambda: step(
@@ -173,6 +215,7 @@ class ServerReplica(Replica):
             [gradient.vector],
             [vector for vector in (parameters, total, velocity) if vector is not None],
         )
+        self._num_summed += 1
         self._count(gradient)
 
     def _local_rate(self, gradient: verbs.Gradient, lr: float | None) -> float:
@@ -196,7 +239,9 @@ class ServerReplica(Replica):
     async def _open_period(self, vector: Vector | None) -> None:
         """Begins the next update, with what `vector` will hold, once the last push has let go of its own."""
         await self.server.settle()
-        self._taken = Update(vector, 0, 0.0, self._basis, num_gradients=0)
+        self._taken.vector = vector
+        if not self._taken.num_gradients:
+            self._taken.basis = self._basis
 
     def _sum(self) -> Vector:
         if self._accumulated is None:
@@ -217,7 +262,7 @@ class ServerReplica(Replica):
             self._mean_in(gradient)
         self._taken.samples += gradient.samples
         self._taken.num_gradients += bool(gradient.samples)
-        self._taken.learning_rate = gradient.lr
+        self._taken.learning_rate = self._sum_rate if self._num_summed else gradient.lr
         self._refs.extend(gradient.refs)
 
     async def optimize(self, gradient: verbs.Gradient) -> None:
@@ -290,6 +335,7 @@ class ServerReplica(Replica):
     def take_accumulated(self) -> Update:
         """See `strategies.verbs.Worker`."""
         update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
+        self._num_summed = 0
         refs, self._refs = tuple(self._refs), []
         update.on_done, update.refs = self._handed_out(refs), refs
         self._watch.handed_over(self.rank, update)

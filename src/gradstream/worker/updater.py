@@ -8,12 +8,32 @@ import torch
 
 from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
-from gradstream.optim.groups import GroupedRule
+from gradstream.optim.decay import l2_of
+from gradstream.optim.groups import GroupedRule, Range
 
-__all__ = ["UpdateRule", "Updater"]
+__all__ = ["Factors", "UpdateRule", "Updater", "decays_of", "scales_of"]
 
 UpdateRule = tuple[Optimizer, GroupedRule | None]
 """A rule, and the same where some parameters have settings of their own."""
+
+Factors = Sequence[tuple[int, int, float]]
+"""(start, stop, factor): numbers for ranges of the flat vector, which together are all of it."""
+
+
+def decays_of(rule: UpdateRule, elems: int) -> Factors:
+    """λ of the weight decay that belongs to each range's gradient; () where all are 0."""
+    found = [(one.start, one.stop, l2_of(one.rule)) for one in _ranges_of(rule, elems)]
+    return found if any(decay for _, _, decay in found) else ()
+
+
+def scales_of(rule: UpdateRule, elems: int) -> Factors:
+    """The factor of each range's learning rate."""
+    return [(one.start, one.stop, one.lr_scale) for one in _ranges_of(rule, elems)]
+
+
+def _ranges_of(rule: UpdateRule, elems: int) -> Sequence[Range]:
+    optimizer, grouped = rule
+    return [Range(0, elems, optimizer, 1.0)] if grouped is None else grouped.ranges
 
 
 class Updater:

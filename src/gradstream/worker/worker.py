@@ -34,7 +34,7 @@ from gradstream.worker.gradient import GradientSource, Result
 from gradstream.worker.pace import Gate, Pace
 from gradstream.worker.schedule import OpenSchedule, Passage, Schedule
 from gradstream.worker.stopwatch import Stopwatch
-from gradstream.worker.updater import UpdateRule
+from gradstream.worker.updater import Factors, UpdateRule
 from gradstream.worker.watch import Watch
 
 __all__ = ["Replica", "ReplicaParts"]
@@ -65,6 +65,8 @@ class ReplicaParts:
             it then skips their minibatches. None where it computes all of its own.
         watch: told of each gradient and of each update.
         update_rule: of parameters of its own, where the shards do not have it.
+        decays: λ of the weight decay that is part of each gradient; () where it is not.
+        scales: factors of the rate of local steps.
     """
 
     runtime: Runtime
@@ -84,6 +86,8 @@ class ReplicaParts:
     first_version: int | None = None
     watch: Watch = field(default_factory=Watch)
     update_rule: UpdateRule | None = None
+    decays: Factors = ()
+    scales: Factors = ()
 
 
 class Replica(ABC):
