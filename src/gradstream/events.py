@@ -23,6 +23,7 @@ __all__ = [
     "DriveEvent",
     "EvaluatedEvent",
     "Event",
+    "EventDict",
     "ExchangeEvent",
     "FactorsEvent",
     "FailedEvent",
@@ -47,6 +48,9 @@ __all__ = [
     "WaitingEvent",
     "encode",
 ]
+
+EventDict = Mapping[str, Any]
+"""One record of `events.jsonl`, parsed."""
 
 GROUP = "group"
 """For whom a worker waits in an exchange without servers, as far as it can tell (`StepEvent.waited_for`)."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.events import EvaluatedEvent, encode
 from gradstream.report.staleness import quantile
+from gradstream.report.straggler import straggler_text
 from gradstream.report.units import size_text
 from gradstream.runtime.event_log import disk_error
 from gradstream.untrusted import TEXT_BYTES, escaped, say
@@ -177,6 +178,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *_exchanged(s),
         ("instead of", _whole(s)),
         ("staleness", _of(s["staleness_mean"], _stale(s))),
+        ("slow worker", straggler_text(s.get("straggler"))),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
         ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
         ("peak memory", ", ".join(f"{r} ≤ {size_text(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),
