@@ -104,11 +104,26 @@ def test_where_the_system_does_not_tell_the_load_does() -> None:
     events = simulated()
     busy = reason(on_machines(events, cpu=0.1, queued=False, load=14.2, cores=2))
     assert busy.kind == "busy host"
+    told = on_machines(events, cpu=0.1, load=14.2, cores=2, queued_s=0.2)
+    assert reason(told).kind == "blocked"  # where it tells, the load does not count
     idle = reason(on_machines(events, cpu=0.1, queued=False, load=0.5, cores=2))
     assert idle.kind == "blocked"
     assert "Gradients wait, and not for a core" in idle.text
     assert "the machine's load was 0.5 on 2 cores" in idle.text
     assert "a device, a lock, a sleep" in idle.remedy
+
+
+def test_a_loop_of_the_users_computes_on_a_thread_of_its_own() -> None:
+    """What that had of a core is what its process had, at most; how long it waited, nobody says."""
+
+    def looping(part: float) -> Events:
+        events = on_machines(simulated(), cpu=part, load=14.2, cores=2)
+        return [{**event, "compute_s": {}} if event["event"] == "cpu" else event for event in events]
+
+    assert reason(looping(1.0), 8).kind == "compute"
+    found = reason(looping(0.1))
+    assert found.kind == "busy host"
+    assert "gradients took 32.0 s, and computed for 3.2 s of them" in found.text
 
 
 def test_a_machine_full_of_the_runs_own_nodes_is_told_apart() -> None:
@@ -131,8 +146,8 @@ def test_one_busy_machine_of_several_is_named_with_its_worker() -> None:
     found = reason(on_machines(events, hosts, cpu={"worker-2": 0.2}, load=9.0, cores=2), None)
     assert (found.kind, found.culprit) == ("busy host", "worker-2")
     assert found.text.startswith(
-        "worker-2 computes 5.0 times slower than the median: other processes hold the cores: gradients took "
-        "40.0 s, and computed for 8.0 s of them"
+        "worker-2 computes 5.0 times slower than the median; the others waited 80% of their time for it; "
+        "other processes hold the cores: gradients took 40.0 s, and computed for 8.0 s of them"
     )
     slow = reason(on_machines(events, hosts, load=0.9, cores=2), None)
     assert (slow.kind, slow.culprit) == ("slow worker", "worker-2")
@@ -161,7 +176,8 @@ def test_a_slow_disk_of_one_worker_is_named_with_it() -> None:
     events = on_machines(simulated(speeds={"worker-1": 0.25}), cpu=cpu, queued=False, load=1.0, cores=2)
     found = reason(reading(events, {"worker-1": 0.75}))
     assert (found.kind, found.culprit) == ("reading", "worker-1")
-    assert found.text.startswith("worker-1 computes 4.0 times slower than the median: reading samples takes")
+    assert "worker-1 computes 4.0 times slower than the median; the others waited" in found.text
+    assert "for it; reading samples takes 75% of its time" in found.text
 
 
 def test_checkpoints_that_workers_stand_still_for_are_named() -> None:

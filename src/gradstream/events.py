@@ -322,9 +322,9 @@ class SharesEvent(Event):
 class CpuEvent(Event):
     """CPU seconds of a process, total so far, by role and by kind of work; and how full its machine is.
 
-    `queued_s` are seconds, so far, in which its thread of arithmetic could have run and had no core. `load`
-    is the number of threads of all processes that ran or waited for one of the machine's `cores`, in the
-    mean of the last minute. Each is None where the system does not tell.
+    `queued_s` are seconds, so far, in which its thread of arithmetic could have run and had no core.
+    `load` is the number of threads of all processes that ran or waited for one of the machine's `cores`, in
+    the mean of the last minute. Each is None where the system does not tell.
     """
 
     name: ClassVar[str] = "cpu"

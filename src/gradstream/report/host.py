@@ -33,15 +33,21 @@ def lost_share(workers: Sequence[WorkerFigures]) -> float:
 
 
 def why_slow(
-    figures: Figures, one: WorkerFigures, slowness: float, *, processes: bool, cores: int | None
+    figures: Figures, one: WorkerFigures, slowness: float, about: str, *, processes: bool, cores: int | None
 ) -> Reason | None:
-    """What its machine does to a worker that computes `slowness` times slower; None for nothing."""
+    """What its machine does to a worker that computes `slowness` times slower; None for nothing.
+
+    Args:
+        figures, processes, cores: see `for_cores`.
+        one: the worker.
+        slowness: how many times.
+        about: says so.
+    """
     excess_s = one.compute_s * (1 - 1 / slowness)
-    slower = f"{one.name} computes {slowness:.1f} times slower than the median"
     if one.lost_s >= MOST * excess_s:
-        return for_cores(figures, [one], processes=processes, cores=cores, about=slower)
+        return for_cores(figures, [one], processes=processes, cores=cores, about=about)
     if one.read_s >= MOST * excess_s:
-        return for_reading([one], about=slower)
+        return for_reading([one], about=about)
     return None
 
 
@@ -120,8 +126,8 @@ def for_cores(
 
 def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:
     queued = [one.queued_s for one in workers if one.queued_s is not None]
-    if math.fsum(queued) >= MOST * math.fsum(one.lost_s for one in workers):
-        return True
+    if queued:
+        return math.fsum(queued) >= MOST * math.fsum(one.lost_s for one in workers)
     return any(one.load and one.cores and one.load >= CROWDED * one.cores for one in workers)
 
 
@@ -144,4 +150,4 @@ def _load(workers: Sequence[WorkerFigures], used: float | None) -> str:
 
 
 def _sentence(about: str, why: str) -> str:
-    return f"{about}: {why}." if about else f"{why[:1].upper()}{why[1:]}."
+    return f"{about}; {why}." if about else f"{why[:1].upper()}{why[1:]}."

@@ -33,6 +33,9 @@ from gradstream.report.worker_figures import WorkerFigures
 
 __all__ = ["Reason", "reason_of"]
 
+OF_CORES = ("busy host", "machine")
+"""Causes that all workers of a machine have in common."""
+
 
 def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = True) -> Reason:
     """What holds a run up most.
@@ -56,12 +59,15 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
     if standing is not None:
         return standing
     machine = _Machine(figures, workers, processes, cores)
+    slow = _for_computing(machine, for_workers) if unequal >= max(NOTABLE, exchange) else None
+    if slow is not None and slow.culprit and not (slow.kind in OF_CORES and machine.lost >= NOTABLE):
+        return slow  # it alone: the others have their cores
     held_up = machine.held_up(unequal + exchange)
     rest = max(unequal, exchange) * (1 - machine.lost if machine.is_one else 1.0)
     if held_up >= NOTABLE and held_up >= rest:
         return for_cores(figures, workers, processes=processes, cores=cores)
-    if unequal >= NOTABLE and unequal >= exchange:
-        return _for_computing(machine, for_workers)
+    if slow is not None:
+        return slow
     reading = math.fsum(worker.read_s for worker in workers) / total_s
     if reading >= NOTABLE and reading >= exchange:
         return for_reading(workers)
@@ -101,9 +107,9 @@ class _Machine:
         )
         return self.lost * (computing + (waiting if self.is_one else 0.0))
 
-    def why(self, one: WorkerFigures, slowness: float) -> Reason | None:
+    def why(self, one: WorkerFigures, slowness: float, about: str) -> Reason | None:
         """See `why_slow`."""
-        return why_slow(self.figures, one, slowness, processes=self.processes, cores=self.cores)
+        return why_slow(self.figures, one, slowness, about, processes=self.processes, cores=self.cores)
 
 
 def _standing(figures: Figures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
@@ -172,10 +178,13 @@ def _for_computing(machine: _Machine, share: float) -> Reason:
             "Backup workers (synchronous, backup=1), a strategy that waits for nobody (downpour), or fewer, "
             "larger minibatches.",
         )
-    return machine.why(worst, slowness) or Reason(
-        "slow worker",
+    slower = (
         f"{worst.name} computes {slowness:.1f} times slower than the median; "
-        f"the others waited {waited:.0%} of their time for it.",
+        f"the others waited {waited:.0%} of their time for it"
+    )
+    return machine.why(worst, slowness, slower) or Reason(
+        "slow worker",
+        f"{slower}.",
         f'Give {worst.name} a smaller share (shares="measured" finds it, batch_size by rank sets it) or a '
         "faster machine, or take a strategy that waits for nobody (downpour).",
         worst.name,
@@ -193,10 +202,10 @@ def _computing(machine: _Machine, total_s: float) -> Reason:
     if slowness < SLOWER:
         text = f"Computing: the workers spend {share:.0%} of their time in it, and next to none waiting."
         return Reason("compute", text, "Only faster workers, or more of them.")
-    why = machine.why(worst, slowness)
+    slower = f"{worst.name} computes {slowness:.1f} times slower than the median"
+    why = machine.why(worst, slowness, slower)
     if why is not None:
         return why
-    slower = f"{worst.name} computes {slowness:.1f} times slower than the median"
     idle = statistics.median(_idle(figures, one) for one in workers if one is not worst)
     if idle >= NOTABLE:
         return Reason(

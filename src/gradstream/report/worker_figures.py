@@ -28,7 +28,7 @@ class WorkerFigures:
         evaluate_s: between steps, looking at held-out samples.
         held_s: held back by the strategy's drive.
         read_s: reading samples, in gradients or before them.
-        cpu_s: of gradients, CPU seconds at most; None where nobody has measured.
+        cpu_s: of gradients, CPU seconds; None where nobody has measured.
         queued_s: its thread of arithmetic could have run and had no core; None likewise.
         load: threads of all processes of its machine that ran or waited for a core; None likewise.
         cores: of its machine; None likewise.
@@ -65,8 +65,7 @@ class WorkerFigures:
         """Seconds of its gradients in which nothing was computed or read; 0 where nobody has measured."""
         if self.cpu_s is None:
             return 0.0
-        idle_s = self.compute_s - self.read_s - self.cpu_s
-        return min(self.compute_s, max(0.0, idle_s, self.queued_s or 0.0))
+        return max(0.0, self.compute_s - self.read_s - self.cpu_s)
 
     @property
     def compute_s_per_sample(self) -> float | None:
@@ -126,17 +125,19 @@ class _Machine(TypedDict):
 
 
 def _machine(told: Sequence[EventDict]) -> _Machine:
-    """What a worker's process tells about its arithmetic and its machine.
+    """What a worker's process tells, in its events "cpu", about its arithmetic and its machine.
 
-    A training loop of the user's computes on a thread of its own, and torch may use several: so the CPU
-    seconds of gradients are those of the whole process at most, less other kinds of work.
+    A training loop of the user's computes on a thread of its own, which nobody looks at. The process's CPU
+    seconds, less those of other work, are then the most that its gradients can have had.
     """
-    gradient_s = total_of(event["compute_s"].get("gradient", 0.0) for event in told)
-    other_s = total_of(math.fsum(event["compute_s"].values()) for event in told) - gradient_s
+    cpu_s = total_of(event["compute_s"].get("gradient", 0.0) for event in told)
     queued_s = [event["queued_s"] for event in told if event.get("queued_s") is not None]
+    if not cpu_s:
+        other_s = total_of(math.fsum(event["compute_s"].values()) for event in told)
+        cpu_s, queued_s = total_of(map(cpu_s_of, told)) - other_s, []
     load = [event["load"] for event in told if event.get("load") is not None]
     return _Machine(
-        cpu_s=max(gradient_s, total_of(map(cpu_s_of, told)) - other_s) if told else None,
+        cpu_s=cpu_s if told else None,
         queued_s=total_of(queued_s) if queued_s else None,
         load=mean_of(load),
         cores=told[-1].get("cores") if told else None,

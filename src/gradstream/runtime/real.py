@@ -66,8 +66,8 @@ class RealRuntime(Tasks):
         self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
-        self._shares = core is not None
         self._thread: int | None = None  # of `_core`, where it is this node's own
+        self._shares = core is not None
         self._core = core or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=f"{node}-compute", initializer=self._began
         )
@@ -163,7 +163,8 @@ class RealRuntime(Tasks):
                 try:
                     return fn(report)
                 finally:
-                    self.compute_s[work.kind] += time.thread_time() - begun
+                    if not work.elsewhere:
+                        self.compute_s[work.kind] += time.thread_time() - begun
 
             if work.brief and not self._num_running[lane]:  # never beside the lane's own thread
                 return run()

@@ -100,7 +100,13 @@ class Result:
 
 
 class GradientSource(Protocol):
-    """Where the gradients of one worker come from: see `Differentiator`."""
+    """Where the gradients of one worker come from: see `Differentiator`.
+
+    Attributes:
+        elsewhere: another thread computes them, and that of arithmetic waits for it.
+    """
+
+    elsewhere: bool
 
     def milestones(self, *, mean: bool, rows: bool = False) -> Sequence[int]:
         """What `gradient` reports."""
@@ -142,6 +148,8 @@ class Differentiator:
         clip: bounds.
         now: nanoseconds.
     """
+
+    elsewhere = False
 
     def __init__(
         self,

@@ -384,7 +384,12 @@ class Replica(ABC):
                     kept=gradient.kept,
                     rows=gradient.rows,
                 ),
-                work=Work("gradient", samples=batch.num_samples, elems=len(gradient.vector)),
+                work=Work(
+                    "gradient",
+                    samples=batch.num_samples,
+                    elems=len(gradient.vector),
+                    elsewhere=self._differentiator.elsewhere,
+                ),
                 reads=[self.parameters.all],
                 writes=[gradient.vector.all],
                 milestones=self._differentiator.milestones(mean=mean, rows=gradient.rows is not None),
