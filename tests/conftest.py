@@ -11,6 +11,11 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine that is busy with other things makes examples slow, and is no fault of the code.
+settings.register_profile("no speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no speed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, which has Ctrl-C ignored, by programs started from here too.

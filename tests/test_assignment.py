@@ -106,7 +106,7 @@ def test_a_worker_gets_as_much_as_it_is_fast(kind: type[EpochPlan]) -> None:
     assert [workers.done[rank] for rank in range(4)] == pytest.approx([100, 100, 100, 20], abs=2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([0.05, 0.2, 0.3, 0.7, 1.0, 3.0, 10.0]), min_size=1, max_size=9),
     st.integers(20, 400),
@@ -139,7 +139,7 @@ def test_blocks_take_no_longer_than_they_may() -> None:
     assert max(size for rank, size in workers.blocks if rank == 1) == MOST
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_whoever_is_lost_the_others_go_through_everything(rng: random.Random, measured: bool) -> None:
     speeds = [rng.choice([0.2, 1.0, 2.0]) for _ in range(4)]

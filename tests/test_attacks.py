@@ -218,7 +218,7 @@ async def everything(call: Any) -> str:
     """All that comes of a call, as text; a served one is told apart by what it is accepted with."""
     said = []
     try:
-        while (message := await asyncio.wait_for(call.read(), 10)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+        while (message := await asyncio.wait_for(call.read(), 60)) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             said.append(str(message))
         said.append(f"{await call.code()} {await call.details()} {await call.trailing_metadata()}")
         said.append(str(await call.initial_metadata()))
@@ -366,7 +366,7 @@ def test_the_suite_would_notice(plain: Run) -> None:
 
 async def all_of(raw: BareSocket) -> bytes:
     with suppress(ConnectionError):
-        return await asyncio.wait_for(raw.reader.read(1 << 20), 15)
+        return await asyncio.wait_for(raw.reader.read(1 << 20), 60)
     return b""
 
 
@@ -428,7 +428,7 @@ got = dict()
 for name in names:
     for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
         with socket.socket(socket.AF_UNIX, kind) as connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             try:
                 connection.connect(chr(0) + name[1:])
             except OSError:

@@ -21,7 +21,7 @@ from rich.console import Console
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.cli.display import Display
-from gradstream.cli.report import evaluation_rows, figures, show
+from gradstream.cli.report import evaluate, evaluation_rows, figures, show
 from gradstream.errors import (
     EXIT_CODES,
     ConfigError,
@@ -33,9 +33,11 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.optim import SGD, Adagrad, Adam
+from gradstream.report.listing import list_runs
 from gradstream.run import Evaluation, Run
 from gradstream.runtime.world import LogNormal, World
 from gradstream.summary import summary_of
+from gradstream.untrusted import say
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
 DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))
@@ -293,6 +295,48 @@ def test_shell_completion() -> None:
     environment = {"_GRADSTREAM_COMPLETE": "bash_complete", "COMP_WORDS": "gradstream tr", "COMP_CWORD": "1"}
     result = CliRunner().invoke(main, [], env=environment, prog_name="gradstream")
     assert result.stdout == "plain,trace\nplain,train\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_name_of_a_run_directory_does_nothing_to_a_terminal(terminal: bool) -> None:
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, highlight=False, width=200, color_system=None)
+    show(Run(path=Path("runs/\x1b]0;owned\x07\x1b[2J"), events=[FINISHED]), None, console)
+    assert "\x1b" not in written.getvalue()
+    assert "runs/\\x1b]0;owned\\x07\\x1b[2J" in written.getvalue()
+
+
+def test_an_error_that_names_such_a_directory_does_nothing_either(
+    recorder: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorder.outcome = KeyboardInterrupt("interrupted\nrun directory: runs/\x1b[2J")
+    assert call("train", "job.py").stderr == "interrupted\nrun directory: runs/\\x1b[2J\n"
+    say("runs/\x1b[2J has no checkpoint")
+    assert capsys.readouterr().err == "runs/\\x1b[2J has no checkpoint\n"
+
+
+def test_the_accuracy_that_training_ends_with_is_in_the_list_of_runs(tmp_path: Path) -> None:
+    inputs, targets = np.random.default_rng(0).standard_normal((8, 3)), np.arange(8) % 3
+    data = gs.from_arrays(inputs, targets, inputs, targets)
+    model = gs.from_functions(lambda seed: np.eye(3), lambda p, x: x @ p, lambda p, x, y: 0 * p)
+    made = gs.simulate(model, data, steps=2, batch_size=4)
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "run.json").write_text("{}")
+    lines = [json.dumps(event) for event in made.events]
+    (path / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (before,) = list_runs(tmp_path)
+    assert before["accuracy"] is None
+    found = evaluate(dataclasses.replace(made, path=path))
+    assert found is not None
+    (after,) = list_runs(tmp_path)
+    assert after["accuracy"] == found.accuracy
+    kept = Run.load(path)
+    (row,) = kept.evaluations
+    assert (row["final"], row["held_out"], row["step"]) == (True, 8, 2)
+    assert kept.summary == made.summary
+    evaluate(dataclasses.replace(kept, parameters=made.parameters, model=model, data=data))  # once is enough
+    assert len(Run.load(path).evaluations) == 1
 
 
 def test_nothing_but_text_where_there_is_no_terminal(recorder: Recorder) -> None:

@@ -332,9 +332,9 @@ def test_a_silent_rank_is_named_and_waiting_for_it_costs_nothing(ranks: Ranks) -
             core.allreduce_(span)
         used_s = time.thread_time() - begun_s
         told.wait(30)
-        return caught.value.peer, used_s < 0.05 * 1.0
+        return caught.value.peer, used_s < 0.05 * 3.0
 
-    assert ranks(3, body, deadline_s=1.0) == [("worker-2", True), ("worker-2", True), "was silent"]
+    assert ranks(3, body, deadline_s=3.0) == [("worker-2", True), ("worker-2", True), "was silent"]
 
 
 def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
@@ -342,12 +342,12 @@ def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
         core.barrier()
         if core.rank == 0:
             for _ in range(8):
-                threading.Event().wait(0.05)  # of which a rank has no sign but its beats
+                threading.Event().wait(0.3)  # of which a rank has no sign but its beats
                 core.beat()
         core.barrier()
         return "met"
 
-    assert ranks(2, body, deadline_s=0.2) == ["met"] * 2
+    assert ranks(2, body, deadline_s=2.0) == ["met"] * 2  # 2.4 s in all; a busy machine may delay a beat
 
 
 def test_close_while_it_waits(ranks: Ranks) -> None:

@@ -170,7 +170,7 @@ def test_a_long_run_is_as_small_as_a_short_one() -> None:
     assert not ledger._again
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 4), st.sampled_from(KINDS))
 def test_any_history_ends_with_every_sample_once(
     rng: random.Random, workers: int, epochs: int, kind: type[EpochPlan]

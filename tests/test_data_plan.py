@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstream.data import BatchRef, EpochPlan, PartitionPlan, RoundPlan
@@ -28,7 +28,6 @@ def all_ids(plan: EpochPlan, epoch: int) -> list[Ids]:
     return [plan.ids(ref) for ref in refs]
 
 
-@settings(deadline=None)
 @given(st.integers(6, 200), SIZES, st.integers(0, 2**64 - 1), st.integers(0, 1000))
 def test_rounds_give_each_sample_once_and_join_to_slices(
     num_samples: int, sizes: list[int], seed: int, epoch: int
@@ -46,7 +45,6 @@ def test_rounds_give_each_sample_once_and_join_to_slices(
             assert abs(len(part) - len(joined) * size / sum(sizes)) < 1
 
 
-@settings(deadline=None)
 @given(
     st.integers(6, 200),
     st.integers(1, 9),

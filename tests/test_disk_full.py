@@ -22,8 +22,9 @@ from gradstream.checkpoint import newest
 from gradstream.cluster.node_log import log_stream
 from gradstream.config import build_model, make_job
 from gradstream.errors import DiskError
-from gradstream.events import FailedEvent, FinishedEvent, StepEvent, encode
-from gradstream.node import write_rest
+from gradstream.events import CheckpointFailedEvent, FailedEvent, FinishedEvent, StepEvent, encode
+from gradstream.followed_events import FollowedEvents
+from gradstream.node import EVENTS, write_rest
 from gradstream.recording import read_log
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
@@ -442,7 +443,8 @@ def test_processes_on_a_disk_that_is_full_for_ten_seconds(tmp_path: Path) -> Non
     assert ended.returncode == 0, ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["filled_with"] == errno.ENOSPC  # the fault was there
-    assert ended.stderr.count("ENOSPC") + ended.stderr.count("[Errno 28]") == 1, ended.stderr
+    of_disk = [line for line in ended.stderr.splitlines() if "ENOSPC" in line or "[Errno 28]" in line]
+    assert sorted(line[:14] for line in of_disk) == ["no checkpoint ", "the disk of th"], ended.stderr
     later = [at_s - told["room_s"] for at_s in told["made"] if at_s > told["room_s"]]
     assert later[0] <= 2 * 1.0 + 3.0, (
         "the next checkpoint within two intervals, and what this machine is late"
@@ -515,3 +517,19 @@ def test_a_node_that_prints_to_a_full_disk_goes_on(tmp_path: Path) -> None:
         for descriptor in (log, full, kept):
             os.close(descriptor)
     assert path.read_text() == "before\n\n[5 bytes of this log are lost: ENOSPC]\nafter\n"
+
+
+@pytest.mark.parametrize("kept", ["checkpoints/step-00000020", ""])
+def test_a_checkpoint_that_failed_is_said_beside_the_full_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str
+) -> None:
+    """Said once: the next one of the same disk is no news."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    followed = FollowedEvents(tmp_path, None)
+    followed.say_of_disk(f"the disk of the run directory does not take {EVENTS}: ENOSPC")
+    for step in (40, 60):
+        failed = CheckpointFailedEvent(step=step, who="worker-0", message=f"\x1b[2J {full}", kept=kept)
+        followed.take([encode(failed, node="coordinator", time_s=1.0).rstrip()])
+    _, *said = capsys.readouterr().err.splitlines()
+    what = f"{kept} is kept" if kept else "none is kept yet"
+    assert said == [f"no checkpoint of step 40 (worker-0: \\x1b[2J {full}); {what}"]

@@ -262,7 +262,7 @@ class Owners:
             self.take(survivor)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_whoever_is_held_back_or_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
     run = Owners(data.draw(st.integers(1, 3)), data.draw(st.booleans()))

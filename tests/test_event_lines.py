@@ -125,7 +125,7 @@ def test_bytes_are_bounded_in_a_beat_and_in_a_second() -> None:
 
 
 def test_a_member_divides_what_is_too_much_for_one_beat() -> None:
-    lines = [LINE] * (3 * LIMITS.beat_events_bytes // len(LINE))
+    lines = [LINE] * (7 * LIMITS.beat_events_bytes // (2 * len(LINE)))
     beats = list(in_beats(lines))
     assert b"".join(beats) == b"".join(lines)
     assert len(beats) == 4

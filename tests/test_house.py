@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gradstream"
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
@@ -73,3 +74,9 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     code = f"import gradstream, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_generated_example_depends_on_speed() -> None:
+    """A busy machine makes any example slow: hypothesis would call that a failure."""
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check

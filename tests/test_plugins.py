@@ -16,6 +16,7 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.plugins import GROUPS
 from gradstream.registry import class_of, describe, find_dataset, find_optimizer, find_strategy
 from gradstream.testing.runs import least_squares
+from gradstream.transport.offers import CHOICES
 
 CODE = '''
 """What a package would hold."""
@@ -137,8 +138,17 @@ def test_the_list_says_where_they_are_from(install: Install) -> None:
     assert ["strategy", "gentle", "acme", "1.2"] in rows
     assert ["strategy", "downpour", "gradstream"] in rows
     assert ["data", "set", "tiny", "acme", "1.2"] in rows
-    assert not result.stderr
+    assert result.stderr == (
+        "warning: transport 'pigeon' of acme 1.2: --carrier takes only auto, grpc, tcp, shm\n"
+    )
     assert {row["kind"] for row in json.loads(plugins("--json").stdout)} == set(GROUPS)
+
+
+def test_the_carriers_listed_are_those_that_a_job_may_ask_for() -> None:
+    listed = {row["name"] for row in json.loads(plugins("--json").stdout) if row["kind"] == "transport"}
+    assert listed == {*CHOICES} - {"auto"}
+    for name in listed:
+        class_of("transport", name)
 
 
 @pytest.mark.parametrize(

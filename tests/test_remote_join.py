@@ -202,6 +202,21 @@ def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part
         gs.train(load_job(str(linear)), listen=listening, workers=2)
 
 
+def test_a_place_that_cannot_be_listened_on_leaves_no_run_directory(
+    linear: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """192.0.2.1 is in an address block that no machine has (RFC 5737)."""
+    monkeypatch.chdir(linear.parent)
+    job = load_job(str(linear))
+    with pytest.raises(gs.ConfigError, match=r"cannot listen on 192\.0\.2\.1:0 \(.+\): name an"):
+        gs.train(job, listen="192.0.2.1", workers=2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(gs.ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            gs.train(job, listen=f"127.0.0.1:{port}", workers=2)
+    assert not (linear.parent / "runs").exists()
+
+
 def test_machines_of_a_run_that_was_stopped_are_told_the_status_that_says_so() -> None:
     assert exit_code(Interrupted(None, "checkpoints/step-00000009")) == 75
 
@@ -252,6 +267,8 @@ def refusal(joining: Joining) -> str:
     with pytest.raises(GradstreamError) as caught:
         join(joining, lambda _: None)
     assert TOKEN not in str(caught.value)
+    # Wrong usage, nothing was started; or nobody was there.
+    assert exit_code(caught.value) == (4 if isinstance(caught.value, gs.PeerLostError) else 2)
     return str(caught.value)
 
 

@@ -26,7 +26,7 @@ def row_maps(draw: st.DrawFn) -> RowMap:
     return RowMap(chunks, tables, draw(st.sampled_from([1, 3, 16, 64])))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(row_maps())
 def test_all_rows_of_a_chunk_are_the_chunk(rows: RowMap) -> None:
     for chunk in range(rows.chunks.num_chunks):
@@ -36,7 +36,7 @@ def test_all_rows_of_a_chunk_are_the_chunk(rows: RowMap) -> None:
         assert rows.num_elems(chunk, every) == stop - start
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(row_maps(), st.integers(0, 2**32))
 def test_rows_of_tables_arrive_where_they_belong(rows: RowMap, seed: int) -> None:
     """Every payload packed, unpacked and put into its chunk is the dense gradient, cut at the same edges."""

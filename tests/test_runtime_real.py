@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime, Work
+from gradstream.runtime.vitals import queued_s
 
 
 @pytest.fixture
@@ -180,6 +185,42 @@ def test_vitals_tell_cpu_and_memory(runtime: RealRuntime) -> None:
     memory: Any = records["memory"]
     assert memory.vectors_bytes == {"parameters": 80}
     assert memory.peak_bytes > 1 << 20
+
+
+ENDLESS = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print(flush=True)
+while True: pass
+"""
+
+
+@pytest.mark.skipif(queued_s(threading.get_native_id()) is None, reason="this system does not tell")
+def test_a_core_that_another_process_holds_is_told_apart_from_computing(runtime: RealRuntime) -> None:
+    """Arithmetic shares one core with an endless loop: where it does not compute, it waits for that core."""
+    core = min(os.sched_getaffinity(0))
+
+    def arithmetic(_: Any) -> float:
+        os.sched_setaffinity(0, {core})  # this thread alone
+        begun_s = time.perf_counter()
+        until_s = time.thread_time() + 0.3
+        while time.thread_time() < until_s:
+            pass
+        return time.perf_counter() - begun_s
+
+    async def work() -> float:
+        return await runtime.compute(arithmetic, work=Work("gradient"))
+
+    with subprocess.Popen([sys.executable, "-c", ENDLESS, str(core)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        try:
+            took_s = asyncio.run(work())
+        finally:
+            other.kill()
+    cpu: Any = runtime.vitals("worker")[0]
+    assert cpu.load is not None and cpu.cores == os.cpu_count()
+    assert cpu.queued_s > 0.5 * (took_s - cpu.compute_s["gradient"]) > 0.0
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, DeadlockError, Trace, VirtualCluster, VirtualRuntime, Work, World
 from gradstream.runtime.base import Progress
+from gradstream.simulate import simulate
+from gradstream.testing.runs import least_squares
 
 T = TypeVar("T")
 
@@ -417,3 +420,29 @@ def test_traces_are_gone_through_per_kind() -> None:
         return times
 
     assert play(work, world=world)[0] == [1.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("at", [3, 40, 200])
+def test_ctrl_c_in_a_task_is_raised_and_not_logged_as_well(
+    at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes in the `at`-th task; nobody complains later that its exception was never retrieved."""
+    model, data = least_squares(40, 8)
+    count = 0
+    spawn = VirtualRuntime.spawn
+
+    def spawned(self: VirtualRuntime, work: Any, *, name: str) -> Any:
+        nonlocal count
+        count += 1
+
+        async def interrupted() -> None:
+            work.close()
+            raise KeyboardInterrupt
+
+        return spawn(self, interrupted() if count == at else work, name=name)
+
+    monkeypatch.setattr(VirtualRuntime, "spawn", spawned)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(model, data, strategy="downpour", workers=2, batch_size=4, epochs=8)
+    gc.collect()
+    assert caplog.records == []

@@ -25,7 +25,7 @@ from gradstream.simulate import simulate
 from gradstream.strategies.dc_asgd import AdaptiveCompensation
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.transport.base import Handler, Identity, Received
+from gradstream.transport.base import Caller, Handler, Identity, Received
 from gradstream.transport.mailbox import Mailbox
 from gradstream.wire import v1
 
@@ -118,7 +118,7 @@ def test_what_a_correction_keeps_is_freed() -> None:
 def test_numbers_of_transfers_are_freed() -> None:
     mailbox = Mailbox()
     for incarnation in range(MANY):
-        mailbox.keep_senders({("worker-0", incarnation), ("worker-1", 1)})
+        mailbox.keep_senders({Caller("worker-0", incarnation), Caller("worker-1", 1)})
         assert mailbox.first_time("worker-0", incarnation, 1)
         assert not mailbox.first_time("worker-0", incarnation, 1)
         assert len(mailbox._seen) == 1

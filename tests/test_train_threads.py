@@ -161,7 +161,7 @@ def test_ctrl_c_ends_a_script_that_is_piped_in(tmp_path: Path) -> None:
         assert process.stdout.readline() == "[ 2.  -1.   0.5]\n"
         assert process.stdout.readline() == "going\n"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=100)
     assert process.returncode == 75, errors
     assert "the run was stopped; it resumes from checkpoints/step-" in errors
     assert "UserWarning: train() was not called from a script" in errors

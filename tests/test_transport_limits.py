@@ -30,7 +30,7 @@ from gradstream.testing.pieces import (
 from gradstream.transport import endpoint as endpoint_module
 from gradstream.transport import intake as intake_module
 from gradstream.transport import stream as stream_module
-from gradstream.transport.base import Identity, Priority, Stream
+from gradstream.transport.base import Caller, Identity, Priority, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc import GrpcEndpoint
 from gradstream.transport.intake import Intake, Intakes
@@ -72,37 +72,37 @@ def test_refusals_now_and_then_are_forgiven() -> None:
 def test_members_have_their_own_and_all_others_share_one() -> None:
     identity = Identity("job", "shard-0", 1)
     intakes = Intakes(identity, 16)
-    early = intakes.of(("worker-0", 1))
+    early = intakes.of(Caller("worker-0", 1))
     identity.members = {"worker-0": 1, "worker-1": 2}
-    assert intakes.of(("worker-0", 1)) is early is not intakes.of(("worker-1", 2))
-    others = intakes.of(("", 0))
-    assert intakes.of(("worker-7", 7)) is intakes.of(("worker-8", 1)) is others
-    assert intakes.of(("worker-0", 7)) is others  # who takes the name of a member has nothing of its
+    assert intakes.of(Caller("worker-0", 1)) is early is not intakes.of(Caller("worker-1", 2))
+    others = intakes.of(Caller("", 0))
+    assert intakes.of(Caller("worker-7", 7)) is intakes.of(Caller("worker-8", 1)) is others
+    assert intakes.of(Caller("worker-0", 7)) is others  # who takes the name of a member has nothing of its
     identity.members = {"worker-1": 2}
-    assert intakes.of(("worker-0", 1)) is others  # one that was lost
+    assert intakes.of(Caller("worker-0", 1)) is others  # one that was lost
 
 
 def test_many_names_are_worth_no_more_than_a_few() -> None:
     intakes = Intakes(Identity("job", "launcher", 1), 16)
     for index in range(1000):
-        intakes.of((f"machine-{index}", 1)).num_streams = 1
+        intakes.of(Caller(f"machine-{index}", 1)).num_streams = 1
     assert len(intakes._of) <= LIMITS.sessions + 2
 
 
 def test_who_is_not_listened_to_is_remembered_among_many() -> None:
     intakes = Intakes(Identity("job", "launcher", 1), 16)
-    bad = intakes.of(("machine-bad", 1))
+    bad = intakes.of(Caller("machine-bad", 1))
     for _ in range(LIMITS.refusals):
         bad.refused(0)
     for index in range(1000):
-        intakes.of((f"machine-{index}", 1))
-    assert intakes.of(("machine-bad", 1)) is bad
+        intakes.of(Caller(f"machine-{index}", 1))
+    assert intakes.of(Caller("machine-bad", 1)) is bad
     assert bad.is_closed(1)
 
 
 def test_room_is_that_of_the_registered_models_chunks() -> None:
     identity = Identity("job", "shard-0", 1, chunk_bytes=4 << 20)
-    intake = Intakes(identity, 16).of(("worker-0", 1))
+    intake = Intakes(identity, 16).of(Caller("worker-0", 1))
     allowed = LIMITS.unread_bytes + 4 * 16 * (4 << 20)
     assert intake.has_room(allowed) and not intake.has_room(allowed + 1)
     intake.unread_bytes = allowed
@@ -143,7 +143,7 @@ async def answer_to(stream: Stream, *sent: tuple[v1.Frame, torch.Tensor | None])
 
 def intake_of(pair: Pair) -> Intake:
     assert isinstance(pair.far, EndpointCore)
-    return pair.far.intakes.of(("near", 1))
+    return pair.far.intakes.of(Caller("near", 1))
 
 
 async def both_end(pair: Pair) -> None:
@@ -506,7 +506,7 @@ def test_who_is_refused_too_much_is_hung_up_on_and_heard_again(make: Callable[[s
             assert isinstance(clock, Clock)
             clock.ahead_ns += PERIOD_NS
             await call(bad)
-            assert shard.intakes.of(("worker-0", 1)).num_streams <= 1
+            assert shard.intakes.of(Caller("worker-0", 1)).num_streams <= 1
 
     asyncio.run(main())
 
@@ -523,8 +523,8 @@ def test_who_speaks_for_another_is_blamed_itself(make: Callable[[str], EndpointC
                 with pytest.raises((RefusedError, PeerLostError)):
                     await bad.dial("shard-0", opened, Priority.CONTROL).recv(20)
             now_ns = shard.runtime.now()
-            assert shard.intakes.of(("worker-0", 1)).is_closed(now_ns)
-            assert not shard.intakes.of(("worker-1", 2)).is_closed(now_ns)
+            assert shard.intakes.of(Caller("worker-0", 1)).is_closed(now_ns)
+            assert not shard.intakes.of(Caller("worker-1", 2)).is_closed(now_ns)
             await call(good)
 
     asyncio.run(main())
@@ -563,7 +563,7 @@ def test_strangers_by_name_share_their_refusals() -> None:
                 with pytest.raises(GradstreamError):
                     await pair.dial("far", made_up).recv(20)
             now_ns = far.runtime.now()
-            assert far.intakes.of(("worker-999", 0)).is_closed(now_ns)
-            assert not far.intakes.of(("near", 1)).is_closed(now_ns)
+            assert far.intakes.of(Caller("worker-999", 0)).is_closed(now_ns)
+            assert not far.intakes.of(Caller("near", 1)).is_closed(now_ns)
 
     run(main())

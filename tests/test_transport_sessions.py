@@ -27,7 +27,7 @@ from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import body_frame, echo, reply_once
 from gradstream.transport import grpc as grpc_module
 from gradstream.transport import grpc_connection
-from gradstream.transport.base import Identity, Priority, Stream
+from gradstream.transport.base import Caller, Identity, Priority, Stream
 from gradstream.transport.grpc import METHOD, GrpcEndpoint
 from gradstream.transport.grpc_connection import CHALLENGE, SESSION, GrpcConnection
 from gradstream.transport.limits import LIMITS
@@ -401,7 +401,7 @@ def test_a_caller_that_is_hung_up_on_begins_no_stream_that_it_had_ready() -> Non
             ready = [PeerStub(dialled).Stream(metadata=session.metadata()) for _ in range(5)]  # type: ignore[no-untyped-call]
             (known,) = server._sessions._sessions.values()
             await until(lambda: all(number in known.used for number in range(1, 6)))
-            server._hang_up_on(("worker-0", CALLER.identity.incarnation))
+            server._hang_up_on(Caller("worker-0", CALLER.identity.incarnation))
             codes = [await code_of(begun) for begun in ready]
             assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 5
             await session.ended()

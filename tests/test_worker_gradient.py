@@ -94,7 +94,7 @@ def test_what_is_reported_is_final(joined: int, reduction: Any, clip: Clip) -> N
     )
     plan = RoundPlan(24, 8, 1)
     feed = feed_of(data, plan, 0, seed=0)
-    source = Differentiator(model, feed, JoinedPlan(plan, joined), rank=0, seed=0, clip=clip)
+    source = Differentiator(model, feed, JoinedPlan(plan, joined), rank=0, seed=0, now=lambda: 0, clip=clip)
     parameters = torch.empty(model.layout.elems)
     model.init(0, parameters)
     for mean in (False, True):
@@ -108,6 +108,34 @@ def test_what_is_reported_is_final(joined: int, reduction: Any, clip: Clip) -> N
         assert all(torch.equal(part, into[: len(part)]) for part in seen)
         assert into.isfinite().all()
         assert len(seen) == (1 if clip or (mean and reduction == "sum") else 4)
+
+
+@pytest.mark.parametrize("joined", [1, 3])
+def test_reading_samples_is_timed_apart_from_computing(joined: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part takes 2 s to read and 5 s to differentiate."""
+    model, data = least_squares(24, 4, whole=False, reduction="mean")
+    plan, clock_ns = RoundPlan(24, 8, 1), 0
+    feed, differentiate = feed_of(data, plan, 0, seed=0), model.gradient
+
+    def slow(what: Any, seconds: int) -> Any:
+        def slowed(*given: Any, **named: Any) -> Any:
+            nonlocal clock_ns
+            clock_ns += seconds * 10**9
+            return what(*given, **named)
+
+        return slowed
+
+    monkeypatch.setattr(feed, "read", slow(feed.read, 2))
+    monkeypatch.setattr(model, "gradient", slow(differentiate, 5))
+    source = Differentiator(model, feed, JoinedPlan(plan, joined), rank=0, seed=0, now=lambda: clock_ns)
+    parameters, into, sums = (torch.zeros(model.layout.elems, dtype=model.layout.dtype) for _ in range(3))
+    for _ in range(2):
+        found = source.gradient(
+            parameters, BatchRef(0, 0, 0), into, num_samples=8 * joined, step=0, mean=True, sums=sums,
+            report=lambda _: None,
+        )  # fmt: skip
+        assert found.read_s == 2.0 * joined
+    assert clock_ns == 2 * joined * 7 * 10**9
 
 
 def test_parts_have_dropout_of_their_own() -> None:

@@ -14,6 +14,7 @@
     ├── DiskError (OSError)             the disk of the run directory is full or broken
     ├── DivergedError                   a replay is not the run that was recorded; says where
     ├── RefusedError                    a peer understood the request and said no
+    │   └── JoinRefusedError            you: `gradstream join` with another token, file, data or version
     ├── ClosedError                     used after it was closed
     └── InternalError                   our bug: please report it
         └── LentMemoryError             memory written while it was lent
@@ -45,6 +46,7 @@ __all__ = [
     "GradstreamError",
     "InternalError",
     "Interrupted",
+    "JoinRefusedError",
     "LentMemoryError",
     "PeerLostError",
     "PreflightError",
@@ -166,6 +168,12 @@ class RefusedError(GradstreamError):
         self.peer = peer
         self.code = code
         self.reason = message
+
+
+class JoinRefusedError(RefusedError):
+    """A launcher does not let this machine in, or is not the one that was meant. Nothing was started here."""
+
+    exit_status: ClassVar[int] = 2
 
 
 class DiskError(GradstreamError, OSError):

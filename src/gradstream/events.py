@@ -23,6 +23,7 @@ __all__ = [
     "DriveEvent",
     "EvaluatedEvent",
     "Event",
+    "EventDict",
     "ExchangeEvent",
     "FactorsEvent",
     "FailedEvent",
@@ -47,6 +48,9 @@ __all__ = [
     "WaitingEvent",
     "encode",
 ]
+
+EventDict = Mapping[str, Any]
+"""One record of `events.jsonl`, parsed."""
 
 GROUP = "group"
 """For whom a worker waits in an exchange without servers, as far as it can tell (`StepEvent.waited_for`)."""
@@ -188,6 +192,7 @@ class StepEvent(Event):
     lr: float | None = None  # learning rate of this minibatch
     gradient_norm: float | None = None  # length of the mean gradient before it was clipped by it
     late: bool = False  # its gradient came behind its update, and was dropped
+    read_s: float = 0.0  # reading samples: in the gradient, or before it where they come of a stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +320,12 @@ class SharesEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuEvent(Event):
-    """CPU seconds of a process, total so far, by role and by kind of work."""
+    """CPU seconds of a process, total so far, by role and by kind of work; and how full its machine is.
+
+    `queued_s` are seconds, so far, in which its thread of arithmetic could have run and had no core.
+    `load` is the number of threads of all processes that ran or waited for one of the machine's `cores`, in
+    the mean of the last minute. Each is None where the system does not tell.
+    """
 
     name: ClassVar[str] = "cpu"
     from_members: ClassVar[bool] = True
@@ -323,6 +333,9 @@ class CpuEvent(Event):
     user_s: float
     system_s: float
     compute_s: Mapping[str, float] = field(default_factory=dict)  # thread CPU s by Work.kind
+    queued_s: float | None = None
+    load: float | None = None
+    cores: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

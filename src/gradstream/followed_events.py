@@ -6,7 +6,6 @@ The coordinator writes them; the launcher adds a few of its own, and says on std
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from time import monotonic_ns
@@ -16,7 +15,7 @@ from gradstream.events import Event, encode
 from gradstream.node import EVENTS
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
-from gradstream.untrusted import escaped
+from gradstream.untrusted import say
 from gradstream.untrusted.event_lines import EventLines
 
 __all__ = ["FollowedEvents", "OnEvent"]
@@ -98,25 +97,25 @@ class FollowedEvents:
                 return False
         return True
 
-    def say_of_disk(self, text: str) -> None:
-        """Says once what several nodes notice of one disk, and besides what the final parameters wait for."""
-        about = text if text.startswith("the final") else ""
+    def say_of_disk(self, text: str, about: str = "") -> None:
+        """Says once what several nodes notice of one disk, and besides what the final parameters wait for.
+
+        Args:
+            text: the message.
+            about: what else the disk has not taken: that is said besides, and once as well.
+        """
+        about = text if text.startswith("the final") else about
         now_ns, said_ns = monotonic_ns(), self._said_ns.get(about)
         if said_ns is None or now_ns - said_ns > DISK_AGAIN_S * 1e9:
-            _write(text)
+            say(text, MESSAGE_BYTES)
         self._said_ns[about] = now_ns
 
     def _say(self, event: Mapping[str, Any]) -> None:
         """Says on stderr what a person must know of an event."""
         if event["event"] == "checkpoint_failed":
             kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
-            text = escaped(f"no checkpoint ({event['who']}: {event['message']}); {kept}", MESSAGE_BYTES)
+            text = f"no checkpoint of step {event['step']:,} ({event['who']}: {event['message']}); {kept}"
             of_disk = any(f"[Errno {number}]" in text for number in DISK_ERRORS)
-            self.say_of_disk(text) if of_disk else _write(text)
+            self.say_of_disk(text, about="a checkpoint") if of_disk else say(text, MESSAGE_BYTES)
         elif event["event"] == "disk" and event["state"] == "waiting":
-            self.say_of_disk(escaped(event["message"], MESSAGE_BYTES))
-
-
-def _write(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+            self.say_of_disk(event["message"])

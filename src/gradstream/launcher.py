@@ -45,7 +45,7 @@ from gradstream.runtime.storage import DiskStorage
 from gradstream.settings import effective, to_toml
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
-from gradstream.untrusted import escaped
+from gradstream.untrusted import escaped, say
 
 if TYPE_CHECKING:
     from gradstream.remote.gathering import Gathering
@@ -196,7 +196,7 @@ class Launcher:
                 f"run.json does not say by which carrier nodes were reached: {disk_error(error)}"
             )
         except ConfigError as error:
-            sys.stderr.write(f"{error}\n")
+            say(str(error))
 
     # ---- other machines -----------------------------------------------------------------
 
@@ -274,15 +274,13 @@ class Launcher:
         if not self._reachable:
             raise self._interrupted()
         if self._signals.asked and not self._is_trial:
-            sys.stderr.write("stopping: a checkpoint is made first; once more to stop at once\n")
-            sys.stderr.flush()
+            say("stopping: a checkpoint is made first; once more to stop at once")
         self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _interrupted(self) -> Interrupted:
         error = Interrupted(self._run_dir, self._folder, self._command)
         if self._signals.asked and not self._is_trial:  # of a trial nothing is kept
-            sys.stderr.write(f"{error}\n")
-            sys.stderr.flush()
+            say(str(error))
         return error
 
     @property

@@ -76,7 +76,8 @@ DATASETS = {
 
 TRANSPORTS = {
     "grpc": "gradstream.transport.grpc:GrpcEndpoint",
-    "memory": "gradstream.transport.memory:MemoryEndpoint",
+    "shm": "gradstream.transport.shm:ShmEndpoint",
+    "tcp": "gradstream.transport.tcp:TcpEndpoint",
 }
 
 MAX_RULE_BYTES = 1 << 20

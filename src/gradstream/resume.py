@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
@@ -24,6 +23,7 @@ from gradstream.run import FINAL_MODEL, Run
 from gradstream.run_files import read_record
 from gradstream.runtime.storage import DiskStorage
 from gradstream.train import launch
+from gradstream.untrusted import say
 from gradstream.untrusted.event_lines import EventLines
 
 __all__ = ["ResumeOptions", "resume"]
@@ -112,9 +112,9 @@ def resume(
     _check_left(path, cast.ledger().finished)
     if at is None:
         has = "no good checkpoint" if from_start else "no checkpoint"
-        sys.stderr.write(f"{path} has {has}: the run begins from the start\n")
+        say(f"{path} has {has}: the run begins from the start")
     else:
-        sys.stderr.write(f"the run goes on from {at.folder}\n")
+        say(f"the run goes on from {at.folder}")
     return launch(job, cast, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
 
 
@@ -125,7 +125,7 @@ def _check_left(path: Path, finished: bool) -> None:
 
 
 def _refused(error: DataError) -> None:
-    sys.stderr.write(f"not used: {error}\n")
+    say(f"not used: {error}")
 
 
 def _mend_events(path: Path) -> float:

@@ -20,6 +20,7 @@ from gradstream.model.buffers import with_buffers
 from gradstream.report.notebook import run_html
 from gradstream.report.page import Source, page
 from gradstream.report.staleness import By, Staleness, staleness_by
+from gradstream.report.straggler import straggler_text
 from gradstream.report.trace import trace_json
 from gradstream.run_files import read_config, read_record
 from gradstream.summary import EventDict, evaluations_of, history_of, summary_of
@@ -185,6 +186,7 @@ class Run:
             ("accuracy", figures["accuracy"]),
             ("held out", figures["held_out_loss"]),
             ("staleness", stale[0] if stale and stale[0].largest else None),
+            ("slow worker", straggler_text(figures["straggler"]) or None),
             ("failed", figures["failed"] and figures["failed"]["message"]),
         ]
         return [(key, _short(value)) for key, value in rows if value is not None]

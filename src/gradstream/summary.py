@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from gradstream.events import EventDict
+from gradstream.report.straggler import straggler_of
 
 __all__ = [
     "EventDict",
@@ -20,9 +23,6 @@ __all__ = [
     "staleness_of",
     "summary_of",
 ]
-
-EventDict = Mapping[str, Any]
-"""One record of `events.jsonl`, parsed."""
 
 _ROW = ("step", "epoch", "rank", "samples", "loss", "lr", "gradient_norm", "time_s")
 _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_out", "final", "time_s")
@@ -111,6 +111,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         loss: mean over the samples of the last data epoch seen.
         accuracy, held_out_loss: of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
         compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
+        straggler: who, slower, waited_s of the one slow worker that the others waited for, or None: see
+            `gradstream.report.straggler`.
         pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
         whole_pushed_bytes, whole_fetched_bytes: what these would be with all of every chunk; 0 in a run
             without servers.
@@ -207,6 +209,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "loss": _last_epoch_loss(steps),
         "compute_s": math.fsum(step["compute_s"] for step in steps),
         "wait_s": math.fsum(step["wait_s"] for step in steps),
+        "straggler": straggler_of(steps, train_s),
     }
 
 

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ class AllreducePlan:
     Args:
         ranks: processes.
         elements: float32 of the vector.
-        algorithm: of `ALGORITHM_NAMES`. "auto" sends messages where their carrier is named.
-        carrier: of messages: "auto", "grpc", "tcp" or "shm".
+        algorithm: of `ALGORITHM_NAMES`. "auto" is what a strategy's call does: in place where all ranks are
+            on one host, whatever the carrier of a run is.
+        carrier: of messages, where some are sent: "auto", "grpc", "tcp" or "shm".
         times: how often, after two that do not count.
         listen: host of each rank; loopback by default. Elsewhere it is plain text.
         hosts: names of the hosts that the ranks are on; found out by default.
@@ -77,8 +78,7 @@ class AllreducePlan:
     @property
     def kind(self) -> str:
         """Of the group, for `form_group`: one algorithm by name is measured as messages are."""
-        named = self.algorithm == "auto" and self.carrier != "auto"
-        return "messages" if named or self.algorithm in ALGORITHMS else self.algorithm
+        return "messages" if self.algorithm in ALGORITHMS else self.algorithm
 
     def save(self, folder: Path) -> None:
         """For the ranks to read."""
@@ -100,7 +100,8 @@ class AllreduceResult:
         algorithm: that carried it out.
         carriers: by which rank 0 reached the others, each once; none in place.
         times_s: of each repetition.
-        figures: alpha_s, beta_s_byte, gamma_s_byte and message_s, measured before; none in place.
+        figures: alpha_s, beta_s_byte, gamma_s_byte and message_s, measured on the links that carried it,
+            before and after; none in place.
         predicted_s: by the algorithm's formula with these; None in place and in two storeys.
     """
 
@@ -127,6 +128,17 @@ class AllreduceResult:
         """Bytes that each rank has to send at least, 2(p-1)/p of the vector, per second."""
         return 2 * (self.plan.ranks - 1) / self.plan.ranks * self.bytes_s
 
+    @property
+    def predicted_over_median(self) -> float | None:
+        """How far the prediction is off: 1 where it is right, None where there is none."""
+        return None if self.predicted_s is None else self.predicted_s / self.median_s
+
+    @property
+    def as_messages(self) -> AllreducePlan | None:
+        """Where it was summed up in place: the plan that measures the same as messages; else None."""
+        in_place = self.kind == "shared" and self.plan.algorithm == "auto"
+        return replace(self.plan, algorithm="messages") if in_place else None
+
     def record(self) -> dict[str, Any]:
         """All of it, for JSON."""
         return {
@@ -143,6 +155,7 @@ class AllreduceResult:
             "bytes_s": self.bytes_s,
             "bus_bytes_s": self.bus_bytes_s,
             "predicted_s": self.predicted_s,
+            "predicted_over_median": self.predicted_over_median,
             **self.figures,
         }
 

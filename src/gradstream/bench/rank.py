@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from gradstream.bench.allreduce import ITEMSIZE_BYTES, AllreducePlan
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
 from gradstream.collectives.algorithms import ALGORITHMS
+from gradstream.collectives.choice import Choice, Figures
 from gradstream.collectives.forming import form_group
 from gradstream.collectives.group import Group
 from gradstream.collectives.message_group import MessageGroup
@@ -81,9 +83,11 @@ class _Rank:
                 on_event=self._heard,
             )
             try:
-                times_s = await self._times_s(group)
+                times_s, figures = await self._times_s(group)
                 others = {carrier for peer, carrier in endpoint.routes.items() if peer != name}
-                self._leave("result", {"times_s": times_s, **self._carried_out(group, sorted(others))})
+                self._leave(
+                    "result", {"times_s": times_s, **self._carried_out(group, figures, sorted(others))}
+                )
             finally:
                 await group.close()
         finally:
@@ -94,7 +98,8 @@ class _Rank:
         if isinstance(event, GroupEvent):
             self._chosen = event
 
-    async def _times_s(self, group: Group) -> list[float]:
+    async def _times_s(self, group: Group) -> tuple[list[float], Figures | None]:
+        """Seconds of each repetition; and of messages what they cost, before and after, in the mean."""
         vector = group.allocate(self._plan.elements, torch.float32, "bench")
         vector.tensor.fill_(group.rank + 1.0)
         total = await self._allreduce(group, vector.all)
@@ -102,19 +107,30 @@ class _Rank:
         if not bool((total.tensor == expected).all()):
             raise InternalError(f"the sum over {group.size} ranks is wrong: expected {expected}")
         vector.tensor.zero_()
-        times_s = []
-        for _ in range(WARM_UP + self._plan.times):
+        for _ in range(WARM_UP):
+            await self._allreduce(group, vector.all)
+        before, times_s = await self._figures(group), []
+        for _ in range(self._plan.times):
             begun = time.perf_counter()
             await self._allreduce(group, vector.all)
             times_s.append(time.perf_counter() - begun)
-        return times_s[WARM_UP:]
+        after = await self._figures(group)
+        if before is None or after is None:
+            return times_s, None
+        return times_s, Figures(*map(statistics.mean, zip(astuple(before), astuple(after), strict=True)))
+
+    async def _figures(self, group: Group) -> Figures | None:
+        """Of messages as long as those of a ring, on the links of this group; None where it sends none."""
+        if not isinstance(group, MessageGroup):
+            return None
+        return await group.measure(max(1, self._plan.elements // group.size))
 
     async def _allreduce(self, group: Group, span: Span) -> Span:
         if isinstance(group, MessageGroup) and self._plan.algorithm in ALGORITHMS:
             return await group.allreduce(span, algorithm=self._plan.algorithm)
         return await group.allreduce(span)
 
-    def _carried_out(self, group: Group, carriers: Sequence[str]) -> dict[str, Any]:
+    def _carried_out(self, group: Group, figures: Figures | None, carriers: Sequence[str]) -> dict[str, Any]:
         """Kind, algorithm, carriers, figures and prediction; rank 0 alone is told of them."""
         formed = self._chosen
         if formed is None:
@@ -122,15 +138,15 @@ class _Rank:
         found: dict[str, Any] = {"kind": formed.kind, "algorithm": formed.algorithm}
         if formed.kind != "shared":
             found["carriers"] = carriers
-        if not isinstance(group, MessageGroup) or group.choice is None:
+        if not isinstance(group, MessageGroup) or group.choice is None or figures is None:
             return found
         num_bytes = ITEMSIZE_BYTES * self._plan.elements
         name, choice = self._plan.algorithm, group.choice
         algorithm = name if name in ALGORITHMS else choice.allreduce(num_bytes)
         return found | {
             "algorithm": algorithm,
-            "figures": asdict(choice.figures),
-            "predicted_s": choice.seconds(algorithm, num_bytes),
+            "figures": asdict(figures),
+            "predicted_s": Choice(group.size, figures).seconds(algorithm, num_bytes),
         }
 
     def _leave(self, what: str, value: Any) -> None:

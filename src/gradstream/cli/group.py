@@ -56,7 +56,9 @@ class Commands(click.Group):
             click.echo(escaped(error_text(error), ERROR_BYTES, newlines=True), err=True)
             ctx.exit(exit_code(error))
         except KeyboardInterrupt as error:
-            click.echo(str(error) or "interrupted", err=True)
+            from gradstream.untrusted.text import say
+
+            say(str(error) or "interrupted")
             ctx.exit(exit_code(error))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,16 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from gradstream.errors import ConfigError
-from gradstream.untrusted.text import escaped
 
 if TYPE_CHECKING:
     from gradstream.remote.listening import Listening
 
-__all__ = ["listen_options", "listening_of", "note", "token_of", "token_options"]
+__all__ = ["listen_options", "listening_of", "token_of", "token_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-NOTE_BYTES = 8192
 TOKEN = "GRADSTREAM_TOKEN"  # a name
 
 
@@ -111,9 +108,3 @@ def listening_of(
         token=token_of(None, token_file),
         wait_s=600.0 if wait_s is None else wait_s,
     )
-
-
-def note(text: str) -> None:
-    """Says something on stderr. What a launcher or a node has worded is escaped."""
-    sys.stderr.write(f"{escaped(text, NOTE_BYTES, newlines=True)}\n")
-    sys.stderr.flush()

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import GradientError, GradstreamError, UserCodeError
+from gradstream.events import EvaluatedEvent, encode
 from gradstream.report.staleness import quantile
+from gradstream.report.straggler import straggler_text
 from gradstream.report.units import size_text
+from gradstream.runtime.event_log import disk_error
+from gradstream.untrusted import TEXT_BYTES, escaped, say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +25,16 @@ if TYPE_CHECKING:
 
     from gradstream.run import Evaluation, Run
 
-__all__ = ["error_text", "evaluate", "evaluation_rows", "figures", "json_text", "print_rows", "show"]
+__all__ = [
+    "error_text",
+    "evaluate",
+    "evaluation_rows",
+    "figures",
+    "json_text",
+    "keep_evaluation",
+    "print_rows",
+    "show",
+]
 
 
 def error_text(error: GradstreamError) -> str:
@@ -51,7 +64,35 @@ def evaluate(run: Run) -> Evaluation | None:
     """The run's evaluation on held-out samples; None where there are none, or no parameters."""
     if run.model is None or run.data is None or not run.data.num_test_samples or not run.parameters:
         return None
-    return run.evaluate()
+    found = run.evaluate()
+    keep_evaluation(run, found)
+    return found
+
+
+def keep_evaluation(run: Run, found: Evaluation) -> None:
+    """Adds what the final parameters are worth to the run's events, where they do not say so yet.
+
+    So lists and reports show it. A directory that cannot be written is left as it is, and that is said.
+    """
+    if run.path is None or any(row["final"] for row in run.evaluations):
+        return
+    last = run.history[-1] if run.history else {"epoch": 0, "step": -1}
+    event = EvaluatedEvent(
+        step=last["step"] + 1,
+        epoch=last["epoch"],
+        samples=run.summary["samples"],
+        accuracy=found.accuracy,
+        loss=found.loss,
+        metrics=found.metrics,
+        held_out=found.num_samples,
+        final=True,
+    )
+    time_s = max((one["time_s"] for one in run.events), default=0.0)
+    try:
+        with (run.path / "events.jsonl").open("ab") as file:
+            file.write(encode(event, node="launcher", time_s=time_s))
+    except OSError as error:
+        say(f"{run.path} does not keep the evaluation: {disk_error(error)}")
 
 
 def json_text(run: Run, evaluation: Evaluation | None) -> str:
@@ -80,10 +121,12 @@ def show(run: Run, evaluation: Evaluation | None, console: Console | None = None
 def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:
     """Prints (what, figure) in two columns (on standard output by default).
 
-    Long figures are folded on a terminal; elsewhere a row is a line.
+    Long figures are folded on a terminal; elsewhere a row is a line. Both are escaped: they may hold names
+    of files.
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = console or Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -91,7 +134,8 @@ def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) 
     table.add_column(overflow="fold")
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        table.add_row(name, value)
+        name, value = (escaped(text, TEXT_BYTES) for text in (name, value))
+        table.add_row(name, Text(value))
         if not console.is_terminal:
             console.print(f"{name:{width}}  {value}", markup=False, soft_wrap=True)
     if console.is_terminal:
@@ -134,6 +178,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *_exchanged(s),
         ("instead of", _whole(s)),
         ("staleness", _of(s["staleness_mean"], _stale(s))),
+        ("slow worker", straggler_text(s.get("straggler"))),
         ("worker time", f"{s['compute_s']:.1f} s in gradients, {s['wait_s']:.1f} s waiting"),
         ("CPU", ", ".join(f"{role} {seconds:.1f} s" for role, seconds in s["cpu_s"].items())),
         ("peak memory", ", ".join(f"{r} ≤ {size_text(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,17 +23,22 @@ SHORT_ELEMS = 1
 FIRST_ELEMS = 1 << 14  # 64 KiB: short enough for any network
 LONG_ELEMS = 1 << 18  # 1 MiB, unless the first already takes long
 PATIENCE_S = 0.02
-TIMES = 7
+TIMES = 8  # even: see `_typical`
 
 _FIGURES = struct.Struct("<4d")
 _SECONDS = struct.Struct("<d")
 
 
-async def measure(mesh: Mesh) -> Figures:
+async def measure(mesh: Mesh, long_elems: int | None = None, piece_elems: int | None = None) -> Figures:
     """Pings of two sizes round a ring, a short one to everybody at once, and a sum.
 
     Every rank gets the same figures: those of the rank at which they are highest, since all wait for
-    the slowest. Takes some tens of short messages, and five of a megabyte or fewer.
+    the slowest. Takes some tens of short messages, and six long ones.
+
+    Args:
+        mesh: of ranks that have met. Messages go as those of its groups do: by its lines, where it has some.
+        long_elems: float32 of a long message; None takes a megabyte, or less where that takes long.
+        piece_elems: what goes at once; None is the whole message.
 
     Raises:
         PeerLostError, DeadlineError: naming a rank; the mesh is broken.
@@ -41,12 +46,11 @@ async def measure(mesh: Mesh) -> Figures:
     if mesh.size == 1:
         return Figures(0.0, 0.0, 0.0, 0.0)
     around = _around(mesh.rank, mesh.size)
-    await _median_s(mesh, _everybody(mesh.rank, mesh.size), 1)  # the first message takes longer
-    alpha_s = await _median_s(mesh, around(SHORT_ELEMS), TIMES)
-    crowd_s = await _median_s(mesh, _everybody(mesh.rank, mesh.size), TIMES)
-    first_s = max(await _swap_s(mesh, await _median_s(mesh, around(FIRST_ELEMS), 1)))
-    elems, times = (LONG_ELEMS, 5) if first_s < PATIENCE_S else (FIRST_ELEMS, 3)
-    long_s = await _median_s(mesh, around(elems), times)
+    await _exchange_s(mesh, _everybody(mesh.rank, mesh.size), 2)  # the first message takes longer
+    alpha_s = await _exchange_s(mesh, around(SHORT_ELEMS), TIMES)
+    crowd_s = await _exchange_s(mesh, _everybody(mesh.rank, mesh.size), TIMES)
+    elems, times = (long_elems, 6) if long_elems else await _bearable(mesh, around)
+    long_s = await _exchange_s(mesh, around(elems), times, piece_elems)
     own = (
         alpha_s,
         max(0.0, long_s - alpha_s) / (4 * elems),
@@ -55,6 +59,12 @@ async def measure(mesh: Mesh) -> Figures:
     )
     figures = [_FIGURES.unpack(word) for word in await mesh.swap(_FIGURES.pack(*own))]
     return Figures(*(max(column) for column in zip(*figures, strict=True)))
+
+
+async def _bearable(mesh: Mesh, around: Callable[[int], Schedule]) -> tuple[int, int]:
+    """Elements of a long message, and how often: fewer where the network is slow."""
+    first_s = max(await _swap_s(mesh, await _exchange_s(mesh, around(FIRST_ELEMS), 2)))
+    return (LONG_ELEMS, 6) if first_s < PATIENCE_S else (FIRST_ELEMS, 4)
 
 
 def _around(rank: int, size: int) -> Callable[[int], Schedule]:
@@ -72,19 +82,26 @@ def _everybody(rank: int, size: int) -> Schedule:
     ]
 
 
-async def _median_s(mesh: Mesh, schedule: Schedule, times: int) -> float:
+async def _exchange_s(mesh: Mesh, schedule: Schedule, times: int, piece_elems: int | None = None) -> float:
     plan, everybody = Plan.of(schedule), range(mesh.size)
     elems = max(step.stop for step in schedule)
     tensor = _zeros(mesh, elems)
     operation = Operation(0, 0, "measuring")
-    took_s = []
-    for _ in range(times):
-        took_s.append(
-            await _timed_s(
-                mesh, lambda: mesh.guarded(carry_out(mesh, everybody, operation, plan, tensor, elems))
-            )
-        )
-    return statistics.median(took_s)
+
+    def once() -> Awaitable[None]:
+        return mesh.guarded(carry_out(mesh, everybody, operation, plan, tensor, piece_elems or elems))
+
+    return _typical([await _timed_s(mesh, once) for _ in range(times)])
+
+
+def _typical(took_s: Sequence[float]) -> float:
+    """Seconds of one exchange: the median of the mean of each two that followed one another.
+
+    Of two ranks one may be ahead. It then waits twice as long in every other exchange and not at all
+    between, and the other rank the other way round.
+    """
+    pairs = zip(took_s[::2], took_s[1::2], strict=True)
+    return statistics.median(map(statistics.mean, pairs))
 
 
 async def _sum_s(mesh: Mesh) -> float:

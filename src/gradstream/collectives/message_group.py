@@ -10,8 +10,9 @@ from functools import lru_cache
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
-from gradstream.collectives.choice import Choice
+from gradstream.collectives.choice import Choice, Figures
 from gradstream.collectives.group import slice_of
+from gradstream.collectives.measuring import measure
 from gradstream.collectives.mesh import Mesh
 from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
@@ -113,6 +114,15 @@ class MessageGroup:
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast from rank {root} of a group of {self.size}")
         await self._carry_out(f"broadcast from rank {root}", str(root), span)
+
+    async def measure(self, elems: int) -> Figures:
+        """What messages and sums cost now, on the very links of this group. All ranks call it at once.
+
+        Args:
+            elems: float32 of a long message; it goes in pieces, as those of operations do.
+        """
+        async with self._turn:
+            return await measure(self._mesh, elems, max(1, self._piece_bytes // 4))
 
     async def close(self) -> None:
         """See `Group.close`."""

@@ -44,8 +44,8 @@ class Outcome:
     failed: FailedEvent | None
 
 
-class _Presence:
-    """A node that is in.
+class _Attendance:
+    """How the coordinator hears a node that is in the run (the node's side is `Presence`).
 
     Args:
         stream: that "join" came on, or the last "resume".
@@ -99,7 +99,7 @@ class Coordinator:
         self._deadlines = deadlines
         self._born_ns = runtime.awake_ns()
         self._training_ns: int | None = None
-        self._presences: dict[str, _Presence] = {}
+        self._attending: dict[str, _Attendance] = {}
         self._reasons: dict[str, str] = {}  # why nodes were lost
         self._askers: dict[Bell, None] = {}
         self._ended = Bell()
@@ -146,7 +146,7 @@ class Coordinator:
             deadline.cancel()
             if self._driving is not None:
                 self._driving.cancel()
-        while self._presences and await self._ended.rung(self._runtime, self._deadlines.lease_s):
+        while self._attending and await self._ended.rung(self._runtime, self._deadlines.lease_s):
             pass
         await self._runtime.gather(*self._jobs)
         return Outcome(self._membership.notice, self._failed)
@@ -155,7 +155,7 @@ class Coordinator:
         """Asks the run to stop, with a checkpoint if there is anything to keep; `run` returns then."""
         self._carry_out(self._membership.stop(self._age_s()))
 
-    # ---- presence -----------------------------------------------------------------------
+    # ---- attendance ---------------------------------------------------------------------
 
     async def _serve_join(self, stream: Stream) -> None:
         request = v1.Join.FromString(stream.opened.body)
@@ -172,31 +172,31 @@ class Coordinator:
         refusals: Throttle[str] = Throttle(
             self._runtime, lambda why, more: self.emit(_refused_events(who, more + 1, why))
         )
-        presence = self._presences[who] = _Presence(stream, EventGate(who, self._age_s()), refusals)
+        attendance = self._attending[who] = _Attendance(stream, EventGate(who, self._age_s()), refusals)
         self._carry_out(instructions)
-        await self._attend(presence, stream, who)
+        await self._attend(attendance, stream, who)
 
-    async def _attend(self, presence: _Presence, stream: Stream, who: str) -> None:
+    async def _attend(self, attendance: _Attendance, stream: Stream, who: str) -> None:
         """Hears and tells a member over one stream, until it leaves, is lost, or has another stream."""
         reason = ""
         try:
-            await self._runtime.gather(self._listen(presence, stream, who), self._tell(presence, stream))
+            await self._runtime.gather(self._listen(attendance, stream, who), self._tell(attendance, stream))
         except Exception as error:  # its stream is broken, or what came on it makes no sense
             reason = escaped(str(error).removeprefix(f"{who}: "), REASON_BYTES)
             if isinstance(error, RefusedError):
                 stream.refuse(v1.BAD_REQUEST, error.reason)
-        resumed = reason and presence.stream is not stream
-        if resumed or self._presences.get(who) is not presence:
+        resumed = reason and attendance.stream is not stream
+        if resumed or self._attending.get(who) is not attendance:
             return
         # Not in a `finally`: a coordinator that is itself being stopped has lost nobody.
-        del self._presences[who]
-        presence.refusals.close()
+        del self._attending[who]
+        attendance.refusals.close()
         self._reasons[who] = reason or "it left"
         self._carry_out(self._membership.lost(who, reason, self._age_s(), stream.certificate))
         self._tell_driver()
         self._ended.ring()
 
-    async def _listen(self, presence: _Presence, stream: Stream, who: str) -> None:
+    async def _listen(self, attendance: _Attendance, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises when it was not allowed to, or is gone."""
         while True:
             received = await stream.recv(self._deadlines.lease_s)
@@ -204,18 +204,18 @@ class Coordinator:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
-            presence.stream.heard()
+            attendance.stream.heard()
             beat = v1.Beat.FromString(received.frame.body.data)
-            if beat.number <= presence.heard:
+            if beat.number <= attendance.heard:
                 continue  # said again over another stream
-            if beat.number != presence.heard + 1:
-                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {presence.heard}")
+            if beat.number != attendance.heard + 1:
+                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {attendance.heard}")
             self._membership.check(who, beat)
-            presence.heard = beat.number
+            attendance.heard = beat.number
             if beat.events:
-                admitted = presence.gate.take(beat.events, self._age_s())
+                admitted = attendance.gate.take(beat.events, self._age_s())
                 if admitted.num_refused:
-                    presence.refusals.tell(admitted.why, admitted.num_refused)
+                    attendance.refusals.tell(admitted.why, admitted.num_refused)
                 if admitted.lines:
                     self._on_events(admitted.lines)
                     self._note(admitted.events)
@@ -230,7 +230,7 @@ class Coordinator:
         if self._driver is not None:
             self._driver.look()
 
-    async def _tell(self, presence: _Presence, stream: Stream) -> None:
+    async def _tell(self, attendance: _Attendance, stream: Stream) -> None:
         """Sends the notice at each change, and now and then as a sign of life, up to the last one.
 
         Whom the coordinator does not hear gets no sign of life: so a member that cannot be heard notices, and
@@ -240,21 +240,21 @@ class Coordinator:
         its last beat was heard.
         """
         while True:
-            notice, heard = self._membership.notice, v1.Notice(heard=presence.heard)
+            notice, heard = self._membership.notice, v1.Notice(heard=attendance.heard)
             # Two serialized messages, one behind the other, are one that has the fields of both.
             said = notice.SerializeToString() + heard.SerializeToString()
             await stream.send(v1.Frame(body=v1.Body(data=said)))
             if notice.phase >= v1.Notice.FINISHED:
                 return
-            while not await presence.bell.rung(self._runtime, self._deadlines.notice_s):
+            while not await attendance.bell.rung(self._runtime, self._deadlines.notice_s):
                 if self._runtime.left_s(stream.heard_ns, 3 * self._deadlines.beat_s) > 0:
                     break
 
     async def _serve_alive(self, stream: Stream) -> None:
         """A member that has not heard the coordinator for some time shows itself over another connection."""
-        presence = self._present(stream)
-        if presence is not None:
-            presence.stream.heard()
+        attendance = self._present(stream)
+        if attendance is not None:
+            attendance.stream.heard()
             await stream.send(v1.Frame(body=v1.Body()))
 
     async def _serve_resume(self, stream: Stream) -> None:
@@ -262,21 +262,21 @@ class Coordinator:
 
         The old stream is left to end by itself: the member may go on with it until it hears the answer.
         """
-        presence, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
-        if presence is None:
+        attendance, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
+        if attendance is None:
             return
-        if attempt <= presence.attempt:
-            stream.refuse(v1.BAD_REQUEST, f"attempt {attempt} comes after attempt {presence.attempt}")
+        if attempt <= attendance.attempt:
+            stream.refuse(v1.BAD_REQUEST, f"attempt {attempt} comes after attempt {attendance.attempt}")
             return
-        presence.stream, presence.attempt = stream, attempt
-        await self._attend(presence, stream, stream.peer)
+        attendance.stream, attendance.attempt = stream, attempt
+        await self._attend(attendance, stream, stream.peer)
 
-    def _present(self, stream: Stream) -> _Presence | None:
-        """Of the caller. Refuses it where it is none, or no more."""
-        presence = self._presences.get(stream.peer)
-        if presence is not None and presence.incarnation == stream.opened.incarnation:
-            return presence
-        not_in = f"it is not in this run; in are {', '.join(self._presences)}"
+    def _present(self, stream: Stream) -> _Attendance | None:
+        """The attendance of the caller. Refuses a caller that is not in the run, or no more."""
+        attendance = self._attending.get(stream.peer)
+        if attendance is not None and attendance.incarnation == stream.opened.incarnation:
+            return attendance
+        not_in = f"it is not in this run; in are {', '.join(self._attending)}"
         stream.refuse(v1.NOT_MEMBER, self._reasons.get(stream.peer, not_in))
         return None
 
@@ -338,8 +338,8 @@ class Coordinator:
                     self._failed = instruction.event
                 self.emit(instruction.event)
             elif isinstance(instruction, Notify):
-                for presence in self._presences.values():
-                    presence.bell.ring()
+                for attendance in self._attending.values():
+                    attendance.bell.ring()
                 self._wake_askers()
             elif isinstance(instruction, Prepare | Commit | Discard):
                 name = f"{self._runtime.node}-{type(instruction).__name__.lower()}-{instruction.cut.number}"

@@ -11,7 +11,6 @@ A node that is killed leaves a torn block at most, at the end: it is cut off whe
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 from gradstream.errors import DataError
 from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
-from gradstream.untrusted import parse_json
+from gradstream.untrusted import parse_json, say
 
 __all__ = ["FOLDER", "JOB_FILE", "Log", "LogReader", "Part", "read_log"]
 
@@ -61,7 +60,7 @@ class Log:
             storage.remove(path)
         except OSError as error:
             self.ended = True
-            sys.stderr.write(f"{path}: nothing is recorded: {error}\n")
+            say(f"{path}: nothing is recorded: {error}")
         self._pending = bytearray()
         self.num_entries = 0
         self.size_bytes = 0  # of the file
@@ -95,9 +94,9 @@ class Log:
         except OSError as error:
             if sum(map(len, self._waiting)) > ROOM_BYTES:
                 self.ended, self._waiting = True, []
-                sys.stderr.write(f"{self._path}: the recording ends here: {error}\n")
+                say(f"{self._path}: the recording ends here: {error}")
             elif not waited:
-                sys.stderr.write(f"{self._path}: the recording waits for room on the disk: {error}\n")
+                say(f"{self._path}: the recording waits for room on the disk: {error}")
 
 
 @dataclass(frozen=True, slots=True)

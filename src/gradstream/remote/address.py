@@ -69,6 +69,23 @@ class Address:
                 "as `ip address` shows it: nodes listen there and nowhere else"
             )
 
+    def check_free(self) -> None:
+        """Raises ConfigError where this machine cannot listen there: not its address, or a port in use."""
+        try:
+            family, kind, proto, _, place = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+                probe.bind(place)
+                probe.listen(1)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"--listen: cannot listen on {self} ({why}): name an address of this machine, as "
+                "`ip address` shows it, and a port that no other program uses"
+            ) from None
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"

@@ -20,7 +20,7 @@ from typing import Any
 from gradstream.cluster import LocalCluster, node_environment
 from gradstream.cluster.machine import num_cores
 from gradstream.config import Job
-from gradstream.errors import ConfigError, PeerLostError, RefusedError
+from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, RefusedError
 from gradstream.jobfile import load_job
 from gradstream.names import check_name
 from gradstream.remote.address import Address, local_address, new_token
@@ -83,7 +83,7 @@ def join(joining: Joining, on_note: OnNote) -> int:
 
     Raises:
         ConfigError: of the arguments, or of the job file.
-        RefusedError: the launcher does not want this machine, and says why; or it is not the one meant.
+        JoinRefusedError: the launcher does not want this machine, and says why; or it is not the one meant.
         PeerLostError, DeadlineError: the launcher cannot be reached, or is gone.
 
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
@@ -138,10 +138,10 @@ class _Machine:
         try:
             return await self._order(stream)
         except RefusedError as error:
-            if error.code != "BAD_SECRET":
-                raise
-            text = "the token is not this run's: copy the line that the launcher has printed anew"
-            raise RefusedError(ENROLMENT, error.code, text) from None
+            text = error.reason
+            if error.code == "BAD_SECRET":
+                text = "the token is not this run's: copy the line that the launcher has printed anew"
+            raise JoinRefusedError(ENROLMENT, error.code, text) from None
 
     def _request(self) -> v1.Enrol:
         return v1.Enrol(
@@ -218,7 +218,7 @@ class _Machine:
         path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
         here = file_hash(path) if path.is_file() else "no such file"
         if here != grant.files.get(name, "not told"):
-            raise RefusedError(
+            raise JoinRefusedError(
                 ENROLMENT,
                 "BAD_JOB_FILE",
                 f"the run needs {name} with SHA-256 {grant.files.get(name)}; {path}: {here}. "

@@ -36,7 +36,7 @@ class Listening:
     on_invitation: Callable[[str], None] | None = None
 
     def check(self, job: Job, *, earlier: bool) -> None:
-        """Raises ConfigError where machines and job do not fit."""
+        """Raises ConfigError where machines and job do not fit, or this machine cannot listen there."""
         self.address.check_listen()
         for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
             if value < 1:
@@ -61,6 +61,8 @@ class Listening:
                 "this script has trained before, and the other machines do not have that run: put the job "
                 "that they are to join into a file of its own"
             )
+        for number in range(2 if self.address.port else 1):  # enrolment, coordinator
+            self.address.at(self.address.port + number).check_free()
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:

@@ -7,7 +7,7 @@ import ssl
 import time
 from dataclasses import dataclass
 
-from gradstream.errors import ConfigError, DeadlineError, PeerLostError, RefusedError
+from gradstream.errors import ConfigError, DeadlineError, JoinRefusedError, PeerLostError
 from gradstream.remote.address import Address
 from gradstream.remote.authority import fingerprint_of
 
@@ -40,7 +40,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
     Raises:
         ConfigError: no such name; or no fingerprint was given to know the launcher by.
         PeerLostError, DeadlineError: nobody answers.
-        RefusedError: who answers is not who was meant (BAD_CERTIFICATE), or speaks TLS where
+        JoinRefusedError: who answers is not who was meant (BAD_CERTIFICATE), or speaks TLS where
             plain text was expected (TLS), or the other way round (PLAIN_TEXT).
     """
     resolve(address)
@@ -50,7 +50,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
     reached = Reached(certificate, tcp_s, time.monotonic() - begun)
     if insecure:
         if certificate is not None:
-            raise RefusedError(
+            raise JoinRefusedError(
                 str(address),
                 "TLS",
                 "the launcher speaks TLS, and no plain text: leave --insecure out, and give the "
@@ -58,7 +58,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
             )
         return reached
     if certificate is None:
-        raise RefusedError(
+        raise JoinRefusedError(
             str(address),
             "PLAIN_TEXT",
             "who answers there speaks plain text: nobody knows whether it is the launcher. If it was started "
@@ -98,7 +98,7 @@ def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
     It is not checked here: see `check_fingerprint`.
 
     Raises:
-        RefusedError: who answers speaks neither.
+        JoinRefusedError: who answers speaks neither.
         PeerLostError, DeadlineError: nobody answers.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -119,7 +119,7 @@ def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
         except OSError as error:  # ssl.SSLError is one
             if _speaks_plain_http2(address, timeout_s):
                 return None
-            raise RefusedError(
+            raise JoinRefusedError(
                 str(address), "NOT_GRADSTREAM", f"who answers there is no launcher ({error}): check the port"
             ) from None
 
@@ -133,7 +133,7 @@ def check_fingerprint(address: Address, certificate: bytes, expected: str | None
             f"printed, give it: --fingerprint {shown}"
         )
     if shown != expected.lower():
-        raise RefusedError(
+        raise JoinRefusedError(
             str(address),
             "BAD_CERTIFICATE",
             f"it shows a certificate with fingerprint {shown}, expected {expected}: it is another run's "

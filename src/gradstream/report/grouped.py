@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradstream.events import GROUP
-from gradstream.summary import EventDict
+from gradstream.events import GROUP, EventDict
 
 __all__ = ["attributed"]
 

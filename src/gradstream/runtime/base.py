@@ -41,12 +41,14 @@ class Work:
         samples: training samples it goes through.
         elems: vector elements it goes through.
         brief: so short (tens of microseconds) that handing it to another thread would cost more.
+        elsewhere: another thread computes, while that of the runtime waits: its CPU seconds are not counted.
     """
 
     kind: str
     samples: int = 0
     elems: int = 0
     brief: bool = False
+    elsewhere: bool = False
 
 
 class Timer(Protocol):

@@ -7,9 +7,11 @@ gradient is computed. How late the loop runs its timers is measured all the time
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import resource
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.stalls import StallWatch
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
-from gradstream.runtime.vitals import Lateness, OwnMemory
+from gradstream.runtime.vitals import Lateness, OwnMemory, load_of_machine, queued_s
 from gradstream.segments import SharedMemory
 
 __all__ = ["RealRuntime"]
@@ -64,10 +66,16 @@ class RealRuntime(Tasks):
         self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
+        self._thread: int | None = None  # of `_core`, where it is this node's own
         self._shares = core is not None
-        self._core = core or ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-compute")
+        self._core = core or ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix=f"{node}-compute", initializer=self._began
+        )
         self._exchange = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-exchange")
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-disk")
+
+    def _began(self) -> None:
+        self._thread = threading.get_native_id()
 
     def now(self) -> int:
         """Nanoseconds of the monotonic clock."""
@@ -90,7 +98,7 @@ class RealRuntime(Tasks):
         return random.Random(f"{self.seed}/{self.node}/{purpose}")
 
     def vitals(self, role: str) -> list[Event]:
-        """CPU seconds and peak resident memory of this process, and how late its loop was."""
+        """CPU seconds and memory of this process, how late its loop was, and how full the machine is."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()
         vectors = dict(self.memory.allocated_bytes)
@@ -100,7 +108,15 @@ class RealRuntime(Tasks):
         if self._shares:
             user_s, system_s = sum(self.compute_s.values()), 0.0
         return [
-            CpuEvent(role=role, user_s=user_s, system_s=system_s, compute_s=dict(self.compute_s)),
+            CpuEvent(
+                role=role,
+                user_s=user_s,
+                system_s=system_s,
+                compute_s=dict(self.compute_s),
+                queued_s=queued_s(self._thread),
+                load=load_of_machine(),
+                cores=os.cpu_count(),
+            ),
             MemoryEvent(
                 role=role,
                 peak_bytes=usage.ru_maxrss * unit_bytes,
@@ -147,7 +163,8 @@ class RealRuntime(Tasks):
                 try:
                     return fn(report)
                 finally:
-                    self.compute_s[work.kind] += time.thread_time() - begun
+                    if not work.elsewhere:
+                        self.compute_s[work.kind] += time.thread_time() - begun
 
             if work.brief and not self._num_running[lane]:  # never beside the lane's own thread
                 return run()

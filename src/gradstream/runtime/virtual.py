@@ -113,6 +113,11 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
         """Virtual seconds."""
         return self._clock.now_ns / 1e9
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Logs what nobody awaited. Ctrl-C in a task is not logged: `run_until_complete` has raised it."""
+        if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
+            super().call_exception_handler(context)
+
 
 class VirtualCluster:
     """The machines of a simulation: one clock, one seed, one disk, a runtime per node.

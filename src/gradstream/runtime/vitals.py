@@ -6,11 +6,12 @@ Both are looked at all the time, on cores that are there for backprop: so they a
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Lateness", "OwnMemory", "own_bytes"]
+__all__ = ["Lateness", "OwnMemory", "load_of_machine", "own_bytes", "queued_s"]
 
 
 class Lateness:
@@ -84,6 +85,32 @@ class OwnMemory:
     def _is_due(self, resident_bytes: int) -> bool:
         changed_bytes = abs(resident_bytes - self._resident_bytes)
         return changed_bytes > self.CHANGE * resident_bytes or self._clock() >= self._due_s
+
+
+def load_of_machine() -> float | None:
+    """Threads of all processes that ran or waited for a core, mean over a minute; None where nobody tells."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return None
+
+
+def queued_s(thread: int | None) -> float | None:
+    """Seconds in which a thread of this process could have run and had no core.
+
+    Args:
+        thread: as `threading.get_native_id` numbers it; None for none.
+
+    Returns:
+        None where the system does not tell: only Linux does.
+    """
+    if thread is None:
+        return None
+    try:
+        _, waited_ns, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
+        return int(waited_ns) / 1e9
+    except (OSError, ValueError):
+        return None
 
 
 def own_bytes(*, shared: bool = False) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop, ScriptModel
 from gradstream.session.session import LoneSession, Session, WorkerSession, enter, running
 from gradstream.strategies.base import Strategy
+from gradstream.untrusted import say
 
 __all__ = ["join"]
 
@@ -105,7 +105,7 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
         assignment = place.Assignment(rank, size, spec, coordinator, place.handed_out(spec))
         torchrun.tell(assignment)
         kept = Path(assignment.spec).parent
-        sys.stderr.write(f"gradstream: {size} workers by torchrun, coordinator and servers here; {kept}\n")
+        say(f"gradstream: {size} workers by torchrun, coordinator and servers here; {kept}")
         session = WorkerSession(assignment, job.seed, host)
     else:
         session = WorkerSession(torchrun.told(rank, size, job), job.seed)

@@ -21,7 +21,7 @@ import enum
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from google.protobuf.message import Message
@@ -30,7 +30,7 @@ from gradstream.errors import GradstreamError
 from gradstream.memory import Span
 from gradstream.wire import v1
 
-__all__ = ["Endpoint", "Handler", "Identity", "Landing", "Lent", "Priority", "Received", "Stream"]
+__all__ = ["Caller", "Endpoint", "Handler", "Identity", "Landing", "Lent", "Priority", "Received", "Stream"]
 
 M = TypeVar("M", bound=Message)
 
@@ -40,6 +40,18 @@ class Priority(enum.Enum):
 
     CONTROL = 0
     BULK = 1
+
+
+class Caller(NamedTuple):
+    """Who opens streams: a node by name, in one life of its process."""
+
+    name: str
+    incarnation: int
+
+    @classmethod
+    def of(cls, opened: v1.Open) -> Self:
+        """Who a stream says that it is from."""
+        return cls(opened.sender, opened.incarnation)
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from gradstream.errors import (
 )
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Handler, Identity, Priority, Stream
+from gradstream.transport.base import Caller, Handler, Identity, Priority, Stream
 from gradstream.transport.carrier import Carrier, Depot, OutgoingCarrier
 from gradstream.transport.intake import Intakes
 from gradstream.transport.lending import Lending
@@ -134,7 +134,7 @@ class EndpointCore(ABC):
     async def _shut(self, *, abruptly: bool) -> None:
         """Stops accepting and breaks all connections; unless `abruptly`, what waits is sent first."""
 
-    def _hang_up_on(self, caller: tuple[str, int]) -> None:
+    def _hang_up_on(self, caller: Caller) -> None:
         """Closes the connections of a caller that has been refused too much."""
         del caller
 
@@ -171,7 +171,7 @@ class EndpointCore(ABC):
         if members != self.identity.members:
             self.identity.members = dict(members)
             if self.identity.epoch:  # training has begun
-                self._mailbox.keep_senders(set(members.items()))
+                self._mailbox.keep_senders({Caller(*member) for member in members.items()})
             self._news.ring()
 
     def know(self, peer: str, address: str) -> None:
@@ -385,17 +385,17 @@ class EndpointCore(ABC):
         carrier: Carrier,
         *,
         window: int | None = None,
-        caller: tuple[str, int] | None = None,
+        caller: Caller | None = None,
         objection: v1.Refuse | None = None,
     ) -> StreamCore:
         """Answers an Open: refuses it, or accepts it and starts its handler.
 
         Args:
-            caller: name and incarnation by which the connection was opened; None where nothing is known.
+            caller: who has opened the connection; None where nothing is known.
             objection: why the carrier does not want it, if so.
         """
         # Whom it may only say to be is not blamed.
-        known = (opened.sender, opened.incarnation) if caller is None else caller
+        known = Caller.of(opened) if caller is None else caller
         stream = StreamCore(
             self.runtime,
             self.identity.name,
@@ -422,7 +422,7 @@ class EndpointCore(ABC):
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return stream
 
-    def _check(self, opened: v1.Open, caller: tuple[str, int] | None) -> v1.Refuse | None:
+    def _check(self, opened: v1.Open, caller: Caller | None) -> v1.Refuse | None:
         """Why an Open cannot be served here; None if it can."""
         mine, service = self.identity, self._services.get(opened.method)
         refuse = partial(v1.Refuse, epoch=mine.epoch)
@@ -433,8 +433,8 @@ class EndpointCore(ABC):
         if opened.job != mine.job:
             text = f"{who} belongs to job {opened.job!r}, {mine.name} to {mine.job!r}: check the address"
             return refuse(code=v1.BAD_JOB, message=text)
-        if caller is not None and caller != (opened.sender, opened.incarnation):
-            return refuse(code=v1.BAD_REQUEST, message=f"a stream of {who} on a connection of {caller[0]}")
+        if caller is not None and caller != Caller.of(opened):
+            return refuse(code=v1.BAD_REQUEST, message=f"a stream of {who} on a connection of {caller.name}")
         if service is None or self._closed:
             known = ", ".join(sorted(self._services))
             text = f"{mine.name} serves no method {opened.method!r}; it serves {known}"
@@ -444,7 +444,7 @@ class EndpointCore(ABC):
             most = method.request_bytes
             text = f"{opened.method}: a request of {len(opened.body)} bytes, expected at most {most}"
             return refuse(code=v1.BAD_REQUEST, message=text)
-        if self.intakes.of((opened.sender, opened.incarnation)).num_streams >= LIMITS.streams:
+        if self.intakes.of(Caller.of(opened)).num_streams >= LIMITS.streams:
             text = f"{who} has {LIMITS.streams} streams to {mine.name} open already"
             return refuse(code=v1.OVER_LIMIT, message=text)
         if (mine.members is not None or self.protected) and role_of(opened.sender) not in method.callers:
@@ -512,7 +512,7 @@ class EndpointCore(ABC):
             stream.forget()
 
     def _count_stream(self, stream: StreamCore) -> None:
-        intake = self.intakes.of((stream.opened.sender, stream.opened.incarnation))
+        intake = self.intakes.of(Caller.of(stream.opened))
         intake.num_streams += 1
 
         def over() -> None:
@@ -520,7 +520,7 @@ class EndpointCore(ABC):
 
         stream.on_release(over)
 
-    def _count_refusal(self, caller: tuple[str, int]) -> None:
+    def _count_refusal(self, caller: Caller) -> None:
         """A caller was refused something. One that goes on and on is not listened to for a while."""
         if self.intakes.of(caller).refused(self.runtime.now()):
             _log.warning(
@@ -538,12 +538,12 @@ class EndpointCore(ABC):
         finally:
             self._num_waiting -= 1
 
-    def _not_heard(self, caller: tuple[str, int]) -> v1.Refuse | None:
+    def _not_heard(self, caller: Caller) -> v1.Refuse | None:
         """Why connections of a caller that knows the secret are turned away for now; None if they are not."""
         if not self.intakes.of(caller).is_closed(self.runtime.now()):
             return None
         again = f"it listens again within {LIMITS.refusals_s:g} s"
-        text = f"{self.identity.name} has refused too much to {caller[0]}: {again}"
+        text = f"{self.identity.name} has refused too much to {caller.name}: {again}"
         return v1.Refuse(code=v1.OVER_LIMIT, message=text)
 
     def share_memory(self) -> None:

@@ -29,7 +29,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport import proof
 from gradstream.transport.addresses import host_and_port, is_loopback
-from gradstream.transport.base import Identity, Priority
+from gradstream.transport.base import Caller, Identity, Priority
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc_connection import (
     CHALLENGE,
@@ -414,9 +414,7 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         proof.check_secret(identity.secret, identity.name)
         self._sessions = Sessions(identity)
-        self._ends: dict[
-            int, tuple[tuple[str, int], asyncio.Future[None]]
-        ] = {}  # whose session; how to end it
+        self._ends: dict[int, tuple[Caller, asyncio.Future[None]]] = {}  # whose session; how to end it
         self._max_message_bytes = max_message_bytes
         self._patience = patience_options(connection_s)
         self._host = _host_of(listen, trusted=insecure or security is not None)
@@ -477,14 +475,14 @@ class GrpcEndpoint(EndpointCore):
         try:
             claimed = v1.Open(sender=session.sender)
             refuse = self._objection(claimed, context) or self._not_heard(
-                (session.sender, session.incarnation)
+                Caller(session.sender, session.incarnation)
             )
             if refuse is not None:
                 await self._turned_away()
                 await context.write(encode(v1.Frame(refuse=refuse)))
                 return
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._ends[session.number] = (session.sender, session.incarnation), ended
+            self._ends[session.number] = Caller(session.sender, session.incarnation), ended
             await context.write(encode(v1.Frame(proven=proven)))
             await ended  # or cancelled with the connection
         except FAILURES:
@@ -493,13 +491,13 @@ class GrpcEndpoint(EndpointCore):
             self._ends.pop(session.number, None)
             self._sessions.over(session)
 
-    def _hang_up_on(self, caller: tuple[str, int]) -> None:
+    def _hang_up_on(self, caller: Caller) -> None:
         self._end_sessions(caller)
         for stream in list(self._streams):
-            if stream.called and (stream.opened.sender, stream.opened.incarnation) == caller:
+            if stream.called and Caller.of(stream.opened) == caller:
                 stream.refuse(v1.OVER_LIMIT, "it has been refused too much")
 
-    def _end_sessions(self, caller: tuple[str, int] | None = None) -> None:
+    def _end_sessions(self, caller: Caller | None = None) -> None:
         """Those of one caller, or all."""
         for number, (of, ended) in list(self._ends.items()):
             if caller in (of, None):
@@ -528,7 +526,7 @@ class GrpcEndpoint(EndpointCore):
         stream = carrier.stream = self._incoming(
             opened,
             carrier,
-            caller=(session.sender, session.incarnation),
+            caller=Caller(session.sender, session.incarnation),
             objection=self._objection(opened, context),
         )
         if self._security is not None and (shown := _certificate(context)) is not None:

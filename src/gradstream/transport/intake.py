@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from gradstream.transport.base import Identity
+from gradstream.transport.base import Caller, Identity
 from gradstream.transport.limits import LIMITS
 
 __all__ = ["Intake", "Intakes"]
 
 _CHUNK_BYTES = 1 << 20  # of a node that knows of no model; pieces of tagged tensors are as long
 _STREAMS = 4  # pushes or fetches of one peer that are under way at a time, each with a window of chunks
-_OTHERS = ("", 0)
+_OTHERS = Caller("", 0)
 
 
 class Intake:
@@ -67,13 +67,13 @@ class Intakes:
     def __init__(self, identity: Identity, window: int) -> None:
         self._identity = identity
         self._window = window
-        self._of: dict[tuple[str, int], Intake] = {}
+        self._of: dict[Caller, Intake] = {}
         self.takes_tensors = False
 
-    def of(self, caller: tuple[str, int]) -> Intake:
-        """What a caller, by name and incarnation, has here."""
+    def of(self, caller: Caller) -> Intake:
+        """What a caller has here."""
         members = self._identity.members
-        if members is not None and members.get(caller[0]) != caller[1]:
+        if members is not None and members.get(caller.name) != caller.incarnation:
             caller = _OTHERS  # not a member, one no longer, or somebody who takes its name
         elif caller not in self._of and len(self._of) > LIMITS.sessions:
             self._of = {name: one for name, one in self._of.items() if not one.is_blank}

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection
 
+from gradstream.transport.base import Caller
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
@@ -60,21 +61,21 @@ class Mailbox:
     def __init__(self) -> None:
         self._arrivals: dict[Key, deque[Arrival]] = {}
         self._receives: dict[Key, deque[asyncio.Future[Arrival]]] = {}
-        self._seen: dict[tuple[str, int], Seen] = {}
-        self._members: frozenset[tuple[str, int]] | None = None
+        self._seen: dict[Caller, Seen] = {}
+        self._members: frozenset[Caller] | None = None
 
-    def keep_senders(self, members: Collection[tuple[str, int]]) -> None:
+    def keep_senders(self, members: Collection[Caller]) -> None:
         """Only these are members of the run: frees what is kept of others, who left for good."""
         self._members = frozenset(members)
         self._seen = {sender: seen for sender, seen in self._seen.items() if sender in self._members}
 
     def knows(self, sender: str, incarnation: int) -> bool:
         """Whether it is a member, as far as anybody has said who is."""
-        return self._members is None or (sender, incarnation) in self._members
+        return self._members is None or Caller(sender, incarnation) in self._members
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
         """Whether this transfer has not been delivered before."""
-        return self._seen.setdefault((sender, incarnation), Seen()).add(sequence)
+        return self._seen.setdefault(Caller(sender, incarnation), Seen()).add(sequence)
 
     def offer(self, key: Key, arrival: Arrival) -> bool:
         """Hands a stream to the oldest receive; False when there is none yet and it is parked."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Identity, Priority
+from gradstream.transport.base import Caller, Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.greeting import answer, greet
 from gradstream.transport.limits import LIMITS
@@ -174,7 +174,7 @@ class SocketEndpoint(EndpointCore):
         sender, caller = greeting.sender, self._callers.get(_key_of(greeting))
         if not sender:
             return v1.Refuse(code=v1.BAD_REQUEST, message="a greeting of a node without a name")
-        if (refuse := self._not_heard((sender, greeting.incarnation))) is not None:
+        if (refuse := self._not_heard(Caller(sender, greeting.incarnation))) is not None:
             return refuse
         if greeting.line:
             num_open = self._lines.num_unclaimed(sender)
@@ -213,9 +213,9 @@ class SocketEndpoint(EndpointCore):
 
     def answer(self, link: Link, carrier: LinkCarrier, opened: v1.Open) -> StreamCore:
         """Answers an Open that came over a link that a peer has made."""
-        return self._incoming(opened, carrier, caller=(link.peer, link.incarnation))
+        return self._incoming(opened, carrier, caller=Caller(link.peer, link.incarnation))
 
-    def _hang_up_on(self, caller: tuple[str, int]) -> None:
+    def _hang_up_on(self, caller: Caller) -> None:
         for (name, incarnation, _), link in list(self._callers.items()):
             if (name, incarnation) == caller:
                 link.fail("it has been refused too much")

@@ -7,7 +7,6 @@ histogram's keys are whole numbers, and no number is so large that sums of it ov
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
@@ -18,6 +17,7 @@ from gradstream import events
 from gradstream.events import MAX_FLOAT, Event
 from gradstream.untrusted.documents import DocumentError, parse_json
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
+from gradstream.untrusted.text import say
 
 __all__ = ["MAX_LINE_BYTES", "EventError", "EventLines", "parse_event", "read_events"]
 
@@ -197,5 +197,5 @@ def read_events(path: Path) -> list[Mapping[str, Any]]:
             while data := file.read(PIECE_BYTES):
                 found += lines.take(data)
     if lines.skipped:
-        sys.stderr.write(f"{path}: {lines.skipped}\n")
+        say(f"{path}: {lines.skipped}")
     return found

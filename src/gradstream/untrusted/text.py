@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["LINE_BYTES", "counted", "escaped"]
+import sys
+
+__all__ = ["LINE_BYTES", "TEXT_BYTES", "counted", "escaped", "say"]
 
 LINE_BYTES = 256
 """The most bytes of one line that a stranger can cause to be written."""
+
+TEXT_BYTES = 8192
+"""The most bytes of a message: room for a path, which has 4,096 at most, and some sentences."""
 
 ELLIPSIS = "…"
 
@@ -29,6 +34,12 @@ def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
     if len(cut) >= len(text) and len(data) <= limit_bytes:
         return cut
     return data[: limit_bytes - len(ELLIPSIS.encode())].decode(errors="ignore") + ELLIPSIS
+
+
+def say(text: str, limit_bytes: int = TEXT_BYTES) -> None:
+    """Writes a message on stderr, at once and escaped: other nodes and names of files may be in it."""
+    sys.stderr.write(f"{escaped(text, limit_bytes, newlines=True)}\n")
+    sys.stderr.flush()
 
 
 def counted(text: str, more: int, limit_bytes: int = LINE_BYTES) -> str:

@@ -201,6 +201,7 @@ class Assembly:
             schedule.plan,
             rank=config.rank,
             seed=config.seed,
+            now=self._around.runtime.now,
             clip=config.clip,
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -91,14 +91,22 @@ class Result:
     Args:
         loss: mean or sum over samples, as the model's `reduction` says; NaN where unknown.
         norm: length of the mean gradient before clipping; None where it is not clipped by length.
+        read_s: of the time that it took, what reading samples took.
     """
 
     loss: float
     norm: float | None = None
+    read_s: float = 0.0
 
 
 class GradientSource(Protocol):
-    """Where the gradients of one worker come from: see `Differentiator`."""
+    """Where the gradients of one worker come from: see `Differentiator`.
+
+    Attributes:
+        elsewhere: another thread computes them, and that of arithmetic waits for it.
+    """
+
+    elsewhere: bool
 
     def milestones(self, *, mean: bool, rows: bool = False) -> Sequence[int]:
         """What `gradient` reports."""
@@ -138,7 +146,10 @@ class Differentiator:
         rank: of this worker.
         seed: of the run.
         clip: bounds.
+        now: nanoseconds.
     """
+
+    elsewhere = False
 
     def __init__(
         self,
@@ -148,6 +159,7 @@ class Differentiator:
         *,
         rank: int,
         seed: int,
+        now: Callable[[], int],
         clip: Clip | None = None,
     ) -> None:
         self._model = model
@@ -156,6 +168,8 @@ class Differentiator:
         self._rank = rank
         self._seed = seed
         self._clip = clip or Clip()
+        self._now = now
+        self._read_ns = 0  # reading samples of the gradient that is being computed
 
     def milestones(self, *, mean: bool, rows: bool = False) -> Sequence[int]:
         """What `gradient` reports: the ends of tensors, or only the very end."""
@@ -205,6 +219,7 @@ class Differentiator:
         Raises:
             UserCodeError, GradientError, DataError: naming worker, step, data epoch and minibatch.
         """
+        self._read_ns = 0
         read = samples or (self._read(part, step) for part in parts_of(self._plan, ref))
         hold: Report = (lambda _: None) if self._held(mean) else report
         place = _Place(parameters, ref, step, kept or {}, rows)
@@ -227,7 +242,7 @@ class Differentiator:
                 norm = self._clip.apply(into, num_summed, rows)
         if self._held(mean):
             report(len(into))
-        return Result(loss, norm)
+        return Result(loss, norm, self._read_ns / 1e9)
 
     def _summed(
         self,
@@ -271,8 +286,11 @@ class Differentiator:
         return loss
 
     def _read(self, ref: BatchRef, step: int) -> Batch:
+        begun_ns = self._now()
         with self._users_code(ref, step, "data set"):
-            return self._feed.read(ref)
+            read = self._feed.read(ref)
+        self._read_ns += self._now() - begun_ns
+        return read
 
     @contextmanager
     def _users_code(self, ref: BatchRef, step: int, whose: str) -> Iterator[None]:

@@ -87,6 +87,8 @@ class _Turns:
         on_turn: told what the loop has done, before any of it is reported.
     """
 
+    elsewhere = True
+
     def __init__(self, loop: Loop, rank: int, elems: int, on_turn: Callable[[Turn], None]) -> None:
         self._loop = loop
         self._rank = rank

@@ -130,6 +130,7 @@ class Replica(ABC):
         self._num_rounds = 0  # of its own line of minibatches, gone through or missed
         self._num_turns = 0  # that `since` counts from
         self._late = False
+        self._read_s = 0.0  # reading samples before a gradient
         self._between = True  # two minibatches
         self._bounded = False  # others wait for this worker, and it for them
         self._allocate_elems = allocate
@@ -286,13 +287,14 @@ class Replica(ABC):
         size = plan.size(ref)
         if size is not None:
             return SampleBatch(ref, size)
-        likely = plan.likely_size(ref)
+        likely, begun_ns = plan.likely_size(ref), self._runtime.now()
         unread: tuple[Batch, ...] = (Batch(None, None, likely, np.empty(0, np.int64)),)
         samples = await self._runtime.compute(
             lambda _: self._differentiator.read(ref, self.step),
             work=Work("read", samples=likely),
             phantom=unread,
         )
+        self._read_s = (self._runtime.now() - begun_ns) / 1e9
         return SampleBatch(ref, sum(part.num_samples for part in samples), samples)
 
     async def _stand(self) -> None:
@@ -327,9 +329,10 @@ class Replica(ABC):
             lr=self._rate(batch.ref),
             gradient_norm=self._result.norm,
             late=self._late,
+            read_s=self._read_s + (self._result.read_s if batch.num_samples else 0.0),
             **self._stopwatch.times(self._runtime.now()),
         )
-        self._late = False
+        self._late, self._read_s = False, 0.0
         self._on_step(event)
 
     def _rate(self, ref: BatchRef) -> float:
@@ -385,7 +388,12 @@ class Replica(ABC):
                     kept=gradient.kept,
                     rows=gradient.rows,
                 ),
-                work=Work("gradient", samples=batch.num_samples, elems=len(gradient.vector)),
+                work=Work(
+                    "gradient",
+                    samples=batch.num_samples,
+                    elems=len(gradient.vector),
+                    elsewhere=self._differentiator.elsewhere,
+                ),
                 reads=[self.parameters.all],
                 writes=[gradient.vector.all],
                 milestones=self._differentiator.milestones(mean=mean, rows=gradient.rows is not None),

@@ -29,22 +29,25 @@ def bench() -> None:
     metavar="NAME",
     default="auto",
     show_default=True,
-    help="auto (in place on one host), messages (the cheapest that sends), or one by name: ring.",
+    help="auto (what a strategy does), messages (the cheapest that sends), or one by name: ring.",
 )
 @click.option(
     "--carrier",
     metavar="NAME",
     default="auto",
     show_default=True,
-    help="Of messages: auto, grpc, tcp or shm. Where one is named, messages are sent.",
+    help="Of messages: auto, grpc, tcp or shm.",
 )
 @click.option("--times", type=int, default=9, show_default=True, help="Repetitions.")
 @json_option
 def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times: int, as_json: bool) -> None:
     """Starts RANKS processes that sum up a vector, and shows how long that takes.
 
-    Beside the median: bandwidth, and what the algorithm's formula predicts with the alpha (seconds of a
-    message) and beta (seconds of a byte) that were measured before.
+    It measures what a strategy's call does: on one machine ranks sum up in place, in shared memory, whatever
+    the carrier of the run. Then it measures the same as messages, which --algorithm messages does alone.
+
+    Beside the median: bandwidth, and for messages what the algorithm's formula predicts, with the alpha
+    (seconds of a message) and beta (seconds of a byte) of the very sockets that carried it.
 
     \b
     Examples:
@@ -55,30 +58,33 @@ def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times:
 
     plan = AllreducePlan(ranks=ranks, elements=elements, algorithm=algorithm, carrier=carrier, times=times)
     result = measure_here(plan)
+    messages = None if result.as_messages is None else measure_here(result.as_messages)
     if as_json:
-        click.echo(json.dumps(result.record()))
+        click.echo(json.dumps({**result.record(), "messages": messages and messages.record()}))
         return
-    for line in lines_of(result):
+    for line in [*lines_of(result), *(lines_of(messages) if messages else ())]:
         click.echo(line)
 
 
 def lines_of(result: AllreduceResult) -> list[str]:
-    """For people."""
+    """For people. The first says what was measured."""
     plan = result.plan
     how = " over ".join([result.algorithm, *filter(None, [", ".join(result.carriers)])])
+    called = ", as a strategy calls it" if plan.algorithm == "auto" else ""
     lines = [
-        f"allreduce of {plan.elements:,} float32, {plan.ranks} ranks, {result.kind}: {how}",
+        f"allreduce of {plan.elements:,} float32, {plan.ranks} ranks, {result.kind}: {how}{called}",
         f"  median     {duration(result.median_s)} of {len(result.times_s)}, "
         f"{duration(min(result.times_s))} to {duration(max(result.times_s))}",
         f"  bandwidth  {result.bytes_s / 1e9:.3g} GB/s of the vector, {result.bus_bytes_s / 1e9:.3g} GB/s of "
         "what each rank has to send",
     ]
-    if result.predicted_s is not None:
-        alpha_s, beta_s_byte = result.figures["alpha_s"], result.figures["beta_s_byte"]
+    if result.predicted_s is not None and result.predicted_over_median is not None:
+        cost = result.figures
+        gigabyte_s = {name: cost[f"{name}_s_byte"] * 1e9 for name in ("beta", "gamma")}
         lines.append(
-            f"  predicted  {duration(result.predicted_s)} from alpha {duration(alpha_s)}, "
-            f"beta {beta_s_byte * 1e9:.3g} s/GB, gamma {result.figures['gamma_s_byte'] * 1e9:.3g} s/GB, "
-            f"{duration(result.figures['message_s'])} for each message more"
+            f"  predicted  {duration(result.predicted_s)}, {result.predicted_over_median:.2f} of the median, "
+            f"by alpha {duration(cost['alpha_s'])}, beta {gigabyte_s['beta']:.3g} s/GB, "
+            f"gamma {gigabyte_s['gamma']:.3g} s/GB, {duration(cost['message_s'])} for each message more"
         )
     return lines
 

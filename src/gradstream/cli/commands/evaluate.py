@@ -31,12 +31,15 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
     import dataclasses
     import json
 
-    from gradstream.cli.report import evaluation_rows, print_rows
+    from gradstream.cli.report import evaluation_rows, keep_evaluation, print_rows
     from gradstream.registry import find_dataset
     from gradstream.reopen import reopen
+    from gradstream.run import FINAL_MODEL
 
     opened, file = reopen(run, checkpoint=checkpoint, data=None if data is None else find_dataset(data))
     evaluation = opened.evaluate()
+    if data is None and file == run / FINAL_MODEL:
+        keep_evaluation(opened, evaluation)
     if as_json:
         record = {"parameters": str(file), "evaluation": dataclasses.asdict(evaluation)}
         click.echo(json.dumps(record))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from gradstream.cli.machines import note, token_of, token_options
+from gradstream.cli.machines import token_of, token_options
 from gradstream.errors import ConfigError
 
 __all__ = ["join"]
@@ -44,6 +44,7 @@ def join(
     from gradstream.remote.address import Address
     from gradstream.remote.join import Joining
     from gradstream.remote.join import join as take_part
+    from gradstream.untrusted import say
 
     known = token_of(token, token_file)
     if not known:
@@ -60,4 +61,4 @@ def join(
         insecure=insecure,
         run_dir=run_dir,
     )
-    sys.exit(take_part(joining, note))
+    sys.exit(take_part(joining, say))

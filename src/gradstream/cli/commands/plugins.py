@@ -48,6 +48,7 @@ def examined(offers: list[Offer]) -> list[tuple[Offer, str]]:
     """Each offer of one family with what is wrong with it; "" is nothing. The house's own are not loaded."""
     from gradstream.errors import ConfigError
     from gradstream.plugins import HOUSE, key_of
+    from gradstream.transport.offers import CHOICES
 
     times = Counter(key_of(offer.name) for offer in offers)
     rows = []
@@ -58,6 +59,10 @@ def examined(offers: list[Offer]) -> list[tuple[Offer, str]]:
                 offer.load()
             except ConfigError as error:
                 fault = str(error)
+            if not fault and offer.kind == "transport":
+                fault = (
+                    f"transport {offer.name!r} of {offer.origin}: --carrier takes only {', '.join(CHOICES)}"
+                )
             if not fault and times[key_of(offer.name)] > 1:
                 same = (other for other in offers if key_of(other.name) == key_of(offer.name))
                 fault = f"{offer.kind} {offer.name!r} is the name of {' and '.join(map(str, same))}"

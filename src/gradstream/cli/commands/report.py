@@ -42,8 +42,9 @@ def report(run: Path, output: Path | None, price: float | None, tensorboard: Pat
     """
     from gradstream.report.tensorboard import write_run
     from gradstream.run import Run
+    from gradstream.untrusted import TEXT_BYTES, escaped
 
     loaded = Run.load(run)
-    click.echo(loaded.report(output or run / "report.html", price=price))
+    click.echo(escaped(str(loaded.report(output or run / "report.html", price=price)), TEXT_BYTES))
     if tensorboard is not None:
-        click.echo(write_run(loaded.events, loaded.info, tensorboard))
+        click.echo(escaped(str(write_run(loaded.events, loaded.info, tensorboard)), TEXT_BYTES))

@@ -17,8 +17,8 @@ NAME_BYTES = 128
 def runs(folder: Path, as_json: bool) -> None:
     """Lists the run directories in FOLDER (runs by default), the newest last.
 
-    Accuracy is that of the latest evaluation during the run: see evaluate_every. What a finished run
-    has come to, `gradstream evaluate` says.
+    Accuracy is that of the latest evaluation: during the run (see evaluate_every), at the end of
+    `gradstream train`, or by `gradstream evaluate`.
 
     \b
     Examples:
@@ -33,12 +33,12 @@ def runs(folder: Path, as_json: bool) -> None:
     from rich.text import Text
 
     from gradstream.report.listing import list_runs
-    from gradstream.untrusted import escaped
+    from gradstream.untrusted import escaped, say
 
     found = list_runs(folder)
     for run in found:
         if run["damaged"]:
-            click.echo(run["damaged"], err=True)
+            say(run["damaged"])
     if as_json:
         for run in found:
             click.echo(json.dumps({**run, "path": str(run["path"])}))

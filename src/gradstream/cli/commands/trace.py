@@ -25,5 +25,6 @@ def trace(run: Path, output: Path | None) -> None:
       gradstream trace runs/20261120-101500-net -o net.json
     """
     from gradstream.run import Run
+    from gradstream.untrusted import TEXT_BYTES, escaped
 
-    click.echo(Run.load(run).trace(output or run / "trace.json"))
+    click.echo(escaped(str(Run.load(run).trace(output or run / "trace.json")), TEXT_BYTES))

@@ -1,0 +1,45 @@
+"""Small sums over events that several figures are made of."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from gradstream.events import EventDict
+
+__all__ = ["by_node", "cpu_s_of", "mean_of", "rank_order", "total_of"]
+
+
+def by_node(events: Iterable[EventDict]) -> defaultdict[str, list[EventDict]]:
+    """Events of each node, in their order."""
+    found: defaultdict[str, list[EventDict]] = defaultdict(list)
+    for event in events:
+        found[event["node"]].append(event)
+    return found
+
+
+def rank_order(name: str) -> tuple[str, int]:
+    """What to sort names of nodes by: worker-10 comes after worker-9."""
+    role, _, rank = name.rpartition("-")
+    is_rank = rank.isascii() and rank.isdigit() and len(rank) < 10
+    return (role, int(rank)) if is_rank else (name, 0)
+
+
+def mean_of(values: Sequence[float]) -> float | None:
+    """None where there are no values."""
+    return math.fsum(values) / len(values) if values else None
+
+
+def cpu_s_of(event: EventDict) -> float:
+    """CPU seconds of a process, so far."""
+    return float(event["user_s"] + event["system_s"])
+
+
+def total_of(counter: Iterable[float]) -> float:
+    """What a counter has counted that begins at 0 again with each process of a resumed run."""
+    total = last = 0.0
+    for value in counter:
+        total += value - last if value >= last else value
+        last = value
+    return total

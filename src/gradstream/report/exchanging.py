@@ -1,0 +1,130 @@
+"""Why the exchange takes long: one worker's network, tiny chunks, a shard, or what it all goes through."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from gradstream.report.cause import BUSY, FULL, NOTABLE, Reason, share_for, waited_for
+from gradstream.report.figures import Figures, ShardFigures
+from gradstream.report.worker_figures import WorkerFigures
+
+__all__ = ["for_exchange", "for_network_of_one"]
+
+ALONE = 0.7
+"""A worker is alone in being late if this part of the waiting for it was after all others had come."""
+TINY_BYTES = 1 << 16
+"""Below this size a chunk costs its message more than its bytes."""
+MANY = 64
+"""Fewer chunks cost little, however small they are."""
+MESSAGE_S = 1e-3
+"""A chunk that is tiny, and for which workers wait longer than this, has a slow way."""
+ITEMSIZE_BYTES = 4
+LONGER = "a longer period between exchanges (push_every, fetch_every)"
+
+
+def for_network_of_one(figures: Figures, workers: Sequence[WorkerFigures], shards: set[str]) -> Reason | None:
+    """One worker whose contributions come later than all others', by as much as the others wait for it.
+
+    Who is the last to get through a link that all share comes after the others only by its own turn.
+    """
+    caused = {one.name: share_for(one, workers) for one in workers}
+    worst = max(workers, key=lambda one: caused[one.name])
+    waited_s = [waited_for(worker, {worst.name}) for worker in workers if worker is not worst]
+    late_s = figures.late_s.get(worst.name, 0.0)
+    if caused[worst.name] < NOTABLE or late_s < ALONE * statistics.mean(waited_s):
+        return None
+    return Reason(
+        "late worker",
+        f"{worst.name} computes as fast as the others, but what it sends comes late; "
+        f"the others waited {caused[worst.name]:.0%} of their time for it.",
+        f"Look at the network of {worst.name}, which waited "
+        f"{waited_for(worst, shards) / worst.total_s:.0%} of its own time for the exchange.",
+        worst.name,
+    )
+
+
+def for_exchange(
+    figures: Figures, workers: Sequence[WorkerFigures], share: float, cores: int | None, *, processes: bool
+) -> Reason:
+    """Workers wait for the exchange, and for nobody's computing.
+
+    Args:
+        figures: of the run.
+        workers: those with steps.
+        share: of their time that they wait.
+        cores: of the machine that all nodes share; None where there are several, or none.
+        processes: each node is one, so that its CPU seconds are its own.
+    """
+    busy = {shard.name: _busy(shard, figures.seconds, processes) for shard in figures.shards}
+    busiest = max(busy, key=lambda name: busy[name], default="")
+    cpu_s = math.fsum(node.cpu_s for node in figures.nodes) if processes else 0.0
+    if cores and figures.seconds and cpu_s >= FULL * cores * figures.seconds:
+        return Reason(
+            "machine",
+            f"The machine is full: its {cores} cores are busy all the time, and computing shares them with "
+            f"the exchange, for which the workers waited {share:.0%} of their time.",
+            f"Fewer workers on this machine, {LONGER}, or another machine.",
+        )
+    moved_bytes = _moved_bytes(figures)
+    tiny = _for_chunks(figures, share * math.fsum(one.total_s for one in workers), share, moved_bytes)
+    if tiny is not None:
+        return tiny
+    if busy.get(busiest, 0.0) >= BUSY:
+        return Reason(
+            "server",
+            f"{busiest} is busy {busy[busiest]:.0%} of the time with updates; the workers waited {share:.0%} "
+            "of their time for the parameter server.",
+            f"More shards (servers={len(figures.shards) + 1}), or {LONGER}.",
+            busiest,
+        )
+    steps = sum(worker.steps for worker in workers)
+    beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
+    waited = f"the workers waited {share:.0%} of their time for what is exchanged"
+    return _for_way(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")
+
+
+def _for_way(figures: Figures, waited: str) -> Reason:
+    """What it all goes through is what is left."""
+    carriers = sorted({carrier for node in figures.nodes for carrier in node.carriers})
+    in_place = str(figures.summary.get("group") or "").startswith("shared")
+    if in_place or carriers == ["shm"]:
+        fewer = f"{LONGER[:1].upper()}{LONGER[1:]}, or fewer workers on this machine."
+        return Reason("memory", f"Shared memory, and no network: {waited}", fewer)
+    if len(figures.hosts) == 1:
+        by = f" (carrier {', '.join(carriers)})" if carriers else ""
+        faster = 'carrier="auto", which takes shared memory inside a machine where the system has it'
+        return Reason("loopback", f"This machine's own sockets{by}: {waited}", f"{faster}; or {LONGER}.")
+    return Reason("network", f"The network: {waited}", f"A faster network, or {LONGER}.")
+
+
+def _for_chunks(figures: Figures, waited_s: float, share: float, moved_bytes: int) -> Reason | None:
+    """Chunks are so small that each costs its message and not its bytes; None where they are not."""
+    elems, total = figures.summary.get("chunk_elems"), figures.summary.get("num_parameters")
+    if not figures.shards or not elems or not total:
+        return None
+    size_bytes, count = ITEMSIZE_BYTES * elems, -(-total // elems)
+    if size_bytes >= TINY_BYTES or count < MANY or waited_s > MESSAGE_S * moved_bytes / size_bytes:
+        return None
+    return Reason(
+        "chunks",
+        f"Chunks are tiny: the parameters go as {count:,} chunks of {size_bytes:,} bytes, and each costs a "
+        f"message; the workers waited {share:.0%} of their time for them.",
+        "A larger chunk_elems: None chooses it.",
+    )
+
+
+def _moved_bytes(figures: Figures) -> int:
+    if figures.links:
+        return sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
+    # A group of workers tells of its bytes without saying between whom.
+    return int(figures.summary.get("pushed_bytes", 0))
+
+
+def _busy(shard: ShardFigures, seconds: float, processes: bool) -> float:
+    """Of its time, how much a shard computes; a process that fills a core computes all the time."""
+    if seconds <= 0:
+        return 0.0
+    cpu = shard.cpu_s / seconds if processes else 0.0
+    return min(1.0, cpu) if cpu >= FULL else min(1.0, shard.apply_s / seconds)

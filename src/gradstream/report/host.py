@@ -1,0 +1,153 @@
+"""What a machine does to the gradients on it: other processes hold its cores, or its disk is slow.
+
+A gradient takes wall time, and has a core for its CPU time. Between the two lie reading samples, waiting for
+a core, and waiting for something else. Linux tells how long a thread waited for a core (`queued_s`);
+elsewhere the machine's load has to do.
+
+    reading       the data set, or the disk below it
+    a core        held by the nodes of this run, which are too many; or by other processes
+    neither       something that blocks: a device, a lock, paging
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from gradstream.report.cause import FULL, Reason
+from gradstream.report.figures import Figures
+from gradstream.report.worker_figures import WorkerFigures
+
+__all__ = ["for_cores", "for_reading", "lost_share", "why_slow"]
+
+MOST = 0.5
+"""Of the time that is to be explained."""
+CROWDED = 1.5
+"""Where nobody says how long threads waited for cores, so many threads for each core are to blame."""
+
+
+def lost_share(workers: Sequence[WorkerFigures]) -> float:
+    """The part of its gradients' time in which a worker neither computed nor read: of the median worker."""
+    return statistics.median(one.lost_s / one.compute_s if one.compute_s else 0.0 for one in workers)
+
+
+def why_slow(
+    figures: Figures, one: WorkerFigures, slowness: float, about: str, *, processes: bool, cores: int | None
+) -> Reason | None:
+    """What its machine does to a worker that computes `slowness` times slower; None for nothing.
+
+    Args:
+        figures, processes, cores: see `for_cores`.
+        one: the worker.
+        slowness: how many times.
+        about: says so.
+    """
+    excess_s = one.compute_s * (1 - 1 / slowness)
+    if one.lost_s >= MOST * excess_s:
+        return for_cores(figures, [one], processes=processes, cores=cores, about=about)
+    if one.read_s >= MOST * excess_s:
+        return for_reading([one], about=about)
+    return None
+
+
+def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
+    """Reading samples takes long.
+
+    Args:
+        workers: whose.
+        about: what this explains, of the one worker.
+    """
+    read_s = math.fsum(one.read_s for one in workers)
+    share, whose = read_s / math.fsum(one.total_s for one in workers), "its" if about else "the workers'"
+    said = f"reading samples takes {share:.0%} of {whose} time ({read_s:,.1f} s)"
+    return Reason(
+        "reading",
+        _sentence(about, f"{said}: the data set, or the disk below it, is slow"),
+        "Samples in one file (an array, a memory map) that fits into memory, a faster disk, or less work for "
+        "each sample in the data set.",
+        workers[0].name if about else "",
+    )
+
+
+def for_cores(
+    figures: Figures,
+    workers: Sequence[WorkerFigures],
+    *,
+    processes: bool,
+    cores: int | None,
+    about: str = "",
+) -> Reason:
+    """Gradients take much longer than they compute.
+
+    Args:
+        figures: of the run.
+        workers: whose gradients.
+        processes: each node is one.
+        cores: that the nodes of the run may use, where all are on one machine; None takes all of the first
+            worker's.
+        about: what this explains, of the one worker.
+    """
+    compute_s = math.fsum(one.compute_s for one in workers)
+    cpu_s = math.fsum(one.cpu_s or 0.0 for one in workers)
+    had = f"gradients took {compute_s:,.1f} s, and computed for {cpu_s:,.1f} s of them"
+    culprit = workers[0].name if about else ""
+    if not processes:
+        return Reason(
+            "machine",
+            _sentence(about, f"the nodes are threads of one process, and compute by turns: {had}"),
+            "A job file: its nodes are processes (`gradstream new` writes one).",
+            culprit,
+        )
+    used, cores = _used(figures, workers), cores or workers[0].cores
+    if cores and used is not None and used >= FULL * cores:
+        return Reason(
+            "machine",
+            _sentence(about, f"the machine is full: this run keeps its {cores} cores busy; {had}"),
+            "Fewer workers on this machine, or another machine.",
+            culprit,
+        )
+    if not _waited_for_cores(workers):
+        return Reason(
+            "blocked",
+            _sentence(about, f"gradients wait, and not for a core: {had}{_load(workers, used)}"),
+            "Look in the model and the data set for what blocks: a device, a lock, a sleep; or memory that "
+            "is full, so that pages are read back from the disk.",
+            culprit,
+        )
+    return Reason(
+        "busy host",
+        _sentence(about, f"other processes hold the cores: {had}{_load(workers, used)}"),
+        "End the other processes (`top` shows them), or run where there are none; in a container, raise its "
+        "share of the processor.",
+        culprit,
+    )
+
+
+def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:
+    queued = [one.queued_s for one in workers if one.queued_s is not None]
+    if queued:
+        return math.fsum(queued) >= MOST * math.fsum(one.lost_s for one in workers)
+    return any(one.load and one.cores and one.load >= CROWDED * one.cores for one in workers)
+
+
+def _used(figures: Figures, workers: Sequence[WorkerFigures]) -> float | None:
+    """Cores that the nodes of this run used, on the machines of these workers; None where nobody knows."""
+    names = {one.name for one in workers}
+    hosts = {node.host for node in figures.nodes if node.name in names}
+    nodes = [node.cpu_s for node in figures.nodes if node.host in hosts]
+    return math.fsum(nodes) / figures.seconds if nodes and figures.seconds else None
+
+
+def _load(workers: Sequence[WorkerFigures], used: float | None) -> str:
+    """Such as "; the machine's load was 14.2 on 2 cores, of which this run used 0.3"."""
+    told = max(workers, key=lambda one: one.load or 0.0)
+    if told.load is None:
+        return ""
+    on = f" on {told.cores} cores" if told.cores else ""
+    run = f", of which this run used {used:.1f}" if used is not None and on else ""
+    return f"; the machine's load was {told.load:.1f}{on}{run}"
+
+
+def _sentence(about: str, why: str) -> str:
+    return f"{about}; {why}." if about else f"{why[:1].upper()}{why[1:]}."

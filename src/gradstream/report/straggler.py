@@ -1,0 +1,70 @@
+"""The one worker that the others wait for, as far as its computing is to blame."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypedDict
+
+from gradstream.events import EventDict
+from gradstream.report.grouped import attributed
+
+__all__ = ["Straggler", "straggler_of", "straggler_text"]
+
+SLOWER = 1.5
+NOTABLE = 0.1
+"""Less waiting than this share of the run is not worth a line."""
+
+
+class Straggler(TypedDict):
+    """A worker that is slower, and keeps the others waiting.
+
+    `slower` is how many times fewer samples it computes in a second of its gradients than the median of the
+    others. `waited_s` are the seconds that each of the others has waited for it, in the mean.
+    """
+
+    who: str
+    slower: float
+    waited_s: float
+
+
+def straggler_of(steps: Sequence[EventDict], train_s: float | None) -> Straggler | None:
+    """The slowest worker, where it is 1.5 times slower and the others wait for it for a tenth of the run.
+
+    Args:
+        steps: events "step".
+        train_s: of the run; None where nobody knows.
+
+    Returns:
+        None where no worker is, or where nobody waits for it, as in asynchronous strategies.
+    """
+    samples: Counter[str] = Counter()
+    computed_s: Counter[str] = Counter()
+    for step in steps:
+        samples[step["node"]] += step["samples"]
+        computed_s[step["node"]] += step["compute_s"]
+    per_s = {who: samples[who] / computed_s[who] for who in samples if samples[who] and computed_s[who] > 0}
+    if len(per_s) < 2 or not train_s:
+        return None
+    slowest = min(per_s, key=lambda who: per_s[who])
+    others = [speed for who, speed in per_s.items() if who != slowest]
+    slower = statistics.median(others) / per_s[slowest]
+    waited = (
+        step["waited_for"].get(slowest, 0.0)
+        for step in attributed(steps)
+        if step["node"] != slowest and "waited_for" in step
+    )
+    waited_s = math.fsum(waited) / len(others)
+    if slower < SLOWER or waited_s <= NOTABLE * train_s:
+        return None
+    return Straggler(who=slowest, slower=slower, waited_s=waited_s)
+
+
+def straggler_text(straggler: Straggler | None) -> str:
+    """For people: "worker-3 is 5.0 × slower; the others waited 12.0 s for it"; "" for none."""
+    if straggler is None:
+        return ""
+    who, slower, waited_s = straggler["who"], straggler["slower"], straggler["waited_s"]
+    return f"{who} is {slower:.1f} × slower; the others waited {waited_s:,.1f} s for it"

@@ -1,0 +1,144 @@
+"""What became of each worker of a run, and what its machine was doing, as a pure function of events."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from gradstream.events import EventDict
+from gradstream.report.counting import by_node, cpu_s_of, mean_of, rank_order, total_of
+
+__all__ = ["WorkerFigures", "workers_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFigures:
+    """One worker.
+
+    Args:
+        name: of its node.
+        steps, samples: of its own.
+        compute_s: in gradients.
+        wait_s: in the rest of its steps.
+        waited_for: seconds of `wait_s` by name; itself is its own sums and local steps.
+        push_s, fetch_s: mean seconds of a push and of a fetch; None where none was reported.
+        evaluate_s: between steps, looking at held-out samples.
+        held_s: held back by the strategy's drive.
+        read_s: reading samples, in gradients or before them.
+        cpu_s: of gradients, CPU seconds; None where nobody has measured.
+        queued_s: its thread of arithmetic could have run and had no core; None likewise.
+        load: threads of all processes of its machine that ran or waited for a core; None likewise.
+        cores: of its machine; None likewise.
+    """
+
+    name: str
+    steps: int
+    samples: int
+    compute_s: float
+    wait_s: float
+    waited_for: Mapping[str, float]
+    push_s: float | None
+    fetch_s: float | None
+    evaluate_s: float = 0.0
+    held_s: float = 0.0
+    read_s: float = 0.0
+    cpu_s: float | None = None
+    queued_s: float | None = None
+    load: float | None = None
+    cores: int | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all of its steps."""
+        return self.compute_s + self.wait_s
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of own arithmetic besides gradients."""
+        return self.waited_for.get(self.name, 0.0)
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds of its gradients in which nothing was computed or read; 0 where nobody has measured."""
+        if self.cpu_s is None:
+            return 0.0
+        return max(0.0, self.compute_s - self.read_s - self.cpu_s)
+
+    @property
+    def compute_s_per_sample(self) -> float | None:
+        """Seconds of a gradient for each sample; None without samples."""
+        return self.compute_s / self.samples if self.samples else None
+
+
+def workers_of(
+    by_kind: Mapping[str, Sequence[EventDict]], held: Mapping[str, Sequence[tuple[float, float]]]
+) -> tuple[WorkerFigures, ...]:
+    """By rank.
+
+    Args:
+        by_kind: events by kind; the steps are `attributed`.
+        held: by worker, when the strategy's drive held it back.
+    """
+    steps = by_node(by_kind["step"])
+    durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for transfer in by_kind["transfer"]:
+        durations[transfer["node"], transfer["kind"]].append(transfer["seconds"])
+    cpu = by_node(by_kind["cpu"])
+    evaluating: defaultdict[str, float] = defaultdict(float)
+    for event in by_kind["evaluated"]:
+        evaluating[event["node"]] += event.get("seconds", 0.0)
+    found = []
+    for name in sorted(steps, key=rank_order):
+        own = steps[name]
+        waited: Counter[str] = Counter()
+        for step in own:
+            waited.update(step.get("waited_for", {}))
+        found.append(
+            WorkerFigures(
+                name=name,
+                steps=len(own),
+                samples=sum(step["samples"] for step in own),
+                compute_s=math.fsum(step["compute_s"] for step in own),
+                wait_s=math.fsum(step["wait_s"] for step in own),
+                waited_for=dict(waited.most_common()),
+                push_s=mean_of(durations[name, "push"]),
+                fetch_s=mean_of(durations[name, "fetch"]),
+                evaluate_s=evaluating[name],
+                held_s=math.fsum(end_s - begin_s for begin_s, end_s in held.get(name, ())),
+                read_s=math.fsum(step.get("read_s", 0.0) for step in own),
+                **_machine(cpu[name]),
+            )
+        )
+    return tuple(found)
+
+
+class _Machine(TypedDict):
+    """The fields of `WorkerFigures` that come of its `cpu` events."""
+
+    cpu_s: float | None
+    queued_s: float | None
+    load: float | None
+    cores: int | None
+
+
+def _machine(told: Sequence[EventDict]) -> _Machine:
+    """What a worker's process tells, in its events "cpu", about its arithmetic and its machine.
+
+    A training loop of the user's computes on a thread of its own, which nobody looks at. The process's CPU
+    seconds, less those of other work, are then the most that its gradients can have had.
+    """
+    cpu_s = total_of(event["compute_s"].get("gradient", 0.0) for event in told)
+    queued_s = [event["queued_s"] for event in told if event.get("queued_s") is not None]
+    if not cpu_s:
+        other_s = total_of(math.fsum(event["compute_s"].values()) for event in told)
+        cpu_s, queued_s = total_of(map(cpu_s_of, told)) - other_s, []
+    load = [event["load"] for event in told if event.get("load") is not None]
+    return _Machine(
+        cpu_s=cpu_s if told else None,
+        queued_s=total_of(queued_s) if queued_s else None,
+        load=mean_of(load),
+        cores=told[-1].get("cores") if told else None,
+    )
