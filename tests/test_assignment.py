@@ -116,10 +116,10 @@ def test_a_worker_gets_as_much_as_it_is_fast(kind: type[EpochPlan]) -> None:
 def test_the_last_minibatch_is_done_about_as_early_as_it_can_be(
     speeds: list[float], samples: int, epochs: int, kind: type[EpochPlan]
 ) -> None:
-    """At the worst, a slow worker begins two minibatches before anybody knows how slow it is."""
+    """At the worst a slow worker has three when it is known how slow it is, and begins one more."""
     took_s = Workers(kind(samples, 1, len(speeds)), speeds, epochs).run()
     least_s = best_s(samples * epochs, speeds)
-    unmeasured_s = 3 / min(speeds)
+    unmeasured_s = 4 / min(speeds)
     assert least_s - 1e-9 <= took_s <= max(1.3 * least_s + 1 / max(speeds), unmeasured_s + 1e-9)
 
 

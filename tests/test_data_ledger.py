@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,7 +220,7 @@ def test_any_history_ends_with_every_sample_once(
         ({"steps": 0}, "steps must be at least 1, got 0"),
     ],
 )
-def test_errors(limits: dict[str, int], message: str) -> None:
+def test_errors(limits: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Ledger(PartitionPlan(4, 1, 2), **limits)
 

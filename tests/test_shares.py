@@ -117,7 +117,7 @@ def test_shares_that_make_no_sense() -> None:
     for place, sizes in (((0, 5), (15, 6)), ((0, 5), (20,)), ((0, 5), (21, -1)), ((0, 3), (10, 10))):
         with pytest.raises(InternalError):
             plan.allot(*place, sizes)
-    with pytest.raises(ConfigError, match="go through rounds together"):
+    with pytest.raises(ConfigError, match="a partition of its own"):
         PartitionPlan(100, 10, 2, shares="measured")
     with pytest.raises(ConfigError, match="a round has 2 samples for 3 workers"):
         RoundPlan(100, (2, 0, 0), 3, shares="measured")
@@ -299,8 +299,9 @@ def test_the_report_shows_the_shares() -> None:
 
 def test_where_shares_cannot_be_measured() -> None:
     model, data = least_squares(64, 4)
-    with pytest.raises(ConfigError, match="go through rounds together"):
-        simulate(model, data, strategy="downpour", workers=2, epochs=1, shares="measured")
+    options: dict[str, Any] = {"strategy": "downpour", "assignment": "partitions", "shares": "measured"}
+    with pytest.raises(ConfigError, match="a partition of its own"):
+        simulate(model, data, workers=2, epochs=1, **options)
 
     def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
         yield np.ones((4, 4)), np.ones(4)

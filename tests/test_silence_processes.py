@@ -56,7 +56,8 @@ def run_with(folder: Path, node: str, seconds: float, epochs: int | None = None)
     run_dir = folder / "run"
     run_dir.mkdir()
     with LocalCluster(run_dir / "logs", node_environment(2)) as cluster:
-        stopper = Stopper(cluster, node, seconds)
+        # Before it, workers learn how much they can do: that decides how much work they have in hand.
+        stopper = Stopper(cluster, node, seconds, gap_s=LEASE_S / 2)
         try:
             launch(job, cast_of(job, "silence"), run_dir, cluster=cluster, on_event=stopper)
         except gs.GradstreamError as raised:

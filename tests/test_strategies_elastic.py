@@ -141,7 +141,7 @@ def test_without_a_spring_workers_are_on_their_own(synchronous: bool, own: dict[
     strategy = gs.ElasticAveraging(every=2, moving_rate=0.0, synchronous=synchronous)
     run = simulate(
         model, data, strategy=strategy, optimizer=gs.SGD(lr=LR), workers=3, servers=2, batch_size=4,
-        steps=11, seed=3, chunk_elems=64, world=UNEVEN,
+        steps=11, seed=3, chunk_elems=64, assignment="partitions", world=UNEVEN if synchronous else World(),
     )  # fmt: skip
     assert not run.parameters["w"].any()
     for rank, batches in shares_of(data, 3, 11):

@@ -194,7 +194,7 @@ def test_the_checker_notices_a_shard_that_does_not_wait(monkeypatch: pytest.Monk
 class Barrier(gs.Synchronous):
     """Synchronous SGD on the minibatches that SSP's workers have."""
 
-    cut: ClassVar[DataCut] = "queue"
+    cut: ClassVar[DataCut] = "partitions"
 
 
 @pytest.mark.parametrize("optimizer", [gs.SGD, partial(gs.SGD, momentum=0.5)], ids=["sgd", "momentum"])

@@ -235,7 +235,7 @@ class Cast:
             balance=Balance(ledger.plan) if rounds and self.balanced and isinstance(ledger, Ledger) else None,
             assignment=None
             if rounds or isinstance(ledger, OpenLedger)
-            else Assignment(ledger, self.workers, self.deadlines.lease_s),
+            else Assignment(ledger, self.workers, 2 * self.deadlines.lease_s),
             turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
         )
         return Coordinator(

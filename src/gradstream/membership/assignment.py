@@ -5,7 +5,7 @@ nobody waits for the coordinator, and that training goes on while it is away.
 
     block = half of the worker's share of what is left of the epoch       (share: sᵢ / Σ s)
             at least FEW and FEW_S of its time, if that is not more than half of its share of the run
-            at most `lead_s` of its time, and twice as many as it was measured by: that may be wrong
+            at most `lead_s` of its time, and r² after r gradients: what they have shown may be wrong
 
 Towards the end of the run a minibatch goes to the worker that is done with it first. Worker i, with hᵢ in
 hand, would be done after cᵢ = (hᵢ + 1)·tᵢ. It gets none where the others can do all R that are left before:
@@ -119,7 +119,7 @@ class Assignment:
         few = max(FEW, known * FEW_S / size)
         block = max(supply.epoch * half, min(few, supply.run * half))
         lead = max(FEW, known * self._lead_s / size)
-        shown = max(FEW, 2 * self._speeds[rank].rounds)
+        shown = max(FEW, self._speeds[rank].rounds ** 2)
         return max(1, min(MOST, math.ceil(block), math.floor(lead), math.floor(shown)))
 
     def _others_sooner(

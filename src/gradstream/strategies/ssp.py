@@ -22,8 +22,8 @@ that fit the speeds lift that (`shares="measured"`): all clocks then take as lon
 Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that is
 lost, or for which there are no minibatches, holds nobody back; one that gets some again takes part again, at
 the clock of the slowest if its own is behind that. Every push is an update of its own at the full rate, as in
-Downpour: under SGD, for what `synchronous` does at a rate, give each of W workers a W-th of it. Weight decay is
-that of each gradient, at the parameters that it is of, and of each local step.
+Downpour: under SGD, for what `synchronous` does at a rate, give each of W workers a W-th of it. Weight decay
+is that of each gradient, at the parameters that it is of, and of each local step.
 
 Reference: Ho, Cipar, Cui, Lee, Kim, Gibbons, Gibson, Ganger, Xing, "More effective distributed ML via a
 stale synchronous parallel parameter server", NIPS 2013. Different here: clocks are kept chunk by chunk, so
