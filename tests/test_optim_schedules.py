@@ -148,8 +148,8 @@ def test_a_minibatch_keeps_its_rate_whoever_computes_it() -> None:
         epochs=3, chunk_elems=64, deadlines=QUICK, world=world, script=kill_at("worker-1", 0.1),
         on_event=events.append,
     )  # fmt: skip
-    steps = [event for event in events if event["event"] == "step" and event["rank"] == 0]
-    assert len(steps) > 60  # some of them were worker 1's
+    steps = [event for event in events if event["event"] == "step"]
+    assert sum(step["rank"] == 0 for step in steps) > 60  # some of them were worker 1's
     assert {step["lr"] for step in steps} == planned
     assert min(step["lr"] for step in steps) == min(planned)
 

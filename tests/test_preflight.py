@@ -95,7 +95,8 @@ def test_a_job_that_is_over_at_once() -> None:
     assert result.exit_code == 0, result.output
     findings = {one["name"]: one["detail"] for one in json.loads(result.stdout)}
     assert "over before it could be stopped" in findings["checkpoint"]
-    assert findings["time per epoch"] == "too little data to say"
+    time = findings["time per epoch"]  # one worker may have taken both minibatches
+    assert time == "too little data to say" or "over the 1 minibatch after" in time
 
 
 def test_a_wrong_configuration() -> None:

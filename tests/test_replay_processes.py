@@ -93,7 +93,9 @@ def test_the_command_stops_where_it_is_told(made: tuple[Path, Path]) -> None:
     assert (record["worker"], record["steps"]) == (2, [20])
     assert len(record["samples"]) == 5 and len(record["computed_on"]) == 6
     shown = asked(whole, "--until-update", record["update"]).output
-    for what in ("worker-2, step 20", "batch 4 of partition 2 in data epoch 1", str(record["samples"][0])):
+    ((epoch, partition, batch),) = record["batches"]
+    where = f"batch {batch} of partition {partition} in data epoch {epoch}"
+    for what in ("worker-2, step 20", where, str(record["samples"][0])):
         assert what in shown
     there = asked(whole, "--version", record["applied_to"][3] + 1, "--chunk", 3, "--json")
     assert json.loads(there.output) == record

@@ -65,7 +65,9 @@ def test_looking_changes_no_bit(strategy: str) -> None:
 
 def test_once_an_epoch() -> None:
     run = run_with("downpour", evaluate_every="epoch")
-    assert [(row["step"], row["epoch"]) for row in run.evaluations] == [(4, 0), (8, 1), (12, 2)]
+    first, second, last = [(row["step"], row["epoch"]) for row in run.evaluations]
+    # Behind the last minibatch of the epoch that this worker has, or the first one of the next epoch.
+    assert first in ((4, 0), (5, 1)) and second in ((8, 1), (9, 2)) and last == (12, 2)
     assert run.evaluations[-1]["loss"] == run.evaluate().loss
 
 

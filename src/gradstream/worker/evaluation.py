@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gradstream.data.base import BatchRef, Dataset
+from gradstream.data.base import Dataset
 from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.model.base import Model, Reduction
 from gradstream.model.batch import Batch
-from gradstream.worker.schedule import Schedule
+from gradstream.optim.schedules import Position
 
 __all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "check_outputs", "evaluate"]
 
@@ -209,15 +209,6 @@ class EvaluationPlan:
     every: Every | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
-    def due(self, schedule: Schedule, ref: BatchRef) -> bool:
-        """Whether this worker's own minibatch `ref` was the last before an evaluation.
-
-        Not after the very last one of the run: the final parameters are evaluated then.
-        """
-        if self.every is None or ref.partition != schedule.rank:
-            return False
-        position = schedule.position(ref)
-        done = position.step + 1
-        if done == position.num_steps:
-            return False
-        return done % (position.steps_per_epoch if self.every == "epoch" else self.every) == 0
+    def period(self, position: Position) -> int | None:
+        """Steps between two evaluations; None for none."""
+        return position.steps_per_epoch if self.every == "epoch" else self.every

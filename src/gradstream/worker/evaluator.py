@@ -49,6 +49,7 @@ class Evaluator:
         self._siblings = siblings
         self._is_lowest = is_lowest
         self._last_ref: BatchRef | None = None
+        self._num_due: int | None = None  # evaluations up to the last minibatch
 
     async def at_begin(self, replica: Replica) -> None:
         """Finds out before training whether the model gives the outputs that metrics will need.
@@ -65,16 +66,30 @@ class Evaluator:
             )
 
     async def at_boundary(self, replica: Replica, refs: Sequence[BatchRef]) -> None:
-        """Evaluates if one of the minibatches just gone through was the last before an evaluation."""
+        """Evaluates if an evaluation became due with the minibatches just gone through."""
         self._last_ref = ref = refs[-1]
-        position = self._schedule.position(ref)
-        over = position.step + 1 == position.num_steps  # the final parameters are evaluated then
-        if over or not any(self._config.evaluation.due(self._schedule, passed) for passed in refs):
+        step = self._newly_due(refs)
+        if step is None:
             return
         if self._is_lowest():
-            await self._evaluate(replica, ref)
+            await self._evaluate(replica, ref, step)
         else:
-            await self._siblings.keep(position.after().step)
+            await self._siblings.keep(step)
+
+    def _newly_due(self, refs: Sequence[BatchRef]) -> int | None:
+        """The step after which an evaluation is due that was not before these minibatches; None for none.
+
+        A worker that takes minibatches from a queue may have none of the step itself: then the first one
+        behind it counts. Nothing is due after the very last step: the final parameters are evaluated then.
+        """
+        first, last = self._schedule.position(refs[0]), self._schedule.position(refs[-1])
+        period = self._config.evaluation.period(last)
+        if period is None:
+            return None
+        before = first.step // period if self._num_due is None else self._num_due
+        self._num_due = max(before, (last.step + 1) // period)
+        over = last.step + 1 >= last.num_steps
+        return self._num_due * period if self._num_due > before and not over else None
 
     async def at_end(self, replica: Replica, *, early: bool) -> None:
         """Evaluates the final parameters, if any are to be evaluated.
@@ -85,12 +100,14 @@ class Evaluator:
         """
         if self._config.evaluation.every is not None:
             last = self._last_ref if early and self._last_ref else self._schedule.last
-            await self._evaluate(replica, last, final=True)
+            await self._evaluate(replica, last, None)
 
-    async def _evaluate(self, replica: Replica, ref: BatchRef, *, final: bool = False) -> None:
+    async def _evaluate(self, replica: Replica, ref: BatchRef, step: int | None) -> None:
+        """Looks at the parameters of now, with the buffers that all had after `step`; None is the end."""
+        final = step is None
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         done = self._schedule.position(ref).after()
-        buffers = await self._siblings.average(None if final else done.step)
+        buffers = await self._siblings.average(step)
         own = config.strategy.pushes != "gradients" and not final
         parameters = await replica.newest() if own else replica.parameters.tensor
 
