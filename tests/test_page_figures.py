@@ -155,7 +155,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
     large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
     beside = "of_side_by_side"
     shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
-    slow, rows = result(repository, "slow-worker")["median_lost"], result(repository, "row_sparse")
+    slow, rows = result(repository, "slow-worker")["median_ratio"], result(repository, "row_sparse")
     shared, gloo, openmpi = (allreduce_ms(repository, how) for how in ("shared", "gloo", "openmpi"))
     ours, gloos = (over_tcp_ms(repository, how) for how in ("ours", "gloo"))
     ratios = [result(repository, "hogwild")[problem]["ratios"] for problem in ("sparse", "sparser")]
@@ -173,7 +173,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {shm:.2f}; {tcp:.2f} |",
         f"| {result(repository, 'server-bulk-20000000')['ratio']:.2f} | |",
         f"| {'; '.join(hogwild)} |",
-        f"| {slow['downpour']:.0%}, {slow['synchronous']:.0%} |".replace("%", " %"),
+        f"| {slow['downpour']:.2f}; {slow['synchronous']:.2f}, {slow['synchronous_measured']:.2f} |",
         f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
         f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
     ):
@@ -192,7 +192,10 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
     deep = result(repository, "overlap")["median"]
     exchange_s = deep["serial_s"] - deep["serial_compute_s"]
     hidden = (deep["serial_s"] - deep["overlapped_s"]) / exchange_s
-    slow = {name: 100 * lost for name, lost in result(repository, "slow-worker")["median_lost"].items()}
+    slow = result(repository, "slow-worker")
+    took = {
+        name: f"{slow['median_s'][name]:.0f} s, {slow['median_ratio'][name]:.2f}" for name in slow["median_s"]
+    }
     rate = {
         name: row["samples_per_s"] for name, row in result(repository, "caltech101-large")["rows"].items()
     }
@@ -206,8 +209,10 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
         ),
         (
             "downpour",
-            f"Downpour loses {slow['downpour']:.0f} % of its samples a second",
-            f"`synchronous` in the same run {slow['synchronous']:.0f} % (medians of 5",
+            f"Downpour takes {took['downpour']} of what the workers' speeds allow",
+            f"with partitions {took['downpour_partitions']};",
+            f"`synchronous` {took['synchronous']}, with measured shares {took['synchronous_measured']}",
+            f"`ssp` {took['ssp']}, with measured shares {took['ssp_measured']}",
         ),
         (
             "synchronous",

@@ -33,13 +33,13 @@ SHARD = "recording/simulation/shard-0.rec"
 
 def recorded(strategy: Any, seed: int = 0, **options: Any) -> gs.Run:
     model, data = least_squares(48, 300, whole=False, dtype="float32")
-    options = {"optimizer": gs.Adagrad(lr=0.01), "workers": 3, "epochs": 3, "world": WORLD, **options}
+    given = {"optimizer": gs.Adagrad(lr=0.01), "workers": 3, "epochs": 3, "world": WORLD, "batch_size": 4}
+    options = given | options
     return simulate(
         model,
         data,
         strategy=strategy,
         servers=2,
-        batch_size=4,
         chunk_elems=64,
         record=True,
         seed=seed,
@@ -85,6 +85,27 @@ def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
     assert (
         len(set(steps)) == len(steps) == (24 if strategy == gs.Synchronous(backup=1) else 36)
     )  # minibatches
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (gs.SSP(bound=2), {"shares": "measured"}),
+        (gs.Downpour(push_every=3), {"shares": "measured"}),
+        (gs.Downpour(push_every=3), {"assignment": "partitions"}),
+        (gs.Downpour(), {"batch_size": [8, 4, 2]}),
+    ],
+    ids=repr,
+)
+def test_who_took_which_minibatch_is_in_the_recording(strategy: Any, options: dict[str, Any]) -> None:
+    world = dataclasses.replace(WORLD, speeds={"worker-2": 0.3})
+    run = recorded(strategy, world=world, epochs=6, **options)
+    steps = [event for event in run.events if event["event"] == "step"]
+    assert len({sum(step["rank"] == rank for step in steps) for rank in range(3)}) > 1
+    again = replay(run)
+    list(again)
+    assert again.ended == "the run is over"
+    assert same(again, run)
 
 
 def test_seeds_are_different_runs_and_each_is_replayed() -> None:
