@@ -61,8 +61,7 @@ def main() -> None:
 
 
 def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[str, Any]:
-    """The run, from the launcher's first word to the last."""
-    first = machines[0]
+    """Figures of the run."""
     options = ["--strategy", "downpour", "--optimizer", "sgd", "--lr", str(given.lr), "--json"]
     options += ["--epochs", str(given.epochs), "--batch-size", str(given.batch)]
     for setting in (
@@ -72,22 +71,8 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
         "local_lr=0.02",
     ):
         options += ["--set", f"strategy.{setting}"]
-    listen = ["--listen", first.address, "--wait", str(given.machines), "--run-dir", str(folder / "run")]
-    listen += ["--insecure"] if given.insecure else []
-    job = f"{JOB}:{given.model}"
-    launcher = start(first, folder, "train", job, *listen, *options)
-    words = shlex.split(invitation(launcher))
-    others = []
-    for machine in machines.machines[1:]:
-        own = ["--name", machine.name, "--run-dir", str(folder / machine.name)]
-        # The line is made to be typed beside the job file; here the file has a path.
-        others.append(start(machine, folder, *words[:2], job, *words[3:], *own))
-    for process in (*others, launcher):
-        process.wait(LIMIT_S)
-    statuses = [process.returncode for process in (launcher, *others)]
-    if any(statuses):
-        raise SystemExit(f"exit statuses {statuses}")
-    run = Run.load(folder / "run")
+    options += ["--insecure"] if given.insecure else []
+    run = run_on(machines, folder, f"{JOB}:{given.model}", *options)
     kept = (
         "steps",
         "samples",
@@ -105,6 +90,25 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
         "peak_own_bytes": run.summary["peak_own_bytes"],
         "peak_machine_bytes": {machine.name: machine.peak_memory_bytes() for machine in machines.machines},
     }
+
+
+def run_on(machines: Machines, folder: Path, job: str, *options: str) -> Run:
+    """A run on all of some machines, from the launcher's first word to the last."""
+    first = machines[0]
+    listen = ("--listen", first.address, "--wait", str(len(machines.machines)))
+    launcher = start(first, folder, "train", job, *listen, "--run-dir", str(folder / "run"), *options)
+    words = shlex.split(invitation(launcher))
+    others = []
+    for machine in machines.machines[1:]:
+        own = ["--name", machine.name, "--run-dir", str(folder / machine.name)]
+        # The line is made to be typed beside the job file; here the file has a path.
+        others.append(start(machine, folder, *words[:2], job, *words[3:], *own))
+    for process in (*others, launcher):
+        process.wait(LIMIT_S)
+    statuses = [process.returncode for process in (launcher, *others)]
+    if any(statuses):
+        raise SystemExit(f"exit statuses {statuses}")
+    return Run.load(folder / "run")
 
 
 def start(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -228,7 +228,7 @@ def test_what_is_shown_of_others_is_escaped() -> None:
     progress = Progress()
     event = {
         "event": "machine", "node": "launcher", "time_s": 0.0, "who": "\x1b[2Jx", "state": "refused",
-        "address": "\u202e", "workers": [], "reason": "a\nb" + "z" * 5000,
+        "address": "\u202e", "nodes": [], "reason": "a\nb" + "z" * 5000,
     }  # fmt: skip
     progress.update(event)
     said = progress.news(event)

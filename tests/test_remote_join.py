@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -63,8 +64,8 @@ def linear(tmp_path: Path) -> Path:
     return path
 
 
-def roster(machines: int = 3, per_machine: int = 1, **facts: str) -> Roster:
-    return Roster("here", machines=machines, workers_per_machine=per_machine, facts=facts)
+def roster(machines: int = 3, per_machine: int = 1, **options: Any) -> Roster:
+    return Roster("here", machines=machines, workers_per_machine=per_machine, facts={}, **options)
 
 
 def ask(name: str = "there", **facts: str) -> v1.Enrol:
@@ -76,7 +77,7 @@ def ask(name: str = "there", **facts: str) -> v1.Enrol:
 
 def test_machines_get_workers_in_turn_and_names_of_their_own() -> None:
     state = roster(machines=4, per_machine=2)
-    assert state.workers_of(0) == ("worker-0", "worker-1")
+    assert state.nodes_of(0) == ("worker-0", "worker-1")
     seats = [state.enrol(ask(name)) for name in ("b", "b", "here")]
     assert seats == [
         Seat("b", "192.0.2.7", ("worker-2", "worker-3")),
@@ -90,6 +91,52 @@ def test_machines_get_workers_in_turn_and_names_of_their_own() -> None:
     assert late.code == v1.NOT_MEMBER
 
 
+@pytest.mark.parametrize(
+    ("shards", "servers_on", "nodes"),
+    [
+        (3, "all", [("shard-0", "worker-0"), ("shard-1", "worker-1"), ("shard-2", "worker-2")]),
+        (4, "all", [("shard-0", "shard-3", "worker-0"), ("shard-1", "worker-1"), ("shard-2", "worker-2")]),
+        (1, "all", [("shard-0", "worker-0"), ("worker-1",), ("worker-2",)]),
+        (0, "all", [("worker-0",), ("worker-1",), ("worker-2",)]),
+        (2, "launcher", [("shard-0", "shard-1", "worker-0"), ("worker-1",), ("worker-2",)]),
+    ],
+)
+def test_shard_i_is_on_machine_i_mod_n(shards: int, servers_on: Any, nodes: list[tuple[str, ...]]) -> None:
+    state = roster(shards=shards, servers_on=servers_on)
+    assert [state.nodes_of(index) for index in range(3)] == nodes
+    seats = [state.enrol(ask(name)) for name in ("b", "c")]
+    assert [seat.nodes for seat in seats if isinstance(seat, Seat)] == nodes[1:]
+    for index, name in enumerate(("here", "b", "c")):
+        found = {seat.machine for node in nodes[index] if (seat := state.seat_of(node))}
+        assert found == {name}
+    assert state.seat_of("worker-9") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "servers_on", "servers"),
+    [
+        ({}, "all", 3),
+        ({}, "launcher", None),
+        ({"servers": 2}, "all", 2),
+        ({"strategy": "allreduce"}, "all", None),
+    ],
+)
+def test_a_shard_on_each_machine_is_the_default(
+    linear: Path, options: dict[str, Any], servers_on: Any, servers: int | None
+) -> None:
+    job = replace(load_job(str(linear)), **options)
+    listening = Listening(address=LOOPBACK, machines=3, servers_on=servers_on)
+    assert listening.spread_servers(job).servers == servers
+
+
+def test_ports_behind_the_one_of_listen() -> None:
+    names = ("coordinator", "shard-0", "shard-3", "worker-1")
+    fixed = Listening(address=LOOPBACK.at(4000), machines=2)
+    assert [fixed.port_of(name) for name in names] == [4001, 4002, 4005, 0]
+    free = Listening(address=LOOPBACK, machines=2)
+    assert [free.port_of(name) for name in names] == [0, 0, 0, 0]
+
+
 def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> None:
     state = roster(machines=3)
     first, second = state.enrol(ask("a")), state.enrol(ask("b"))
@@ -99,7 +146,7 @@ def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> Non
     assert state.state == "waiting for 1 of 3 machines (here: here, b)"
     third = state.enrol(ask("c"))
     assert isinstance(third, Seat)
-    assert third.workers == first.workers
+    assert third.nodes == first.nodes
     state.begun = True
     state.left(second)
     assert isinstance(state.enrol(ask("d")), v1.Refuse)
@@ -194,6 +241,7 @@ def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> Non
         ({"address": Address("::")}, "name the one address"),
         ({"machines": 0}, "wait=0"),
         ({"workers_per_machine": 2}, "2 machines with 2 each have 4"),
+        ({"servers_on": "each"}, "servers_on='each': expected one of 'all', 'launcher'"),
     ],
 )
 def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part: str) -> None:
@@ -416,11 +464,11 @@ def test_two_machines_by_the_printed_line(machine: Callable[..., Machine], tmp_p
     joined = machine("b", *words, "--name", "b", "--run-dir", "run")
     status, said = joined.end()
     assert status == 0, said
-    assert "in as b, with worker-1" in said
+    assert "in as b, with shard-1, worker-1" in said
     assert "the run has finished" in said
     status, said = launcher.end()
     assert status == 0, said
-    assert "machine b (127.0.0.1) has joined with worker-1" in said
+    assert "machine b (127.0.0.1) has joined with shard-1, worker-1" in said
     assert "2/2 workers on 2 machines" in said
     run = gs.Run.load(tmp_path / "a" / "run")
     np.testing.assert_allclose(run.parameters["w"], [1, 2, 3], atol=0.05)
@@ -433,12 +481,12 @@ def test_machines_that_leave_or_are_left_before_it_begins(machine: Callable[...,
     launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "3")
     words = launcher.line(r"gradstream (join .*)")[1].split()
     first = machine("b", *words, "--name", "b")
-    launcher.line("machine b .* has joined with worker-1")
+    launcher.line("machine b .* has joined with shard-1, worker-1")
     first.process.send_signal(signal.SIGINT)
     assert first.end()[0] == 130
     launcher.line("machine b .* has left")
     second = machine("c", *words, "--name", "c")  # takes its place
-    launcher.line("machine c .* has joined with worker-1")
+    launcher.line("machine c .* has joined with shard-1, worker-1")
     launcher.process.kill()
     status, said = second.end()
     assert status == 4, said
@@ -458,3 +506,95 @@ def test_a_machine_learns_why_the_run_failed(machine: Callable[..., Machine]) ->
     assert status == 1
     assert "the run has ended" in said
     assert "on purpose" in said
+
+
+# ---- shards on every machine ------------------------------------------------------------
+
+WIDE = """
+import time
+from pathlib import Path
+
+WEIGHTS = np.linspace(-1, 1, 640).astype(np.float32)
+CALLS = 0
+
+def gradients(parameters, inputs, targets):
+    global CALLS
+    CALLS += 1
+    if CALLS == 40 and Path("stops").exists():
+        while not [path for path in Path("run/checkpoints").glob("step-*")]:
+            time.sleep(0.01)
+        raise RuntimeError("on purpose")
+    error = outputs(parameters, inputs) - targets
+    return float((error**2).mean()), {"w": (2 * inputs.T @ error / len(error)).astype(np.float32)}
+
+def job():
+    inputs = np.random.default_rng(0).normal(size=(400, 640)).astype(np.float32)
+    model = gs.from_functions(lambda seed: {"w": np.zeros(640, np.float32)}, outputs, gradients)
+    data = gs.from_arrays(inputs, inputs @ WEIGHTS, inputs, inputs @ WEIGHTS)
+    momentum = gs.Momentum(lr=1e-4)
+    return gs.Job(model, data, batch_size=20, epochs=10, optimizer=momentum, chunk_elems=64,
+                  checkpoint_every=20)
+"""
+"""Ten chunks with a momentum each, 100 rounds of two workers; a file "stops" ends it behind a checkpoint."""
+
+TWO = ("--listen", "127.0.0.1", "--wait", "2")
+Start = Callable[..., Machine]
+
+
+def on_two(machine: Start, name: str, *arguments: str) -> tuple[tuple[int, str], tuple[int, str]]:
+    """A run on two machines: what the launcher's command and the joined one have ended with."""
+    launcher = machine(name, *arguments, *TWO, addition=WIDE)
+    words = launcher.line(r"gradstream (join .*)")[1].split()
+    joined = machine(f"{name}-b", *words, "--name", "b", "--run-dir", "run", addition=WIDE)
+    return launcher.end(), joined.end()
+
+
+def parameters_of(folder: Path) -> bytes:
+    return bytes(gs.Run.load(folder / "run").parameters["w"].tobytes())
+
+
+@pytest.mark.limit_s(240)
+@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
+def test_where_shards_are_changes_no_bit_and_checkpoints_are_made(
+    machine: Start, tmp_path: Path, strategy: str
+) -> None:
+    """Also where the run fails, and goes on from its checkpoint on both machines, or on the first alone."""
+    train = ("train", "linear.py", "--strategy", strategy, "--run-dir", "run")
+    together = on_two(machine, "together", *train, "--servers-on", "launcher")
+    assert [status for status, _ in together] == [0, 0], together
+    expected = parameters_of(tmp_path / "together")
+
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "apart" / "stops").touch()
+    failed = on_two(machine, "apart", *train)
+    assert [status for status, _ in failed] == [1, 1], failed
+    assert "on purpose" in failed[0][1]
+    assert ("with shard-1, worker-1" in failed[1][1]) == (strategy == "synchronous")
+    assert not (tmp_path / "apart-b" / "run" / "checkpoints").exists()
+    (tmp_path / "apart" / "stops").unlink()
+    shutil.copytree(tmp_path / "apart", tmp_path / "alone")
+    shutil.rmtree(tmp_path / "apart-b")
+    apart = on_two(machine, "apart", "resume", "run")
+    assert [status for status, _ in apart] == [0, 0], apart
+    alone = machine("alone", "resume", "run", addition=WIDE).end()
+    assert alone[0] == 0, alone
+    for name in ("apart", "alone"):
+        kinds = [event["event"] for event in gs.Run.load(tmp_path / name / "run").events]
+        assert "resumed" in kinds
+        assert "checkpoint_failed" not in kinds
+        assert parameters_of(tmp_path / name) == expected, name
+
+
+@pytest.mark.limit_s(120)
+def test_a_machine_that_is_lost_with_its_shard_is_named(machine: Start) -> None:
+    waits = WIDE + "\nPath('stops').touch()\n"  # for a checkpoint in a folder that is not the run's
+    arguments = ("--strategy", "downpour", "--run-dir", "elsewhere")
+    launcher = machine("a", "train", "linear.py", *arguments, *TWO, addition=waits)
+    words = launcher.line(r"gradstream (join .*)")[1].split()
+    joined = machine("b", *words, "--name", "b", addition=waits)
+    launcher.line(r"^step \d+")
+    joined.process.kill()
+    status, said = launcher.end()
+    assert status == 4, said
+    assert "shard-1" in said
+    assert "shard-1 was on machine b (127.0.0.1)" in said

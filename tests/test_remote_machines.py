@@ -119,12 +119,14 @@ def test_four_machines_and_everybody_who_is_refused(machines: Machines, tmp_path
     for name, command in joined.items():
         status, said = command.end()
         assert status == 0, said
-        assert f"in as {name}, with worker-" in said
+        assert f"in as {name}, with shard-" in said
         assert "the run has finished" in said
     status, said = launcher.end()
     assert status == 0, said
     for name, address in (("b", "10.77.0.2"), ("c", "10.77.0.3"), ("d", "10.77.0.4")):
-        assert f"machine {name} ({address}) has joined" in said
+        assert re.search(
+            rf"machine {name} \({re.escape(address)}\) has joined with shard-\d, worker-\d", said
+        )
     assert "4/4 workers on 4 machines" in said
     summary = gs.Run.load(tmp_path / "a" / "run").summary
     assert summary["samples_accounted"] == 3 * 800
@@ -139,7 +141,7 @@ def test_four_machines_and_everybody_who_is_refused(machines: Machines, tmp_path
 def test_kill_9_of_a_joined_machine_does_not_stop_downpour(machines: Machines, tmp_path: Path) -> None:
     a, b = machines[0], machines[1]
     arguments = ("train", "job.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
-    launcher = Command(a, tmp_path / "a", *arguments)
+    launcher = Command(a, tmp_path / "a", *arguments, "--servers-on", "launcher")
     words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
     joined = Command(b, tmp_path / "b", *words, "--name", "b")
     launcher.line(r"^step \d+/")
@@ -153,3 +155,20 @@ def test_kill_9_of_a_joined_machine_does_not_stop_downpour(machines: Machines, t
     assert summary["samples_accounted"] == 3 * 800
     assert summary["samples_reassigned"] > 0
     assert summary["workers_lost"] == ["worker-1"]
+
+
+@pytest.mark.limit_s(300)
+def test_kill_9_of_a_joined_machine_with_a_shard_ends_the_run_and_names_it(
+    machines: Machines, tmp_path: Path
+) -> None:
+    a, b = machines[0], machines[1]
+    arguments = ("train", "job.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
+    launcher = Command(a, tmp_path / "a", *arguments)
+    words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
+    joined = Command(b, tmp_path / "b", *words, "--name", "b")
+    launcher.line(r"^step \d+/")
+    assert b.kill() >= 4  # join, its forkserver, its shard, its worker
+    assert joined.end()[0] == -signal.SIGKILL
+    status, said = launcher.end()
+    assert status == 4, said
+    assert "shard-1 was on machine b (10.77.0.2)" in said

@@ -124,7 +124,7 @@ class MachineEvent(Event):
     who: str
     state: Literal["joined", "left", "refused"]
     address: str
-    workers: list[str]  # names of its nodes
+    nodes: list[str]  # names of its shards and workers
     reason: str
 
 

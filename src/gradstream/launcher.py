@@ -122,6 +122,8 @@ class Launcher:
             peer = getattr(error, "peer", "")
             if self._ended.get(peer, 0) < 0 and "its process" not in str(error):
                 error.add_note(f"{peer}: its process {_ended_how(self._ended[peer])}")
+            if place := self._gathering.place_of(peer) if self._gathering is not None else "":
+                error.add_note(f"{peer} was on {place}")
             for note in self._where:
                 error.add_note(note)
             if self._events.skipped:
@@ -210,7 +212,9 @@ class Launcher:
         from gradstream.remote.gathering import Gathering
 
         spec = dataclasses.asdict(NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=()))
-        with Gathering(self._listening, self._job, spec, self._cluster.post, self._events.emit) as gathering:
+        with Gathering(
+            self._listening, self._job, spec, self._cast.servers, self._cluster.post, self._events.emit
+        ) as gathering:
             self._gathering = gathering
             gathering.wait(self._hear_and_show)
             yield
@@ -314,9 +318,9 @@ class Launcher:
         elif "error" in message:
             self._errors[message["from"]] = message
         elif self._gathering is not None and ("machine" in message or "insecure" in message):
-            for worker, lost in self._gathering.note(message).items():
-                self._errors.setdefault(worker, lost)
-                self._ended.setdefault(worker, 1)
+            for node, lost in self._gathering.note(message).items():
+                self._errors.setdefault(node, lost)
+                self._ended.setdefault(node, 1)
         elif "output" in message:
             sys.stderr.write(message["output"])
         elif "disk" in message:

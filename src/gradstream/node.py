@@ -26,6 +26,7 @@ import torch
 
 from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume
+from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
 from gradstream.config import Job, build_model, is_script
 from gradstream.data.lock import machine_lock
@@ -78,6 +79,8 @@ class NodeSpec:
         resume: where the run goes on, as `Resume.as_json` has it; None where it begins.
         trial: nothing of the run is kept, so no power cut need be feared.
         script: the user's, where its own loop is what the workers are; the other nodes do not run it.
+        elsewhere: the nodes are on another machine than the launcher, with a run directory of its own: they
+            write and read checkpoints through the coordinator.
     """
 
     id: str
@@ -90,6 +93,7 @@ class NodeSpec:
     resume: dict[str, Any] | None = None
     script: str = ""
     trial: bool = False
+    elsewhere: bool = False
 
     @classmethod
     def of(
@@ -318,6 +322,9 @@ async def _run(
         model = build_model(job)
         await endpoint.start()
         endpoint.know(COORDINATOR, given.coordinator)
+        if spec.elsewhere:
+            patience_s = job.deadlines.patience_s
+            runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
         say(address=endpoint.address)
         if role == "shard":
             cast = dataclasses.replace(cast, reduction=model.reduction)

@@ -97,6 +97,7 @@ def resume(
         if "workers" not in options:
             job = dataclasses.replace(job, workers=listen.machines * listen.workers_per_machine)
         listen.check(job, earlier=False)
+        job = listen.spread_servers(job)
     with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
         time_s = _mend_events(path / "events.jsonl")
         found = to_resume(DiskStorage(path), _refused, from_start=from_start)

@@ -65,7 +65,8 @@ def train(
         listen: the address of this machine at which others reach it, "10.0.0.1" or "10.0.0.1:4000":
             the line that joins another machine is printed to stderr, and training begins when all
             are there. None trains on this machine alone. `gradstream.remote.listening.Listening` says more.
-        wait: how many machines take part, this one included, with `listen`. Each has one worker.
+        wait: how many machines take part, this one included, with `listen`. Each has one worker, and one
+            shard of the parameter server where `servers` says nothing.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
             job, they take the place of its own, and `steps` that of its `epochs`, or the other way round.
 
@@ -105,7 +106,7 @@ def train(
         if "workers" not in options:
             job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
         listening.check(job, earlier=spec in _made)
-        job = spread_out(job, "listen")
+        job = spread_out(listening.spread_servers(job), "listen")
     cast = cast_of(job, secrets.token_hex(8))
     if cast.groups:
         cast.grouped(build_model(job))  # says what is wrong before anything is started

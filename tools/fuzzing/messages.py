@@ -288,7 +288,7 @@ def _enrol(data: bytes) -> None:
     if isinstance(seat, v1.Refuse):
         raise GradstreamError("refused")
     event = MachineEvent(
-        who=seat.machine, state="joined", address=seat.address, workers=list(seat.workers), reason=""
+        who=seat.machine, state="joined", address=seat.address, nodes=list(seat.nodes), reason=""
     )
     assert len(encode(event, node="launcher", time_s=0.0)) < 2048
 

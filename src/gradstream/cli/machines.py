@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
@@ -32,6 +32,11 @@ def listen_options(command: Command) -> Command:
         ),
         click.option(
             "--workers-per-machine", type=int, metavar="K", help="Of each machine; --workers is N x K then."
+        ),
+        click.option(
+            "--servers-on",
+            type=click.Choice(["all", "launcher"]),
+            help="Where shards run: one or more on each machine (all), or all on this one.",
         ),
         click.option("--wait-s", type=float, metavar="SECONDS", help="How long to wait for them: 600."),
         click.option("--insecure", is_flag=True, help="With --listen: plain text, no certificates."),
@@ -78,6 +83,7 @@ def listening_of(
     listen: str | None,
     wait: int | None,
     workers_per_machine: int | None,
+    servers_on: Literal["all", "launcher"] | None,
     wait_s: float | None,
     insecure: bool,
     token_file: Path | None,
@@ -92,7 +98,12 @@ def listening_of(
     from gradstream.remote.listening import Listening, workers_each
 
     if listen is None:
-        asked = {"--wait": wait, "--workers-per-machine": workers_per_machine, "--insecure": insecure or None}
+        asked = {
+            "--wait": wait,
+            "--workers-per-machine": workers_per_machine,
+            "--servers-on": servers_on,
+            "--insecure": insecure or None,
+        }
         for option, value in asked.items():
             if value is not None:
                 raise ConfigError(
@@ -104,6 +115,7 @@ def listening_of(
         address=Address.parse(listen, "--listen"),
         machines=machines,
         workers_per_machine=workers_each(machines, workers_per_machine, workers),
+        servers_on=servers_on or "all",
         insecure=insecure,
         token=token_of(None, token_file),
         wait_s=600.0 if wait_s is None else wait_s,

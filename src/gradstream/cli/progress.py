@@ -59,7 +59,7 @@ class Progress:
         self.held_out = ""  # the latest evaluation
         self.workers: set[str] = set()
         self._held: set[str] = set()  # by the strategy's drive
-        self._machines: dict[str, str] = {}  # of workers elsewhere
+        self._machines: dict[str, str] = {}  # of nodes elsewhere
         self._expected_workers = 0
         self._by_round = False
         self._resumed_at = 0
@@ -82,7 +82,7 @@ class Progress:
             case "joined" if event["who"].startswith("worker"):
                 self.workers.add(event["who"])
             case "machine" if event["state"] == "joined":
-                self._machines.update(dict.fromkeys(event["workers"], event["who"]))
+                self._machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
                 self.workers.discard(event["who"])
             case "drive":
@@ -114,9 +114,8 @@ class Progress:
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
             case "machine":
                 what = f"machine {event['who']} ({event['address']})"
-                workers = ", ".join(event["workers"])
                 if event["state"] == "joined":
-                    return f"{what} has joined with {workers}"
+                    return f"{what} has joined with {', '.join(event['nodes'])}"
                 how = "was refused" if event["state"] == "refused" else "has left"
                 return f"{what} {how}: {event['reason']}"
             case "waiting":

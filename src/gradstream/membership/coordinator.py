@@ -21,6 +21,7 @@ from gradstream.membership.event_gate import EventGate
 from gradstream.membership.goal import Goal
 from gradstream.membership.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
 from gradstream.membership.keeper import Keeper, Keeping
+from gradstream.membership.keeping_desk import KeepingDesk
 from gradstream.membership.state import Membership
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
@@ -120,6 +121,8 @@ class Coordinator:
                 look_s=deadlines.notice_s,
             )
         self._keeper = None if keeping is None else Keeper(runtime, endpoint, membership, keeping)
+        if self._keeper is not None:
+            KeepingDesk(runtime, endpoint, self._keeper)
         self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("alive", self._serve_alive, model=False)

@@ -54,6 +54,7 @@ class _Open:
     """A draft, and what belongs into it."""
 
     draft: Draft
+    holders: Sequence[str]  # who writes into it
     own: Mapping[str, OwnState]
     frozen: Buffers
     rounds: int
@@ -78,6 +79,22 @@ class Keeper:
         self._keeping = keeping
         self._open: dict[int, _Open] = {}  # by number of the cut
         self._left_over = False  # a draft has failed, and some of it may still take room
+
+    @property
+    def resumed_from(self) -> str:
+        """Folder of the checkpoint that the run goes on from; "" where it begins."""
+        return self._keeping.resume.folder if self._keeping.resume else ""
+
+    def ranges_of(self, holder: str, path: str) -> list[tuple[int, int]]:
+        """[start, stop) in bytes of what a holder writes of a file of an open draft; [] where nothing."""
+        spec = self._membership.admission.model
+        for opened in self._open.values():
+            for place in opened.draft.places:
+                if spec is not None and place.path == path and holder in opened.holders:
+                    pieces = self._keeping.pieces(spec, len(opened.holders))[opened.holders.index(holder)]
+                    begin, size_bytes = place.offset_bytes, itemsize_bytes(spec.dtype)
+                    return [(begin + start * size_bytes, begin + stop * size_bytes) for start, stop in pieces]
+        return []
 
     async def sweep(self) -> None:
         """Removes what a process that was killed, or a full disk, has left half written."""
@@ -120,7 +137,7 @@ class Keeper:
         )
         before = self._keeping.resume.rounds if self._keeping.resume else 0
         rounds = before + membership.tally.ledger.num_rounds
-        self._open[cut.number] = _Open(draft, own, frozen, rounds)
+        self._open[cut.number] = _Open(draft, cut.shards, own, frozen, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 

@@ -54,11 +54,13 @@ class Invitation:
         spec: of the run's nodes, JSON.
         files: other files of the user's that nodes read: names and SHA-256.
         deadlines: of the run.
+        port_of: the port at which a node listens, by its name; 0 takes a free one.
     """
 
     spec: str
     files: Mapping[str, str]
     deadlines: Deadlines = field(default_factory=Deadlines)
+    port_of: Callable[[str], int] = lambda _: 0
 
 
 class Enrolment:
@@ -70,7 +72,7 @@ class Enrolment:
         roster: who may come in.
         invitation: what they are told.
         on_message: called from the service's thread with what happens:
-            {"machine": name, "state": "joined" | "left" | "refused", "address", "workers", "reason"},
+            {"machine": name, "state": "joined" | "left" | "refused", "address", "nodes", "reason"},
             {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}.
         secret: the token that joins machines: who comes has to prove that it knows it.
     """
@@ -233,11 +235,13 @@ class Enrolment:
             files=self._invitation.files,
             machine=seat.machine,
             waiting=self._roster.state,
-            workers=[
+            nodes=[
                 v1.Certified(
-                    name=name, certificate=authority.sign(name, request.request) if authority else b""
+                    name=name,
+                    certificate=authority.sign(name, request.request) if authority else b"",
+                    port=self._invitation.port_of(name),
                 )
-                for name in seat.workers
+                for name in seat.nodes
             ],
         )
 
@@ -258,7 +262,7 @@ class Enrolment:
         """Passes on what becomes of the machine's nodes, until it hangs up."""
         while (received := await stream.recv()) is not None:
             report = v1.Report.FromString(received.frame.body.data)
-            if report.who not in seat.workers:
+            if report.who not in seat.nodes:
                 raise RefusedError(ENROLMENT, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
             if report.error:
                 self._on_message(
@@ -287,7 +291,7 @@ class Enrolment:
                 "machine": seat.machine,
                 "state": state,
                 "address": seat.address,
-                "workers": list(seat.workers),
+                "nodes": list(seat.nodes),
                 "reason": reason,
             }
         )

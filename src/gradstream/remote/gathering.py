@@ -21,6 +21,7 @@ from gradstream.remote.enrolment import Enrolment, Invitation
 from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.listening import Listening
 from gradstream.remote.roster import Roster
+from gradstream.roles import COORDINATOR
 from gradstream.transport.credentials import Credentials
 from gradstream.untrusted import escaped
 
@@ -42,6 +43,7 @@ class Gathering:
         listening: where, and for how many.
         job: what is run; its spec is filled in.
         spec: what its nodes are told, as JSON holds it.
+        shards: of the parameter server.
         on_message: see `Enrolment`; what `note` understands is to be handed to it.
         emit: puts a record into the run's events.
     """
@@ -51,6 +53,7 @@ class Gathering:
         listening: Listening,
         job: Job,
         spec: Mapping[str, Any],
+        shards: int,
         on_message: Callable[[dict[str, Any]], None],
         emit: Callable[[Event], None],
     ) -> None:
@@ -65,10 +68,12 @@ class Gathering:
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
             facts=facts_of(job),
+            shards=shards,
+            servers_on=listening.servers_on,
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}
-        invitation = Invitation(json.dumps(spec), hashes, job.deadlines)
+        invitation = Invitation(json.dumps(spec), hashes, job.deadlines, listening.port_of)
         self.enrolment = Enrolment(
             listening.address, self._authority, self.roster, invitation, on_message, self._token.encode()
         )
@@ -138,33 +143,31 @@ class Gathering:
         if "insecure" in message:
             self._emit(InsecureEvent(address=message["insecure"]))
             return {}
-        fields = {name: message[name] for name in ("state", "address", "workers", "reason")}
+        fields = {name: message[name] for name in ("state", "address", "nodes", "reason")}
         fields["reason"] = escaped(fields["reason"], REASON_BYTES)
         self._emit(MachineEvent(who=message["machine"], **fields))
         if message["state"] != "left" or not self.roster.begun:
             return {}
         text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
         lost = {"error": "PeerLostError", "message": text, "traceback": ""}
-        return {str(worker): lost for worker in message["workers"]}
+        return {str(node): lost for node in message["nodes"]}
 
     def is_here(self, name: str) -> bool:
         """Whether a node runs on this machine."""
-        return not name.startswith("worker") or name in self.roster.workers_of(0)
+        return name == COORDINATOR or name in self.roster.nodes_of(0)
+
+    def place_of(self, name: str) -> str:
+        """The machine of a node that runs on another one than this, in words; "" of all others."""
+        seat = None if self.is_here(name) else self.roster.seat_of(name)
+        return "" if seat is None else f"machine {seat.machine} ({seat.address})"
 
     def arguments(self, name: str) -> list[str]:
         """What a node of this machine is told about its network."""
-        listen = ["--listen", str(self.enrolment.address.at(self._port(name)))]
+        listen = ["--listen", str(self.enrolment.address.at(self._listening.port_of(name)))]
         secret = self._token.encode()
         if self._authority is None:
             return [*listen, "--insecure", "--credentials", str(Credentials(secret))]
         return [*listen, "--credentials", str(self._authority.credentials(name, secret))]
-
-    def _port(self, name: str) -> int:
-        first = self._listening.address.port
-        role, _, rank = name.partition("-")
-        if not first or role == "worker":
-            return 0
-        return first + 1 if role == "coordinator" else first + 2 + int(rank)
 
     def _job_argument(self) -> str:
         """The job, as somebody types it who stands beside the file."""

@@ -1,7 +1,7 @@
 """A machine that takes part in a run that another has started: `gradstream join`.
 
-It shows the token, and gets what the nodes are told (as JSON), names for its workers and their
-certificates. Code and data are its own: it reads its own job file, and is refused where that differs.
+It shows the token, and gets what the nodes are told (as JSON), names for its shards and workers and
+their certificates. Code and data are its own: it reads its own job file, and is refused where that differs.
 """
 
 from __future__ import annotations
@@ -163,17 +163,18 @@ class _Machine:
         return v1.Order.FromString(received.frame.body.data)
 
     async def _take_part(self, stream: Stream, grant: v1.Grant) -> int:
-        names = [worker.name for worker in grant.workers]
+        names = [node.name for node in grant.nodes]
         self._note(f"in as {grant.machine}, with {', '.join(names)}; {grant.waiting}")
         run_dir = self._make_run_dir(grant.machine)
         (run_dir / "nodes.json").write_text(json.dumps(self._spec(grant, run_dir), indent=2) + "\n")
-        with LocalCluster(run_dir / "logs", node_environment(len(names))) as cluster:
+        num_workers = sum(name.startswith("worker") for name in names)
+        with LocalCluster(run_dir / "logs", node_environment(num_workers)) as cluster:
             order = await self._order(stream)
             if order.HasField("go"):
                 coordinator = self._joining.address.at(order.go.port)
                 self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
-                for worker in grant.workers:
-                    cluster.start(worker.name, self._arguments(worker, run_dir, coordinator))
+                for node in grant.nodes:
+                    cluster.start(node.name, self._arguments(node, run_dir, coordinator))
                 await self._runtime.gather(self._await_end(stream), self._follow(stream, cluster))
             else:
                 self._over = order.over
@@ -185,15 +186,15 @@ class _Machine:
             self._note(f"the final parameters are in {final}")
         return self._over.status
 
-    def _arguments(self, worker: v1.Certified, run_dir: Path, coordinator: Address) -> list[str]:
+    def _arguments(self, node: v1.Certified, run_dir: Path, coordinator: Address) -> list[str]:
         credentials = Credentials(self._joining.token.encode())
         if self._authority is not None:
-            pem = {"authority": self._authority, "certificate": worker.certificate, "key": self._key.pem}
+            pem = {"authority": self._authority, "certificate": node.certificate, "key": self._key.pem}
             credentials = dataclasses.replace(credentials, **pem)
         spec = str(run_dir / "nodes.json")
         return [
-            *("--spec", spec, "--name", worker.name, "--coordinator", str(coordinator)),
-            *("--listen", str(Address(self._address)), "--credentials", str(credentials)),
+            *("--spec", spec, "--name", node.name, "--coordinator", str(coordinator)),
+            *("--listen", str(Address(self._address, node.port)), "--credentials", str(credentials)),
             *(["--insecure"] if self._authority is None else []),
         ]
 
@@ -205,7 +206,7 @@ class _Machine:
                 check_value(spec[part], Mapping[str, Any], part)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the job that the launcher tells cannot be read: {error}") from error
-        spec |= {"job": self._job.spec, "run_dir": str(run_dir), "earlier": []}
+        spec |= {"job": self._job.spec, "run_dir": str(run_dir), "earlier": [], "elsewhere": True}
         spec["plain"]["run_dir"] = None
         for described in (spec["strategy"], spec["optimizer"]):
             file, _, name = str(described.get("class", "")).rpartition(":")

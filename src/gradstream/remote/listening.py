@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
 from gradstream.config import Job
 from gradstream.errors import ConfigError
+from gradstream.registry import find_strategy
 from gradstream.remote.address import Address
 
-__all__ = ["Listening", "workers_each"]
+__all__ = ["Listening", "ServersOn", "workers_each"]
+
+ServersOn: TypeAlias = Literal["all", "launcher"]
+"""The machines that the shards of the parameter server run on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +23,13 @@ class Listening:
 
     Args:
         address: of this machine, at which the others reach it. With port P, the machines enrol
-            at P, the coordinator is at P + 1 and shard i at P + 2 + i; with port 0 all take free ones.
+            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; with port 0 all take
+            free ones.
         machines: how many take part, this one included.
         workers_per_machine: how many workers each has.
+        servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
+            (the launcher's is machine 0), and one on each where the job does not say how many. "launcher":
+            all of them on the launcher's, and one where the job does not say how many.
         insecure: plain text, without encryption or authentication.
         token: what machines must know; None makes one.
         wait_s: how long the others have to come.
@@ -30,6 +39,7 @@ class Listening:
     address: Address
     machines: int
     workers_per_machine: int = 1
+    servers_on: ServersOn = "all"
     insecure: bool = False
     token: str | None = None
     wait_s: float = 600.0
@@ -41,6 +51,10 @@ class Listening:
         for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: expected at least 1")
+        if self.servers_on not in get_args(ServersOn):
+            raise ConfigError(
+                f"servers_on={self.servers_on!r}: expected one of {', '.join(map(repr, get_args(ServersOn)))}"
+            )
         total = self.machines * self.workers_per_machine
         if job.workers != total:
             raise ConfigError(
@@ -63,6 +77,25 @@ class Listening:
             )
         for number in range(2 if self.address.port else 1):  # enrolment, coordinator
             self.address.at(self.address.port + number).check_free()
+
+    def spread_servers(self, job: Job) -> Job:
+        """The job with one shard for each machine, where shards are spread and nobody has said how many.
+
+        Raises:
+            UnknownNameError: there is no such strategy.
+        """
+        strategy = find_strategy(job.strategy, job.strategy_options)
+        if self.servers_on != "all" or job.servers is not None or strategy.through != "servers":
+            return job
+        return replace(job, servers=self.machines, origins={**job.origins, "servers": "listen"})
+
+    def port_of(self, name: str) -> int:
+        """The port at which a node listens on its machine; 0 takes a free one. See `address`."""
+        first = self.address.port
+        role, _, rank = name.partition("-")
+        if not first or role == "worker":
+            return 0
+        return first + 1 if role == "coordinator" else first + 2 + int(rank)
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:

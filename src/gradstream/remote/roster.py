@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gradstream.errors import ConfigError
 from gradstream.names import check_name
 from gradstream.remote.facts import difference
+from gradstream.remote.listening import ServersOn
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
@@ -24,33 +25,44 @@ class Seat:
     Args:
         machine: its name, which no other of the run has.
         address: where it is.
-        workers: names of the nodes that run there.
+        nodes: names of the shards and workers that run there.
     """
 
     machine: str
     address: str
-    workers: tuple[str, ...]
+    nodes: tuple[str, ...]
 
 
 class Roster:
     """The machines of one run.
 
     Args:
-        own: the launcher's machine; it has the first workers.
+        own: the launcher's machine; it has the first shard and the first workers.
         machines: how many there are in all.
         workers_per_machine: how many workers each has.
+        shards: of the parameter server, in all.
+        servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
         facts: what must be the same on every machine.
     """
 
     def __init__(
-        self, own: str, *, machines: int, workers_per_machine: int, facts: Mapping[str, str]
+        self,
+        own: str,
+        *,
+        machines: int,
+        workers_per_machine: int,
+        facts: Mapping[str, str],
+        shards: int = 0,
+        servers_on: ServersOn = "all",
     ) -> None:
         self.own = own
         self.begun = False
         self._machines = machines
         self._per_machine = workers_per_machine
+        self._shards = shards
+        self._hosts = machines if servers_on == "all" else 1  # of shards
         self._facts = facts
-        self._seats: dict[int, Seat] = {0: Seat(own, "", self.workers_of(0))}
+        self._seats: dict[int, Seat] = {0: Seat(own, "", self.nodes_of(0))}
 
     @property
     def missing(self) -> int:
@@ -67,10 +79,16 @@ class Roster:
             return f"all {self._machines} machines are here: {here}"
         return f"waiting for {self.missing} of {self._machines} machines (here: {here})"
 
-    def workers_of(self, index: int) -> tuple[str, ...]:
-        """Names of the workers of the machine at a place of the roster; the launcher's is the first."""
+    def nodes_of(self, index: int) -> tuple[str, ...]:
+        """Names of the shards and workers of machine `index`; that of the launcher is machine 0."""
+        shards = range(index, self._shards, self._hosts) if index < self._hosts else ()
         first = index * self._per_machine
-        return tuple(f"worker-{rank}" for rank in range(first, first + self._per_machine))
+        workers = range(first, first + self._per_machine)
+        return (*(f"shard-{rank}" for rank in shards), *(f"worker-{rank}" for rank in workers))
+
+    def seat_of(self, node: str) -> Seat | None:
+        """The machine on which a node runs; None where no machine has it."""
+        return next((seat for seat in self._seats.values() if node in seat.nodes), None)
 
     def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
         """A machine that knows the token asks to be in."""
@@ -87,7 +105,7 @@ class Roster:
                 code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}"
             )
         asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
-        seat = Seat(self._name(asked), address, self.workers_of(free[0]))
+        seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
         self._seats[free[0]] = seat
         return seat
 

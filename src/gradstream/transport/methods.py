@@ -57,6 +57,9 @@ METHODS: Mapping[str, Method] = {
     "assign": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
+    # Checkpoints, for nodes whose machine does not see the run directory.
+    "keep": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
+    "kept": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
     # The parameter server. A fetch may name each chunk, with the version that is known of it.
     "push": Method(served_by=_SHARD, callers=_WORKER, chunks=True),
     "fetch": Method(served_by=_SHARD, callers=_WORKER, request_bytes=MAX_HEADER_BYTES),

@@ -708,6 +708,30 @@ class Resume(_message.Message):
     attempt: int
     def __init__(self, attempt: _Optional[int] = ...) -> None: ...
 
+class Keep(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("offset_bytes", "data")
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset_bytes: int
+    data: bytes
+    def __init__(self, offset_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("path", "offset_bytes", "size_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    offset_bytes: int
+    size_bytes: int
+    def __init__(self, path: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
 class Verdict(_message.Message):
     __slots__ = ("round", "ranks")
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -843,7 +867,7 @@ class Order(_message.Message):
     def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., go: _Optional[_Union[Go, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("spec", "workers", "files", "waiting", "machine")
+    __slots__ = ("spec", "nodes", "files", "waiting", "machine")
     class FilesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -852,24 +876,26 @@ class Grant(_message.Message):
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SPEC_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     spec: str
-    workers: _containers.RepeatedCompositeFieldContainer[Certified]
+    nodes: _containers.RepeatedCompositeFieldContainer[Certified]
     files: _containers.ScalarMap[str, str]
     waiting: str
     machine: str
-    def __init__(self, spec: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[Certified, _Mapping]]] = ..., files: _Optional[_Mapping[str, str]] = ..., waiting: _Optional[str] = ..., machine: _Optional[str] = ...) -> None: ...
+    def __init__(self, spec: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[Certified, _Mapping]]] = ..., files: _Optional[_Mapping[str, str]] = ..., waiting: _Optional[str] = ..., machine: _Optional[str] = ...) -> None: ...
 
 class Certified(_message.Message):
-    __slots__ = ("name", "certificate")
+    __slots__ = ("name", "certificate", "port")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
     name: str
     certificate: bytes
-    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ...) -> None: ...
+    port: int
+    def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Go(_message.Message):
     __slots__ = ("port",)

@@ -42,7 +42,7 @@ def resume(run: Path, as_json: bool, **given: Any) -> None:
     """
     from gradstream.resume import resume as resume_run
 
-    names = ("listen", "wait", "workers_per_machine", "wait_s", "insecure", "token_file")
+    names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
     listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
     options: Any = {name: value for name, value in given.items() if value is not None}
     run_and_show(lambda on_event: resume_run(run, on_event=on_event, listen=listening, **options), as_json)

@@ -39,7 +39,7 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     """
     from gradstream.train import train as run_job
 
-    names = ("listen", "wait", "workers_per_machine", "wait_s", "insecure", "token_file")
+    names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
     machines = {name: given.pop(name) for name in names}
     chosen = load_job_with(job, **given)
     workers = chosen.workers if "workers" in chosen.origins else None  # the job's own are for one machine

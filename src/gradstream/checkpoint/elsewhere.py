@@ -1,0 +1,135 @@
+"""The files of a node whose machine does not see the run directory.
+
+Its own files are on its own disk. Checkpoints are in the run directory, so it reads and writes these
+through the coordinator, by the methods "kept" and "keep". Shards and workers do not notice:
+
+    storage.patch("checkpoints/…", pieces)     Body(Part) frames ─▶ coordinator ─▶ its disk
+    storage.read_at("checkpoints/…", …)        Body frames       ◀─ coordinator ◀─ its disk
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gradstream.checkpoint.folder import FOLDER
+from gradstream.checkpoint.manifest import MAX_BYTES, STATE, Manifest
+from gradstream.errors import GradstreamError, RefusedError
+from gradstream.runtime.base import Buffer
+from gradstream.runtime.storage import DiskStorage
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.wire import v1
+
+__all__ = ["PART_BYTES", "ElsewhereStorage"]
+
+PART_BYTES = 1 << 20
+"""Of a file, in one frame."""
+
+T = TypeVar("T")
+
+
+class ElsewhereStorage(DiskStorage):
+    """Implements `Storage`. Only threads beside the event loop may ask for a checkpoint's files.
+
+    Args:
+        root: directory of the node's own files.
+        endpoint: has started, and knows the coordinator.
+        coordinator: its name.
+        silence_s: how long the coordinator may say nothing.
+
+    Raises:
+        OSError: by all methods, where the coordinator cannot be reached, or could not read or write.
+    """
+
+    def __init__(self, root: Path, endpoint: Endpoint, coordinator: str, *, silence_s: float) -> None:
+        super().__init__(root)
+        self._endpoint = endpoint
+        self._coordinator = coordinator
+        self._silence_s = silence_s
+        self._loop = asyncio.get_running_loop()
+        self._manifests: dict[str, Manifest] = {}  # by folder
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+        if not _is_kept(path):
+            return super().read(path)
+        size_bytes = MAX_BYTES if path.endswith(f"/{STATE}") else self.size(path)
+        return self.read_at(path, 0, size_bytes)
+
+    def read_at(self, path: str, offset: int, size: int) -> bytes:
+        """See `Storage.read_at`."""
+        if not _is_kept(path):
+            return super().read_at(path, offset, size)
+        return self._wait(self._read(v1.Kept(path=path, offset_bytes=offset, size_bytes=size)))
+
+    def size(self, path: str) -> int:
+        """See `Storage.size`: what the checkpoint's `state.json` says."""
+        if not _is_kept(path):
+            return super().size(path)
+        folder, _, name = path.rpartition("/")
+        files = self._manifest(folder).files
+        if name not in files:
+            raise FileNotFoundError(path)
+        return files[name].size_bytes
+
+    def names(self, folder: str) -> list[str]:
+        """See `Storage.names`."""
+        return sorted([STATE, *self._manifest(folder).files]) if _is_kept(folder) else super().names(folder)
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """See `Storage.patch`."""
+        if not _is_kept(path):
+            super().patch(path, pieces)
+            return
+        stream = self._wait(self._endpoint.open(self._coordinator, "keep", v1.Keep(path=path)))
+        try:
+            for offset, piece in pieces:
+                data = memoryview(piece).cast("B")
+                for start in range(0, len(data), PART_BYTES):
+                    part = v1.Part(offset_bytes=offset + start, data=bytes(data[start : start + PART_BYTES]))
+                    frame = v1.Frame(body=v1.Body(data=part.SerializeToString()))
+                    self._wait(stream.send(frame, silence_s=self._silence_s))
+            self._wait(self._confirmed(stream))
+        finally:
+            self._loop.call_soon_threadsafe(stream.cancel, "done")
+
+    def _manifest(self, folder: str) -> Manifest:
+        if folder not in self._manifests:
+            self._manifests[folder] = Manifest.decode(self.read(f"{folder}/{STATE}"))
+        return self._manifests[folder]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the event loop makes of it, while this thread waits."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except GradstreamError as error:
+            raise OSError(f"checkpoints are on the coordinator's machine: {error}") from error
+
+    async def _read(self, request: v1.Kept) -> bytes:
+        stream = await self._endpoint.open(self._coordinator, "kept", request)
+        parts, left_bytes = [], request.size_bytes
+        try:
+            await stream.end()
+            while (received := await stream.recv(self._silence_s)) is not None:
+                parts.append(received.frame.body.data)
+                left_bytes -= len(parts[-1])
+                if left_bytes < 0:
+                    raise RefusedError(
+                        self._coordinator, "BAD_REQUEST", f"it sent too much of {request.path}"
+                    )
+        finally:
+            stream.cancel("done")
+        return b"".join(parts)
+
+    async def _confirmed(self, stream: Stream) -> None:
+        await stream.end()
+        if await stream.recv(self._silence_s) is None:
+            raise RefusedError(
+                self._coordinator, "INTERNAL", "it did not say that the ranges are on its disk"
+            )
+
+
+def _is_kept(path: str) -> bool:
+    return path.startswith(f"{FOLDER}/")

@@ -1,0 +1,151 @@
+"""Checkpoints of nodes that do not see the run directory: what the coordinator writes and reads for them.
+
+Whole runs on two machines are in test_remote_join.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+from gradstream.checkpoint import newest
+from gradstream.checkpoint.elsewhere import PART_BYTES
+from gradstream.checkpoint.folder import data_offset
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.world import Cost, World
+from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.testing.runs import QUICK, least_squares
+from gradstream.transport.base import Identity, Stream
+from gradstream.transport.memory import MemoryEndpoint
+from gradstream.wire import v1
+
+MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", reduction="mean")
+JOB: dict[str, Any] = {
+    "optimizer": gs.SGD(lr=0.01), "workers": 2, "servers": 2, "batch_size": 8, "epochs": 2,
+    "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 10,
+    "world": World(costs={"gradient": Cost(base_s=0.03), "write": Cost(base_s=0.2)}),
+}  # fmt: skip
+CHUNK_BYTES = 64 * 4
+
+
+class Caller:
+    """Calls the coordinator of a simulated run in the name of one of its nodes."""
+
+    def __init__(self, cluster: SimulatedCluster, name: str) -> None:
+        runtime = cluster.virtual.runtime("director")
+        identity = Identity(cluster.cast.job, name, 1)
+        self._endpoint = MemoryEndpoint(identity, runtime, cluster.network)
+        self._endpoint.know("coordinator", cluster._address)
+
+    async def keep(self, path: str, parts: Sequence[tuple[int, bytes]]) -> str:
+        """Sends parts of a file; "" where they were taken, else why not."""
+        stream = await self._open("keep", v1.Keep(path=path))
+        for offset, data in parts:
+            part = v1.Part(offset_bytes=offset, data=data)
+            await stream.send(v1.Frame(body=v1.Body(data=part.SerializeToString())))
+        await stream.end()
+        try:
+            assert await stream.recv(5) is not None
+        except gs.RefusedError as error:
+            return str(error)
+        return ""
+
+    async def kept(self, path: str, offset: int = 0, size: int = 1 << 40) -> bytes:
+        """What it is told of a file."""
+        request = v1.Kept(path=path, offset_bytes=offset, size_bytes=size)
+        stream, found = await self._open("kept", request), b""
+        while (received := await stream.recv(5)) is not None:
+            assert len(received.frame.body.data) <= PART_BYTES
+            found += received.frame.body.data
+        return found
+
+    async def _open(self, method: str, request: Any) -> Stream:
+        return await self._endpoint.open("coordinator", method, request)
+
+
+async def open_draft(cluster: SimulatedCluster, storage: MemoryStorage) -> str:
+    """Waits until one is being written, and returns its model's path."""
+    while True:
+        for name in storage.names("checkpoints"):
+            path = f"checkpoints/{name}/model.safetensors"
+            if name.endswith(".tmp") and name.startswith(".step") and path in storage.files:
+                return path
+        await cluster.virtual.runtime("director").sleep(1e-3)
+
+
+def test_a_shard_writes_its_own_ranges_of_an_open_draft_and_nothing_else() -> None:
+    said: dict[str, str] = {}
+    storage = MemoryStorage()
+
+    async def script(cluster: SimulatedCluster) -> None:
+        path = await open_draft(cluster, storage)
+        begin = data_offset_of_draft(cluster)
+        mine, hers, worker = (
+            Caller(cluster, "shard-1"),
+            Caller(cluster, "shard-0"),
+            Caller(cluster, "worker-0"),
+        )
+        chunk = bytes(CHUNK_BYTES)
+        said["another's"] = await mine.keep(path, [(begin, chunk)])
+        said["beyond"] = await mine.keep(path, [(begin + CHUNK_BYTES, bytes(CHUNK_BYTES + 1))])
+        said["the header"] = await hers.keep(path, [(0, chunk)])
+        said["the end"] = await hers.keep(path, [(begin + 4 * CHUNK_BYTES, chunk), (1 << 60, b"x")])
+        said["a worker's"] = await worker.keep(path, [(begin, chunk)])
+        said["another file"] = await mine.keep("events.jsonl", [(begin + CHUNK_BYTES, chunk)])
+        said["nothing"] = await mine.keep("made-of-nothing", [])
+        path = await open_draft(cluster, storage)
+        content = storage.read_at(path, begin + CHUNK_BYTES, CHUNK_BYTES)
+        said["its own"] = await mine.keep(path, [(begin + CHUNK_BYTES, content)])
+
+    run = simulate(MODEL, DATA, storage=storage, script=script, **JOB)
+    assert said.pop("its own") == said.pop("nothing") == ""
+    assert said
+    for what, reason in said.items():
+        assert "refused (BAD_REQUEST)" in reason and "may not write" in reason, (what, reason)
+    assert "events.jsonl" not in storage.files and "made-of-nothing" not in storage.files
+    assert not [event for event in run.events if event["event"] == "checkpoint_failed"]
+
+
+def data_offset_of_draft(cluster: SimulatedCluster) -> int:
+    """Where data begin in the model's file: it is the same in each checkpoint."""
+    assert cluster.coordinator is not None
+    cut = cluster.coordinator._membership.notice.cut
+    return next(int(place.offset_bytes) for place in cut.places if not place.vector)
+
+
+def test_what_a_run_goes_on_from_is_read_to_the_byte_and_no_other_file() -> None:
+    storage = MemoryStorage()
+
+    async def stop(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(0.5)
+        cluster.stop()
+
+    with pytest.raises(gs.Interrupted):
+        simulate(MODEL, DATA, storage=storage, script=stop, **JOB)
+    storage.write("secret", b"not a checkpoint")
+    found = newest(storage, lambda error: None)
+    assert found is not None
+    folder = found[0]
+    there = {name: storage.read(f"{folder}/{name}") for name in storage.names(folder)}
+    begin = data_offset(storage, f"{folder}/model.safetensors")
+    read: dict[str, bytes] = {}
+    refused: list[str] = []
+
+    async def script(cluster: SimulatedCluster) -> None:
+        await cluster.virtual.runtime("director").sleep(0.2)
+        caller = Caller(cluster, "shard-1")
+        for name in storage.names(folder):
+            read[name] = await caller.kept(f"{folder}/{name}")
+        read["a range"] = await caller.kept(f"{folder}/model.safetensors", begin, CHUNK_BYTES)
+        for path in ("secret", f"{folder}/../../secret", "/etc/hostname", "", f"{folder}/"):
+            with pytest.raises(gs.RefusedError, match="no file of the checkpoint") as caught:
+                await caller.kept(path)
+            refused.append(caught.value.code)
+
+    simulate(MODEL, DATA, storage=storage, resume=True, script=script, **JOB)
+    assert read.pop("a range") == there["model.safetensors"][begin : begin + CHUNK_BYTES]
+    assert read == there
+    assert refused == ["BAD_REQUEST"] * 5
