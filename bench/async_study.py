@@ -45,6 +45,7 @@ DRAWN = (
     "elastic",
     "dc-asgd-a",
     "averaging",
+    "diloco",
 )
 """Methods whose curves are drawn; tables have all."""
 

@@ -79,6 +79,15 @@ def test_a_job_that_will_do(place: Path) -> None:
     assert not list((place / "temporary").iterdir())
 
 
+@pytest.mark.parametrize(("strategy", "size"), [("diloco", "24 B"), ("elastic-averaging", "12 B")])
+def test_checkpoints_have_the_state_of_the_shards_rule(strategy: str, size: str) -> None:
+    """Where workers carry out the job's Adam, its two vectors are in no checkpoint."""
+    result = dry_run("mine.py", "--json", "--strategy", strategy)
+    assert result.exit_code == 0, result.output
+    findings = {one["name"]: one["detail"] for one in json.loads(result.stdout)}
+    assert findings["disk"].endswith(f"for the final parameters + 3 checkpoints of {size}")
+
+
 def test_a_fault_of_the_users_is_named_and_their_traceback_comes_last_but_one() -> None:
     result = dry_run("mine.py:bad")
     assert result.exit_code == 3

@@ -66,6 +66,7 @@ STRATEGIES = [
     gs.EAMSGD(every=2),
     gs.DCASGD(),
     gs.ParameterAveraging(every=5),
+    gs.DiLoCo(every=5),
     gs.Downpour(warm_start=20, waves=2, wave_every=16, finish_alone=24),
     gs.Downpour(significance=0.01, block_elems=8),
 ]

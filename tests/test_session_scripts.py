@@ -115,7 +115,7 @@ def test_alone_a_script_does_what_it_did_before(
     assert spoken[0] == spoken[1] != ""
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", gs.Downpour(overlap=False)])
+@pytest.mark.parametrize("strategy", ["synchronous", gs.Downpour(overlap=False), gs.DiLoCo(every=4)])
 def test_numpy_accuracy_is_that_of_one_process(strategy: Any) -> None:
     """The logistic regression's loop, as of the script, on two workers."""
     source = (SCRIPTS / "logistic.py").read_text().replace(*SHORTER["logistic"])

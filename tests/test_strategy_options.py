@@ -22,6 +22,7 @@ def of_tau(staleness: int) -> float:
     ("made", "option", "least"),
     [
         (gs.AsySG, "gradients", 1),
+        (gs.DiLoCo, "every", 1),
         (gs.Downpour, "push_every", 1),
         (gs.Downpour, "fetch_every", 1),
         (gs.Downpour, "waves", 1),

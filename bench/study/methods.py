@@ -89,6 +89,12 @@ METHODS: tuple[Method, ...] = (
     Method("dc-asgd", "DC-ASGD, constant", "dc-asgd", {"adaptive": False}),
     Method("dc-asgd-a", "DC-ASGD, adaptive", "dc-asgd", {"adaptive": True}),
     Method("averaging", "parameter averaging, H = 10", "parameter-averaging", {"every": 10}),
+    Method(
+        "diloco",
+        "DiLoCo, H = 10, ν 0.7, μ 0.9",
+        "diloco",
+        {"every": 10, "outer_lr": 0.7, "outer_momentum": 0.9},
+    ),
     Method("one-shot", "parameter averaging, once", "parameter-averaging", {"every": None}),
     Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
 )

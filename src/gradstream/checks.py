@@ -17,6 +17,7 @@ from gradstream.membership.goal import Until
 from gradstream.names import check_name
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
+from gradstream.optim.merge import Outer
 from gradstream.overrides import plain
 from gradstream.server.chunks import ChunkMap
 from gradstream.sparse.updates import check_compiler
@@ -124,6 +125,8 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     if job.record:
         _check_recorded(job, strategy)
     _check_drive(job, strategy)
+    if strategy.through == "servers" and strategy.pushes != "gradients":
+        Outer(strategy.outer_optimizer(optimizer))
     if strategy.through == "shared":
         _check_shared(job, strategy, optimizer)
 

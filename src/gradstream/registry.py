@@ -49,6 +49,7 @@ STRATEGIES = {
     "allreduce": "gradstream.strategies.allreduce:AllReduce",
     "asysg": "gradstream.strategies.asysg:AsySG",
     "dc-asgd": "gradstream.strategies.dc_asgd:DCASGD",
+    "diloco": "gradstream.strategies.diloco:DiLoCo",
     "downpour": "gradstream.strategies.downpour:Downpour",
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",
     "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",

@@ -39,7 +39,7 @@ from gradstream.membership.turns import Turns
 from gradstream.model.base import Layout, Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
-from gradstream.optim.merge import Add, Replace
+from gradstream.optim.merge import Outer
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.runtime.base import Runtime
 from gradstream.server.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
@@ -287,7 +287,7 @@ class Cast:
         """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
         if model.optimizer and self.find_optimizer is not None:
             return self.find_optimizer(model.optimizer)[0].state_names
-        return self._shards_optimizer.state_names
+        return self.shards_optimizer.state_names
 
     def _pieces(self, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
         """What each of so many nodes holds of every vector of a model."""
@@ -308,14 +308,11 @@ class Cast:
         return self.strategy.through == "group" or self.strategy.pushes != "gradients"
 
     @property
-    def _shards_optimizer(self) -> Optimizer:
-        """What shards do with a weighted sum of pushes."""
+    def shards_optimizer(self) -> Optimizer:
+        """What shards do with a weighted sum of pushes: the run's own rule, or the strategy's outer one."""
         if self.strategy.pushes == "gradients":
             return self.optimizer
-        if self.strategy.pushes == "differences":
-            return Add()
-        shared = self.strategy.shares_state
-        return Replace(states=self.optimizer.state_names if shared else (), begin=self.optimizer.state_init)
+        return Outer(self.strategy.outer_optimizer(self.optimizer))
 
     def grouped(self, model: Model) -> GroupedRule | None:
         """The update rule of a model some of whose parameters have settings of their own; else None.
@@ -359,7 +356,7 @@ class Cast:
             rank=rank,
             num_shards=self.servers,
             rule=self.strategy.rule(self.workers, self.reduction),
-            optimizer=self._shards_optimizer,
+            optimizer=self.shards_optimizer,
             grouped=None if self._workers_optimize else self.grouped(model),
             decayed=self.strategy.decays_gradients,
             silence_s=self.deadlines.silence_s,

@@ -5,6 +5,7 @@ from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.averaging import ParameterAveraging
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.dc_asgd import DCASGD
+from gradstream.strategies.diloco import DiLoCo
 from gradstream.strategies.downpour import Downpour
 from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
 from gradstream.strategies.hogwild import Hogwild
@@ -20,6 +21,7 @@ __all__ = [
     "SSP",
     "AllReduce",
     "AsySG",
+    "DiLoCo",
     "Downpour",
     "ElasticAveraging",
     "Hogwild",

@@ -45,10 +45,11 @@ from gradstream.errors import UnknownNameError, UserCodeError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
+from gradstream.optim.merge import Replace
 from gradstream.server.rule import Contribution, Rule
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_choice, check_count
-from gradstream.strategies.together import Together
+from gradstream.strategies.together import Together, train_together
 from gradstream.strategies.verbs import Worker
 
 __all__ = ["Averaged", "Combine", "ParameterAveraging"]
@@ -132,50 +133,31 @@ class ParameterAveraging(Strategy):
         if self.state not in ("own", "averaged"):
             raise UnknownNameError("state of ParameterAveraging", self.state, ("own", "averaged"))
 
-    @property
-    def shares_state(self) -> bool:
-        """Where it is averaged."""
-        return self.state == "averaged"
-
     def optimizer(self) -> Optimizer:
         """Of the workers: SGD with momentum."""
         return SGD(lr=0.01, momentum=0.9)
 
+    def outer_optimizer(self, inner: Optimizer) -> Optimizer:
+        """The mean is what the shards have; where state is averaged, of that too."""
+        return Replace(states=inner.state_names if self.state == "averaged" else (), begin=inner.state_init)
+
     async def train(self, worker: Worker) -> None:
         """The client."""
-        server, away = worker.server, False
+        server, averaged = worker.server, self.state == "averaged"
 
         async def push() -> None:
             parameters = worker.take_parameters()
             await server.push_soon(parameters)
-            for state in worker.take_state(parameters) if self.shares_state else ():
+            for state in worker.take_state(parameters) if averaged else ():
                 await server.push_soon(state)
 
         async def fetch() -> None:
             await worker.refresh()
-            if self.shares_state:
+            if averaged:
                 await worker.refresh_state()
             await server.settle()
 
-        async def flush() -> None:
-            nonlocal away
-            if worker.unpushed:
-                await push()
-            await server.settle()
-            if not away:
-                await server.leave()
-                away = True
-
-        await fetch()
-        async for batch in worker.batches(flush):
-            if away:
-                await server.enter()
-                away = False
-                await fetch()
-            await worker.optimize(await worker.gradient(batch))
-            if worker.unpushed == self.every:
-                await push()
-                await fetch()
+        await train_together(worker, self.every, push, fetch)
 
     def rule(self, num_workers: int, reduction: Reduction) -> Rule:
         """See `Averaged`."""

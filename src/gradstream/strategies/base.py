@@ -20,6 +20,7 @@ from gradstream.errors import InternalError
 from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
 from gradstream.optim.base import Optimizer
+from gradstream.optim.merge import Add, Replace
 from gradstream.server.correction import Correction
 from gradstream.server.rule import Rule
 from gradstream.strategies.verbs import Drive, Worker
@@ -29,15 +30,17 @@ __all__ = ["Pushes", "RowExchange", "Strategy"]
 BUCKET_BYTES = 4 << 20
 """Of a strategy that does not say, at least."""
 
-Pushes = Literal["gradients", "differences", "parameters"]
+Pushes = Literal["gradients", "differences", "parameters", "outer_gradients"]
 """What a strategy's pushes hold, and so where the run's update rule is carried out.
 
 gradients: sums of gradients. Shards update the parameters by the run's rule.
 differences: what is to be added to the parameters. Shards add it, and nothing else.
 parameters: a worker's own parameters. Those of the shards become the weighted sum of what workers push.
+outer_gradients: how far a worker has come, w_start - w. To the shards' rule it is a gradient.
 
-Where it is differences or parameters, each worker has parameters of its own, which `Worker.optimize`
-updates by the run's rule. Those of the shards are what is evaluated, kept and saved.
+Of all but gradients, each worker has parameters of its own, which `Worker.optimize` updates by the run's
+rule, the inner optimizer. Shards have the outer one, `Strategy.outer_optimizer`. What they hold is evaluated,
+kept and saved.
 """
 
 
@@ -76,11 +79,6 @@ class Strategy(ABC):
 
     pushes: ClassVar[Pushes] = "gradients"
     """What its pushes hold, and so who carries out the run's update rule; see `Pushes`."""
-
-    @property
-    def shares_state(self) -> bool:
-        """Where pushes are parameters: shards hold the state of the workers' rule, too (`take_state`)."""
-        return False
 
     @property
     def decays_gradients(self) -> bool:
@@ -125,6 +123,31 @@ class Strategy(ABC):
     @abstractmethod
     def optimizer(self) -> Optimizer:
         """The update rule where the user names none."""
+
+    def outer_optimizer(self, inner: Optimizer) -> Optimizer:
+        """What shards do with the weighted sum of an update's pushes; see `Pushes`.
+
+        Its state lies on the shards, each has its part, and in checkpoints. Its rate is a number, and no
+        schedule. Of a strategy whose pushes are gradients it is the run's optimizer itself, and nobody asks.
+
+        Args:
+            inner: the run's optimizer, which is the workers'.
+
+        Raises:
+            ConfigError: the two do not go together.
+        """
+        match self.pushes:
+            case "gradients":
+                return inner
+            case "differences":
+                return Add()
+            case "parameters":
+                return Replace()
+            case "outer_gradients":
+                raise InternalError(
+                    f'{type(self).__name__} says pushes = "outer_gradients" and has no outer_optimizer(): '
+                    "what do its shards do with them?"
+                )
 
     @abstractmethod
     async def train(self, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""The server of strategies whose workers exchange at the same time: an update is of all who take part.
+"""Both halves of strategies whose workers exchange at the same time: an update is of all who take part.
 
 A worker that has nothing to do, at its end or while it stands for a cut, says so (`server.leave`), and is
 not waited for; nor is one that is lost. What it had pushed before counts.
@@ -6,12 +6,13 @@ not waited for; nor is one that is lost. What it had pushed before counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gradstream.server.rule import Contribution
+from gradstream.strategies.verbs import Worker
 
-__all__ = ["Together"]
+__all__ = ["Together", "train_together"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,40 @@ class Together:
     def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
         """The workers that have not contributed yet."""
         return [f"worker-{rank}" for rank in sorted(self.present - {one.rank for one in parked})]
+
+
+async def train_together(
+    worker: Worker,
+    every: int | None,
+    push: Callable[[], Awaitable[None]],
+    fetch: Callable[[], Awaitable[None]],
+) -> None:
+    """The client: steps of a worker's own by the run's rule, which bring it to an exchange with all others.
+
+    Args:
+        worker: of the strategy's `train`.
+        every: steps between two exchanges; None has one alone, at the end.
+        push: brings into the model what has been computed since the last exchange.
+        fetch: takes what has come of it, where the next step begins.
+    """
+    server, away = worker.server, False
+
+    async def flush() -> None:
+        nonlocal away
+        if worker.unpushed:
+            await push()
+        await server.settle()
+        if not away:
+            await server.leave()
+            away = True
+
+    await fetch()
+    async for batch in worker.batches(flush):
+        if away:
+            await server.enter()
+            away = False
+            await fetch()
+        await worker.optimize(await worker.gradient(batch))
+        if worker.unpushed == every:
+            await push()
+            await fetch()

@@ -249,8 +249,9 @@ class Worker(Protocol):
     async def optimize(self, gradient: Gradient) -> None:
         """One update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
 
-        Its minibatch is behind the next `pull_towards` or `take_parameters`. The rule's state (a velocity,
-        say) is this worker's own, in as many vectors as the rule has; a checkpoint leaves it out.
+        Its minibatch is behind the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The
+        rule's state (a velocity, say) is this worker's own, in as many vectors as the rule has; a checkpoint
+        leaves it out.
         """
         ...
 
@@ -262,6 +263,20 @@ class Worker(Protocol):
 
         Returns:
             d, to be pushed, with all minibatches since the last one behind it.
+        """
+        ...
+
+    async def start_from(self, arrival: Arrival) -> None:
+        """Waits for a fetch: this worker's own parameters begin as a copy of it, w_start.
+
+        w_start stays in the vector of the fetch, which is the spare one again: until the next fetch.
+        """
+        ...
+
+    async def take_outer_gradient(self) -> Update:
+        """w_start - w, to be pushed, with all minibatches since the last one behind it: from `start_from` on.
+
+        It takes the place of w_start. Call `start_from` before the next step.
         """
         ...
 

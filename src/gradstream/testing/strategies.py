@@ -71,7 +71,8 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
     `gradstream.testing.strategy_laws`. They are of strategies whose pushes are sums of gradients
     (what `accumulate` and `update` make of them, without momentum): those are counted sample by sample. Of a
     strategy that pushes differences, Σ over the server and all workers is; one that pushes parameters is
-    expected to take their mean where all have gone through as many samples.
+    expected to take their mean where all have gone through as many samples. Outer gradients are counted as
+    gradients are, with an outer optimizer that only subtracts them.
     One that goes through a group weighs each gradient by a method `weight`, as `AllReduce` does.
 
     Args:

@@ -327,7 +327,7 @@ def resumes(strategy: Strategy) -> str:
     for seed in range(SEEDS):
         outcome = token_run(strategy, epochs=EPOCHS, seed=seed, stop=rng.uniform(0.01, 0.1))
         where = f"seed {seed}, stopped and resumed"
-        if strategy.pushes == "gradients":
+        if strategy.pushes in ("gradients", "outer_gradients"):
             _counted(outcome, where)
         else:
             _accounted(_ended(outcome, where), where)

@@ -58,8 +58,8 @@ class Record:
     """What the rules of a run were asked, and what they said.
 
     Args:
-        unweighted: updates take every contribution as it came, with weight 1, whatever the strategy says,
-            so that what is in the model can be counted.
+        unweighted: updates take every contribution as it came, with weight 1 and no outer momentum, whatever
+            the strategy says, so that what is in the model can be counted.
         arrivals: (sender, sequence) of every chunk that came in, in order.
         dropped_samples: of contributions that came too late, over all chunks.
         awaited: for whom the next update waited, when somebody asked last.
@@ -172,6 +172,8 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
     own: dict[str, Any] = {"weight": weight} if strategy.through == "group" else {"rule": rule}
     if record.unweighted:
         own["correction"] = lambda self: None
+        if strategy.pushes == "outer_gradients":
+            own["outer_optimizer"] = lambda self, inner: SGD(lr=1.0)
     if strategy.pushes == "differences":
         own["train"] = train
     made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))

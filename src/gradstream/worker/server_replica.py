@@ -49,6 +49,7 @@ class ServerReplica(Replica):
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
         self._updater: Updater | None = None  # of the first step by the run's own rule
+        self._origin: Vector | None = None  # what the worker's own parameters began with, until it is pushed
         self._update_rule = parts.update_rule
         self._num_updates = 0
         self._decays, self._scales = parts.decays, parts.scales
@@ -71,6 +72,7 @@ class ServerReplica(Replica):
         """See `Replica.retire`."""
         super().retire()
         self._accumulated, self._velocity, self._updater, self.server.spare = None, None, None, None
+        self._origin = None
         self._taken.vector = None
 
     async def newest(self) -> torch.Tensor:
@@ -296,6 +298,23 @@ class ServerReplica(Replica):
         self.server.spare = difference
         self._computes_on(arrival)
         return self._take_own(difference)
+
+    async def start_from(self, arrival: Arrival) -> None:
+        """See `strategies.verbs.Worker`."""
+        await arrival.done()
+        start, parameters = arrival.vector, self.parameters
+        await self._work(lambda: parameters.tensor.copy_(start.tensor), [start], [parameters])
+        self.server.spare = self._origin = start
+        self._computes_on(arrival)
+
+    async def take_outer_gradient(self) -> Update:
+        """See `strategies.verbs.Worker`."""
+        start, parameters = self._origin, self.parameters
+        if start is None or start is not self.server.spare:
+            raise InternalError("take_outer_gradient() without w_start: call start_from() after each fetch")
+        self._origin = None
+        await self._work(lambda: start.tensor.sub_(parameters.tensor), [parameters], [start])
+        return self._take_own(start)
 
     def take_parameters(self) -> Update:
         """See `strategies.verbs.Worker`."""

@@ -1,0 +1,110 @@
+"""DiLoCo: workers train alone, and an outer optimizer takes how far they have come as a gradient.
+
+    client i, each round:                              server, once all who take part have pushed:
+      w_i ← w_start ← fetch()                            Δ ← mean_i Δ_i
+      H times:  w_i ← InnerOpt(w_i, ∇ℓ(w_i; batch))      v ← μ·v + Δ
+      Δ_i ← w_start - w_i;  push(Δ_i)                    w ← w - ν·(Δ + μ·v)
+
+The inner optimizer is the run's, any rule; its state (Adam's moments, say) stays with each worker over all
+rounds, and is in no checkpoint. The outer one is SGD with Nesterov's momentum on the shards,
+`torch.optim.SGD(lr=ν, momentum=μ, nesterov=True)`; checkpoints have its v, and a resumed run goes on with it.
+
+With ν = 1, μ = 0 it is parameter averaging, w ← mean_i w_i, and with one worker the inner optimizer alone:
+to the rounding of w - (w - w_i). With `nesterov=False` the last line is w ← w - ν·v. That is SlowMo, v = γ·u,
+where the inner rate γ is constant. (SlowMo divides Δ by the rate of its round. Under a schedule it is another
+method: v here is not rescaled when the rate changes.)
+
+Bytes a step and worker: 4N/H up, 4N/H down (float32). All wait for the slowest once in H steps. A lost worker
+is left out from then on, and Δ is the mean of the others. No Δ_i is stale: all are of the same w_start. For a
+checkpoint, and at the end, workers end their round early: an outer step more, of what they have.
+
+References: Douillard and others, "DiLoCo: distributed low-communication training of language models", 2023,
+Algorithm 1 (H = 500, AdamW inside, ν = 0.7, μ = 0.9); Wang, Tantia, Ballas, Rabbat, "SlowMo: improving
+communication-efficient distributed SGD with slow momentum", ICLR 2020, Algorithm 1. Different here: workers
+need not have made as many steps, where minibatches run out or a round ends early; each counts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradstream.data.base import DataCut
+from gradstream.errors import ConfigError
+from gradstream.model.base import Reduction
+from gradstream.optim import SGD, AdamW
+from gradstream.optim.base import Optimizer
+from gradstream.server.rule import Rule
+from gradstream.strategies.averaging import Averaged
+from gradstream.strategies.base import Pushes, Strategy
+from gradstream.strategies.checks import check_count, check_flag
+from gradstream.strategies.together import train_together
+from gradstream.strategies.verbs import Worker
+
+__all__ = ["DiLoCo"]
+
+
+@dataclass(frozen=True, slots=True)
+class DiLoCo(Strategy):
+    """Local training with an outer optimizer, Nesterov's momentum; see the module.
+
+    Args:
+        every: H, inner steps between two outer ones, at least 1.
+        outer_lr: ν, rate of the outer steps, > 0.
+        outer_momentum: μ, share of the outer velocity that is kept, in [0, 1).
+        nesterov: the outer momentum is Nesterov's; else the plain one, as SlowMo's. Of μ = 0 there is none.
+    """
+
+    every: int = 10
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    nesterov: bool = True
+
+    cut: ClassVar[DataCut] = "partitions"
+    survives_worker_loss: ClassVar[bool] = True
+    pushes: ClassVar[Pushes] = "outer_gradients"
+    plain: ClassVar[Mapping[str, object] | None] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+    def __post_init__(self) -> None:
+        check_count("DiLoCo", "every", self.every, "steps")
+        check_flag("DiLoCo", "nesterov", self.nesterov)
+        if callable(self.outer_lr):
+            raise ConfigError(
+                f"DiLoCo(outer_lr={self.outer_lr}): expected a number; schedules are of the inner rate"
+            )
+        try:
+            self._outer()
+        except ConfigError as error:
+            raise ConfigError(
+                f"DiLoCo(outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}): {error}"
+            ) from error
+
+    def optimizer(self) -> Optimizer:
+        """Of the workers: AdamW, as in the paper."""
+        return AdamW(lr=4e-4, weight_decay=0.1)
+
+    def outer_optimizer(self, inner: Optimizer) -> Optimizer:
+        """Of the shards: SGD with Nesterov's momentum."""
+        del inner
+        return self._outer()
+
+    def _outer(self) -> SGD:
+        momentum = self.outer_momentum
+        return SGD(self.outer_lr, momentum=momentum, nesterov=self.nesterov and momentum != 0)
+
+    async def train(self, worker: Worker) -> None:
+        """The client, Algorithm 1."""
+        server = worker.server
+
+        async def push() -> None:
+            await server.push_soon(await worker.take_outer_gradient())
+
+        async def fetch() -> None:
+            await worker.start_from(server.fetch_soon())
+
+        await train_together(worker, self.every, push, fetch)
+
+    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+        """The mean of what all who take part have pushed."""
+        return Averaged(frozenset(range(num_workers)))
