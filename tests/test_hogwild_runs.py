@@ -139,7 +139,7 @@ def job(update="atomic", workers=2, epochs=3):
     return gs.Job(
         sparse.linear(D, loss="squared"), data(), strategy=gs.Hogwild(update=update),
         optimizer=gs.SGD(lr=gs.StepDecay(0.5, every=1, factor=0.9)), workers=workers, batch_size=100,
-        epochs=epochs, evaluate_every="epoch", checkpoint_every="epoch", chunk_elems=16_384, seed=3,
+        epochs=epochs, evaluate_every="epoch", checkpoint_every=20, chunk_elems=16_384, seed=3,
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
     )
 
@@ -204,7 +204,7 @@ def test_a_run_is_a_run_like_others(job_file: Path, warm: LocalCluster, tmp_path
     assert (run.summary["pushes"], run.summary["pushed_bytes"]) == (90, 0)
     assert "shared" in run.summary["group"]
     losses = [event["loss"] for event in run.events if event["event"] == "evaluated"]
-    assert len(losses) == 3
+    assert 1 <= len(losses) <= 3  # worker 0 looks, if it has minibatches: the other may have had them all
     kept = sorted((tmp_path / "run/checkpoints").glob("step-*"))
     assert kept
     start, end = objectives(run)

@@ -82,11 +82,11 @@ class Evaluator:
         A worker that takes minibatches from a queue may have none of the step itself: then the first one
         behind it counts. Nothing is due after the very last step: the final parameters are evaluated then.
         """
-        first, last = self._schedule.position(refs[0]), self._schedule.position(refs[-1])
+        last = self._schedule.position(refs[-1])
         period = self._config.evaluation.period(last)
         if period is None:
             return None
-        before = first.step // period if self._num_due is None else self._num_due
+        before = self._schedule.first.step // period if self._num_due is None else self._num_due
         self._num_due = max(before, (last.step + 1) // period)
         over = last.step + 1 >= last.num_steps
         return self._num_due * period if self._num_due > before and not over else None

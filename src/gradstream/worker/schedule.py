@@ -87,6 +87,12 @@ class Schedule:
         return Position(ref.epoch * per_epoch + batch, min(limits), per_epoch)
 
     @property
+    def first(self) -> Position:
+        """Where the run begins: at 0, or where it is resumed."""
+        lines = (line for line in range(self.plan.num_partitions) if self._count(line))
+        return min((self.position(self.plan.nth(line, 0)) for line in lines), key=lambda one: one.step)
+
+    @property
     def last(self) -> BatchRef:
         """The last minibatch of the longest line: the run ends with its data epoch."""
         line = max(range(self.plan.num_partitions), key=self._count)
