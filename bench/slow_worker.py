@@ -1,6 +1,6 @@
 """Question: what does one slow worker cost, over epochs that end?
 
-Four workers are held to 0.4 of a core each by cgroups, one of them to a fifth of that. Every strategy goes
+Four workers are held to half a core each by cgroups, one of them to a fifth of that. Every strategy goes
 through the same epochs, in turn with the others. Beside each time stands what the speeds allow:
 
     ideal = samples / Σᵢ (samplesᵢ / busyᵢ)     busyᵢ: seconds of worker i's steps, but for waiting for others
@@ -38,8 +38,8 @@ from gradstream.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS, SLOW = 4, "worker-3"
-CORES = {f"worker-{rank}": 0.4 for rank in range(WORKERS)} | {SLOW: 0.08}
-BATCH, SAMPLES, EPOCHS = 64, 16_384, 4
+CORES = {f"worker-{rank}": 0.5 for rank in range(WORKERS)} | {SLOW: 0.1}
+BATCH, SAMPLES, EPOCHS = 256, 32_768, 4
 ALLOWED = 1.15
 
 
