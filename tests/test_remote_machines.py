@@ -109,7 +109,7 @@ def test_four_machines_and_everybody_who_is_refused(machines: Machines, tmp_path
     }
     for word, command in refused.items():
         status, said = command.end()
-        assert status == 1, said
+        assert status == 2, said
         assert f"refused ({word})" in said, said
 
     joined = {

@@ -84,7 +84,7 @@ class Peers:
         self._on_transfer = on_transfer
         self._sums: list[tuple[int, Span]] = []  # of this round: where each begins, and where it lies
         self._total = 0  # samples of all workers in this round
-        self._lr = 0.0
+        self._lr, self._relative_rate = 0.0, 1.0
         self._exchange_s = 0.0
         # samples of each rank, then their rates
         self._counts = group.allocate(2 * group.size, torch.float64, "counts")
@@ -102,7 +102,8 @@ class Peers:
     async def samples(self, gradient: verbs.Gradient) -> Sequence[int]:
         """See `strategies.verbs.Peers`. The plan says it; where there is none, the workers tell one another.
 
-        All use the learning rate of the first worker that has samples, or their parameters would differ.
+        All make the update at the learning rate η of the first worker that has samples, or their parameters
+        would differ. A gradient whose own rate is η_i, in a loop of the user's, counts η_i/η of its weight.
         """
         assert isinstance(gradient, ComputedGradient)
         said = self._replica.planned(gradient.batch.ref)
@@ -112,7 +113,8 @@ class Peers:
             said = await self._told(gradient.samples, gradient.lr)
         self._sums.clear()
         self._total = sum(samples for samples, _ in said)
-        self._lr = next((lr for samples, lr in said if samples), 0.0)
+        self._lr = next((lr for samples, lr in said if samples and lr), 0.0)
+        self._relative_rate = said[self._group.rank][1] / self._lr if self._lr else 1.0
         return [samples for samples, _ in said]
 
     async def _told(self, samples: int, lr: float) -> list[tuple[int, float]]:
@@ -130,6 +132,7 @@ class Peers:
         """See `strategies.verbs.Peers`."""
         if not self._total:
             return
+        weight *= self._relative_rate
         layers = await self._as_factors(gradient, bucket)
         if layers:
             await self._allreduce_around(gradient, bucket, weight, layers)
@@ -142,6 +145,7 @@ class Peers:
         """See `strategies.verbs.Peers`."""
         if self._total:
             span = await self._ready(gradient, bucket)
+            weight *= self._relative_rate
             mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
             self._sums.append((self._buckets.slice_in(bucket, self._group.rank)[0], mine))
 
