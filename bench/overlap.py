@@ -120,6 +120,7 @@ def trained(given: argparse.Namespace, machines: Machines, folder: Path) -> Run:
     options = ["--strategy", f"{__file__}:Alternating", "--steps", str(steps), "--json", "--insecure"]
     options += ["--set", f"strategy.window={given.steps}", "--set", f"strategy.bucket_mib={given.bucket_mib}"]
     listen = ["--listen", machines[0].address, "--wait", str(WORKERS), "--run-dir", str(folder / "run")]
+    listen += ["--servers-on", "launcher"]  # one card carries everybody's bytes
     task = f"{__file__}:job"
     launcher = start(machines[0], folder, "train", task, *listen, *options)
     words = shlex.split(invitation(launcher))

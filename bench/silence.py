@@ -144,6 +144,7 @@ def cut(direction: str, seconds: float, times: int) -> dict[str, Any]:
         env = {"PYTHONPATH": str(ROOT / "src"), "SILENCE_S": str(times * (seconds + gap_s) + 3 * gap_s)}
         shutil.copy(__file__, folder)  # both machines read the job
         words = [*python, "train", Path(__file__).name, "--listen", first.address, "--wait", "2"]
+        words += ["--servers-on", "launcher"]
         launcher = first.start([*words, "--run-dir", "run"], env=env, **out)
         said = until_said(launcher, r"gradstream (join .*)")
         other = machines[1].start([*python, *shlex.split(said[1])], env=env, **out)
