@@ -17,6 +17,7 @@ import multiprocessing
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fuzzing import files, messages, texts
 from fuzzing.harness import Decoder, Outcome, fuzz
@@ -59,20 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(
                 f"{outcome.decoder}: {outcome.inputs:,} inputs, {len(outcome.findings)} faults\n"
             )
+            if given.into is not None:  # each time: a fuzzing that is cut off has taken hours, too
+                given.into.write_text(json.dumps(_whole(outcomes, commit, given.seed), indent=2) + "\n")
     outcomes.sort(key=lambda one: one.decoder)
     print(table(outcomes))
     for finding in (finding for one in outcomes for finding in one.findings):
         print(f"{finding.decoder}: {finding.what}\n  saved as {finding.save(given.save)}")
-    if given.into is not None:
-        record = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "commit": commit,
-            "seed": given.seed,
-            **describe_machine({}),
-            "decoders": [_record(one) for one in outcomes],
-        }
-        given.into.write_text(json.dumps(record, indent=2) + "\n")
     return 1 if any(one.findings for one in outcomes) else 0
+
+
+def _whole(outcomes: Sequence[Outcome], commit: str | None, seed: int) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "seed": seed,
+        **describe_machine({}),
+        "decoders": [_record(one) for one in sorted(outcomes, key=lambda one: one.decoder)],
+    }
 
 
 def _work(work: tuple[str, int, int | None, float | None]) -> Outcome:
