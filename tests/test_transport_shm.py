@@ -465,7 +465,7 @@ async def child() -> None:
     endpoint = ShmEndpoint(
         Identity("job", "child", os.getpid(), secret=SECRET), RealRuntime("child", memory=SharedMemory())
     )
-    endpoint.serve("keep", keep)
+    endpoint.serve("hold", keep)
     await endpoint.start()
     print(endpoint.address, flush=True)
     await asyncio.get_running_loop().create_future()
@@ -490,7 +490,7 @@ async def with_child() -> AsyncIterator[tuple[subprocess.Popen[str], str, ShmEnd
             address = process.stdout.readline().strip()
             await endpoint.start()
             endpoint.know("child", address)
-            yield process, address, endpoint, await endpoint.open("child", "keep", v1.Tensor())
+            yield process, address, endpoint, await endpoint.open("child", "hold", v1.Tensor())
         finally:
             process.kill()
             await endpoint.close()
