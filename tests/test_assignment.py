@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from gradstream.data import EpochPlan, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import Speed
 from gradstream.errors import ConfigError
-from gradstream.membership.assignment import MOST, Assignment
+from gradstream.membership.assignment import MOST, BatchAssignment
 from gradstream.runtime.world import Cost, Exponential, World
 from gradstream.testing.runs import kill_at, least_squares
 
@@ -32,7 +33,7 @@ class Workers:
         self, plan: EpochPlan, speeds: Sequence[float], epochs: int = 1, lead_s: float = 10.0
     ) -> None:
         self.ledger = Ledger(plan, epochs=epochs)
-        self.assignment = Assignment(self.ledger, len(speeds), lead_s)
+        self.assignment = BatchAssignment(self.ledger, len(speeds), lead_s)
         self.speeds = speeds
         self.present = list(range(len(speeds)))
         self.hands: list[list[BatchRef]] = [[] for _ in speeds]
@@ -242,3 +243,13 @@ def test_samples_a_second_are_as_many_with_short_epochs() -> None:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulated(options.pop("strategy", "downpour"), **options)
+
+
+def test_a_stream_cannot_be_a_queue() -> None:
+    def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
+        yield np.ones((4, 8)), np.ones(4)
+
+    model, _ = least_squares(8, 8)
+    stream = gs.from_stream(batches, batches=1)
+    with pytest.raises(ConfigError, match=r"assignment='queue'.*leave assignment out"):
+        gs.simulate(model, stream, strategy="downpour", workers=2, epochs=1, assignment="queue")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradstream.data import BatchRef, EpochPlan, Ledger, PartitionPlan, QueuePlan, RoundPlan
-from gradstream.data.ledger import Supply
+from gradstream.data.ledger import Unassigned
 from gradstream.data.stream_plan import StreamPlan
 from gradstream.errors import ConfigError, InternalError
 
@@ -45,12 +45,12 @@ def taken(plan: EpochPlan, refs: Sequence[BatchRef]) -> list[tuple[int, int]]:
 
 def test_from_a_queue_each_takes_the_next_ones() -> None:
     ledger = Ledger(QueuePlan(9, 2, 2), epochs=2)
-    assert ledger.supply(0) == Supply(epoch=5, run=10)
+    assert ledger.unassigned(0) == Unassigned(epoch=5, run=10)
     assert ledger.hand_out(0, 2) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1))
     assert ledger.hand_out(1, 1) == (BatchRef(0, 0, 2),)
-    assert ledger.supply(1) == Supply(epoch=2, run=7)
+    assert ledger.unassigned(1) == Unassigned(epoch=2, run=7)
     assert ledger.hand_out(1, 9)[1:3] == (BatchRef(0, 0, 4), BatchRef(1, 0, 0))
-    assert ledger.supply(0) == Supply(epoch=0, run=0)
+    assert ledger.unassigned(0) == Unassigned(epoch=0, run=0)
     assert ledger.hand_out(0, 1) == ()
     assert (ledger.in_hand(0), ledger.in_hand(1)) == (2, 8)
     assert ledger.receipt(BatchRef(0, 0, 1), 0)
@@ -62,7 +62,7 @@ def test_what_a_lost_worker_had_is_handed_out_again_once() -> None:
     first, second = ledger.hand_out(1, 3), ledger.hand_out(0, 2)
     assert ledger.receipt(first[1], 1)
     assert (ledger.lost(1), ledger.lost(1)) == (2, 0)
-    assert ledger.supply(0) == Supply(epoch=5, run=5)
+    assert ledger.unassigned(0) == Unassigned(epoch=5, run=5)
     assert ledger.hand_out(1, 9) == ()
     assert ledger.hand_out(2, 3) == (first[0], first[2], BatchRef(0, 0, 5))
     assert ledger.lost(2) == 3  # the taker dies, too

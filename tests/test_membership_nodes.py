@@ -16,7 +16,7 @@ from gradstream.deadlines import Deadlines
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.events import StartedEvent, StepEvent
 from gradstream.membership import Coordinator, Member, Membership, Outcome, RunAbortedError
-from gradstream.membership.assignment import Assignment
+from gradstream.membership.assignment import BatchAssignment
 from gradstream.runtime import Network, Partition, VirtualCluster, World
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
@@ -59,7 +59,7 @@ class Cluster:
         membership = Membership(
             started,
             ledger,
-            assignment=Assignment(ledger, 2, lead_s=10.0),
+            assignment=BatchAssignment(ledger, 2, lead_s=10.0),
             survives_worker_loss=self.survives,
             software="1",
         )

@@ -8,7 +8,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.events import Event, FailedEvent, FinishedEvent, LeftEvent, StartedEvent
-from gradstream.membership.assignment import Assignment
+from gradstream.membership.assignment import BatchAssignment
 from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.membership.receipts import receipt_of
 from gradstream.membership.state import Membership
@@ -29,7 +29,7 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
         total_steps=2 * workers * epochs,
     )
     ledger = Ledger(PartitionPlan(4 * workers, 2, workers), epochs=epochs)
-    assignment = Assignment(ledger, workers, lead_s=10.0)
+    assignment = BatchAssignment(ledger, workers, lead_s=10.0)
     return Membership(started, ledger, survives_worker_loss=survives, software="1", assignment=assignment)
 
 

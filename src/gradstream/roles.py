@@ -27,7 +27,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError
 from gradstream.events import StartedEvent
-from gradstream.membership.assignment import Assignment
+from gradstream.membership.assignment import BatchAssignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.coordinator import Coordinator
 from gradstream.membership.cut import Limits
@@ -155,6 +155,12 @@ class Cast:
             done=self.resume.done if self.resume is not None else Done(),
         )
         plan = plan_of(self.data, division)
+        if self.assignment == "queue" and not isinstance(plan, QueuePlan):
+            raise ConfigError(
+                f"assignment='queue': the data {self.data.name!r} is a stream, is read ahead, or brings its "
+                f"own plan ({plan!r}), so each worker needs a part of its own; leave assignment out: others "
+                "take what is left of a part at its end"
+            )
         joined = plan if self.accumulate == 1 else JoinedPlan(plan, self.accumulate)
         if self.balanced:
             self._check_balanced(plan, joined)
@@ -235,7 +241,7 @@ class Cast:
             balance=Balance(ledger.plan) if rounds and self.balanced and isinstance(ledger, Ledger) else None,
             assignment=None
             if rounds or isinstance(ledger, OpenLedger)
-            else Assignment(ledger, self.workers, 2 * self.deadlines.lease_s),
+            else BatchAssignment(ledger, self.workers, 2 * self.deadlines.lease_s),
             turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
         )
         return Coordinator(

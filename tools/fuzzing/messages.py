@@ -23,7 +23,7 @@ from gradstream.data.plan import RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
 from gradstream.events import MachineEvent, StartedEvent, encode
-from gradstream.membership.assignment import Assignment
+from gradstream.membership.assignment import BatchAssignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.event_gate import EventGate
 from gradstream.membership.instructions import Emit, Refuse
@@ -110,7 +110,7 @@ def _membership(*, joined: bool = True) -> Membership:
 def _asynchronous() -> Membership:
     """Of two workers that ask for minibatches, whose sizes are measured."""
     ledger = Ledger(QueuePlan(32, 8, WORKERS, shares="measured"), epochs=2)
-    assignment = Assignment(ledger, WORKERS, lead_s=10.0)
+    assignment = BatchAssignment(ledger, WORKERS, lead_s=10.0)
     return _joined(
         Membership(_started(), ledger, survives_worker_loss=True, software="1", assignment=assignment)
     )

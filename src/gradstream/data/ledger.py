@@ -25,7 +25,7 @@ from gradstream.data.base import BatchRef, Plan
 from gradstream.data.done import Done
 from gradstream.errors import ConfigError, InternalError
 
-__all__ = ["Ledger", "Supply"]
+__all__ = ["Ledger", "Unassigned"]
 
 Piece = tuple[int, int]
 """(k, count): so many numbers of a line, from k on."""
@@ -80,7 +80,7 @@ class _Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class Unassigned:
     """What there is to hand out to a worker.
 
     Args:
@@ -248,18 +248,18 @@ class Ledger:
 
     # ---- handing out --------------------------------------------------------------------
 
-    def supply(self, taker: int) -> Supply:
+    def unassigned(self, taker: int) -> Unassigned:
         """What there is to hand out to a worker now. Nothing for one that is lost."""
         number = None if taker in self._lost else self._next_line(taker)
         if number is None:
-            return Supply(0, 0)
+            return Unassigned(0, 0)
         k = self._lines[number].first()
         assert k is not None
         behind = self.plan.nth(number, k).epoch + 1
         open_to_it = [other for other in range(len(self._lines)) if self._is_open(other, taker)]
         stops = {other: self.plan.batches_before(other, behind) for other in open_to_it}
         epoch = sum(self._lines[other].num_free(stop) for other, stop in stops.items())
-        return Supply(epoch, sum(self._lines[other].num_free() for other in open_to_it))
+        return Unassigned(epoch, sum(self._lines[other].num_free() for other in open_to_it))
 
     def _is_open(self, number: int, taker: int) -> bool:
         """Whether a worker may be given of a line."""

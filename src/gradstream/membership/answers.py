@@ -8,7 +8,7 @@ from __future__ import annotations
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import Speed
-from gradstream.membership.assignment import Assignment
+from gradstream.membership.assignment import BatchAssignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.claims import Claims
 from gradstream.membership.cut import Cuts
@@ -43,7 +43,7 @@ class Answers:
         phases: Phases,
         cuts: Cuts,
         balance: Balance | None,
-        assignment: Assignment | None,
+        assignment: BatchAssignment | None,
         turns: Turns | None,
         claims: Claims,
     ) -> None:

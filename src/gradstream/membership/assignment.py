@@ -29,12 +29,12 @@ from collections.abc import Sequence
 
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import unjoined
-from gradstream.data.ledger import Ledger, Supply
+from gradstream.data.ledger import Ledger, Unassigned
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import Speed, better
 from gradstream.events import SharesEvent
 
-__all__ = ["Assignment"]
+__all__ = ["BatchAssignment"]
 
 FEW = 2
 """Minibatches: a worker has one in hand while it computes another, and asks meanwhile."""
@@ -49,7 +49,7 @@ MOST = 256
 """Minibatches in one answer."""
 
 
-class Assignment:
+class BatchAssignment:
     """Hands out the minibatches of a ledger.
 
     Args:
@@ -94,20 +94,20 @@ class Assignment:
             in_hand: minibatches of the worker that are not in the model yet.
             at_s: now.
         """
-        supply = self._ledger.supply(rank)
-        if not supply.run:
+        left_over = self._ledger.unassigned(rank)
+        if not left_over.run:
             return ()
         size = self._size(rank, present)
-        if not size or self._others_sooner(rank, present, supply, in_hand, at_s):
+        if not size or self._others_sooner(rank, present, left_over, in_hand, at_s):
             return ()
         self._denied_s.pop(rank, None)
-        return self._ledger.hand_out(rank, self._limit(rank, present, size, supply), size)
+        return self._ledger.hand_out(rank, self._limit(rank, present, size, left_over), size)
 
     def _size(self, rank: int, present: Sequence[int]) -> int:
         """Units of its minibatch. 0: the others take all."""
         return self._sizes[rank] or (0 if any(self._sizes[other] for other in present) else max(self._sizes))
 
-    def _limit(self, rank: int, present: Sequence[int], size: int, supply: Supply) -> int:
+    def _limit(self, rank: int, present: Sequence[int], size: int, left_over: Unassigned) -> int:
         """How many minibatches it may have more."""
         known = self._speeds[rank].per_s
         if not known:
@@ -117,13 +117,13 @@ class Assignment:
         share = known / math.fsum(self._per_s(present).values()) if self._ledger.helping else 1.0
         half = share / (2 * size)
         few = max(FEW, known * FEW_S / size)
-        block = max(supply.epoch * half, min(few, supply.run * half))
+        block = max(left_over.epoch * half, min(few, left_over.run * half))
         lead = max(FEW, known * self._lead_s / size)
         shown = max(FEW, self._speeds[rank].rounds ** 2)
         return max(1, min(MOST, math.ceil(block), math.floor(lead), math.floor(shown)))
 
     def _others_sooner(
-        self, rank: int, present: Sequence[int], supply: Supply, in_hand: int, at_s: float
+        self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, at_s: float
     ) -> bool:
         """Whether the others can do all that is left before this worker has done one more."""
         if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.helping:
@@ -131,7 +131,7 @@ class Assignment:
         per_s = self._per_s(present)
         each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
         done_s = (in_hand + 1) * each_s[rank]
-        left = supply.run
+        left = left_over.run
         for worker in present:
             if worker != rank:
                 more = math.ceil(done_s / each_s[worker]) - 1 - self._ledger.in_hand(worker)

@@ -25,7 +25,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.events import DriveEvent, JoinedEvent, LeftEvent, StartedEvent
 from gradstream.membership.admission import Admission
 from gradstream.membership.answers import Answers
-from gradstream.membership.assignment import Assignment
+from gradstream.membership.assignment import BatchAssignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.claims import Claims
 from gradstream.membership.cut import Cut, Cuts, Limits
@@ -87,7 +87,7 @@ class Membership:
         resume: Resume | None = None,
         limits: Limits | None = None,
         balance: Balance | None = None,
-        assignment: Assignment | None = None,
+        assignment: BatchAssignment | None = None,
         quorum: int | None = None,
         turns: Turns | None = None,
     ) -> None:
