@@ -27,6 +27,7 @@ from gradstream.membership.assignment import BatchAssignment
 from gradstream.membership.balance import Balance
 from gradstream.membership.event_gate import EventGate
 from gradstream.membership.instructions import Emit, Refuse
+from gradstream.membership.keeping_desk import lies_in
 from gradstream.membership.receipts import receipt_of
 from gradstream.membership.state import Membership
 from gradstream.remote.roster import Roster
@@ -209,6 +210,16 @@ def _events(data: bytes) -> None:
     assert all(event["node"] == "worker-0" for event in admitted.events)
 
 
+def _keep(data: bytes) -> None:
+    """A part of a checkpoint that a holder sends: what is accepted lies inside its own ranges."""
+    ranges = [(0, 64), (128, 256)]
+    part = v1.Part.FromString(data[1:])
+    if not lies_in(ranges, part):
+        raise GradstreamError("refused")
+    written = range(part.offset_bytes, part.offset_bytes + len(part.data))
+    assert any(start <= written.start and written.stop <= stop for start, stop in ranges)
+
+
 # ---- a shard ------------------------------------------------------------------------------
 
 
@@ -316,6 +327,7 @@ DECODERS = (
         (GradstreamError, DecodeError),
         _asked,
     ),
+    _message("keep", _keep, v1.Part(offset_bytes=130, data=b"abcd"), v1.Part(offset_bytes=0, data=b"x" * 64)),
     Decoder("event-gate", _events, [b"\n".join([*_LINES, b""])], ()),
     _message(
         "push",

@@ -15,7 +15,7 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["KeepingDesk"]
+__all__ = ["KeepingDesk", "lies_in"]
 
 WRITE_BYTES = 8 << 20
 """So much is gathered before it is written, and made durable, at once."""
@@ -43,7 +43,7 @@ class KeepingDesk:
         ranges, parts = self._keeper.ranges_of(who, path), list[tuple[int, bytes]]()
         while (received := await stream.recv()) is not None:
             part = v1.Part.FromString(received.frame.body.data)
-            if not _lies_in(ranges, part):
+            if not lies_in(ranges, part):
                 text = f"{who} may not write {len(part.data)} bytes at {part.offset_bytes} of {path[:200]!r}"
                 raise RefusedError(self._name, "BAD_REQUEST", f"{text}: expected its own of an open draft")
             parts.append((part.offset_bytes, part.data))
@@ -84,7 +84,7 @@ class KeepingDesk:
             raise RefusedError(self._name, "INTERNAL", f"{type(error).__name__}: {error}") from error
 
 
-def _lies_in(ranges: Sequence[tuple[int, int]], part: v1.Part) -> bool:
+def lies_in(ranges: Sequence[tuple[int, int]], part: v1.Part) -> bool:
     """Whether a part is inside one of some growing ranges of bytes, [start, stop)."""
     index = bisect_right(ranges, part.offset_bytes, key=lambda one: one[0]) - 1
     return index >= 0 and part.offset_bytes + len(part.data) <= ranges[index][1]

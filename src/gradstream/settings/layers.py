@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -47,7 +48,7 @@ def apply(job: Job, layers: Iterable[Sequence[Setting]]) -> Job:
 class _Draft:
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._hints = {key: hint for key, hint in typing.get_type_hints(Job).items() if key not in OF_THE_JOB}
+        self._hints = _hints_of_a_job()
         self._values: dict[str, Setting] = {}  # by field of the job
         self._parts: dict[str, dict[str, Setting]] = {}  # by field that is a record, by its field
         self._cleared: set[str] = set()
@@ -156,6 +157,12 @@ class _Draft:
         return ConfigError(
             f"unknown key `{setting.key}` in {setting.origin}; known: {', '.join(sorted(known))}"
         )
+
+
+@functools.cache
+def _hints_of_a_job() -> Mapping[str, Any]:
+    """Setting -> annotation; resolving them takes longer than all the rest of a job's settings."""
+    return {key: hint for key, hint in typing.get_type_hints(Job).items() if key not in OF_THE_JOB}
 
 
 def _names(setting: Setting) -> bool:
