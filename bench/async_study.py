@@ -1,17 +1,17 @@
 """Question: which way of training asynchronously is best, when each is tuned alike?
 
 30 virtual machines with 4 samples each train a network of 101,770 parameters on real data, by every
-asynchronous method that gradstream has, beside the synchronous one and single machines. Time is virtual,
-gradients and strategies are the real ones. Every method has the same budget: a grid of learning rates under
-one seed, then its best rate under five others.
+asynchronous method that gradstream has, beside the synchronous ones and single machines; then fewer methods
+on uneven machines, on data that is divided by label, with a convolutional network; and DistBelief's Figures 4
+and 5. Time is virtual, gradients and strategies are the real ones. Every method has the same budget.
 
     nice -n 19 python bench/async_study.py          # all that is missing of it, two runs at a time
-    python bench/async_study.py --only downpour     # methods whose names begin so
-    python bench/async_study.py --page              # no runs: record, plots and page of what is there
+    python bench/async_study.py --only uneven       # one scene
+    python bench/async_study.py --page              # no runs: record, plots and pages of what is there
     python bench/async_study.py --quick --into DIR  # a small one, elsewhere
 
 Each finished run is a line of bench/results/async-study.jsonl, so that it can be stopped and started again.
-Keeps bench/results/async-study.json, and the plots and tables of docs/strategies/study.md.
+Keeps bench/results/async-study.json, and the plots and tables of docs/strategies/study.md and distbelief.md.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gradstream.cluster.machine import describe_machine, git_commit
 from marks import put
-from study import findings, ledger, page, plots, subject
-from study.methods import METHODS, Method
-from study.runs import Key, Setting, row_of
+from study import ledger, page, plots, subject
+from study.findings import findings
+from study.methods import BY_NAME
+from study.runs import Key, row_of
+from study.scenes import COUNTS, FIGURE_4, SCENES, Scene, warm_start
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGES = ROOT / "bench" / "results", ROOT / "docs" / "strategies"
@@ -36,10 +38,9 @@ RESULTS, PAGES = ROOT / "bench" / "results", ROOT / "docs" / "strategies"
 DRAWN = (
     "single",
     "synchronous",
+    "allreduce",
     "downpour",
     "downpour-adagrad",
-    "softsync-1",
-    "softsync-15-aware",
     "softsync-30-aware",
     "ssp",
     "elastic",
@@ -49,83 +50,105 @@ DRAWN = (
 )
 """Methods whose curves are drawn; tables have all."""
 
-WHOLE = ledger.Budget(
-    rates=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0), epochs=10, tuning_seed=0, seeds=(1, 2, 3, 4, 5)
-)
-QUICK = ledger.Budget(rates=(0.01, 3.0), epochs=1, tuning_seed=0, seeds=(1,))
+
+def quick_scenes() -> list[Scene]:
+    """One epoch, two rates and a seed, of few methods."""
+    equal, _, four, _, by_label, *_ = SCENES
+    brief = {"epochs": 1.0, "rates": (0.01, 3.0), "rungs": ((1.0, 1),), "seeds": (1,)}
+    return [
+        replace(equal, methods=(BY_NAME["single"], BY_NAME["downpour"]), timed=("single",), **brief),
+        replace(by_label, methods=(BY_NAME["downpour"], BY_NAME["allreduce"]), timed=(), **brief),
+        replace(four, methods=FIGURE_4[1:3], epochs=0.5, rates=(0.003,), rungs=((1.0, 1),), seeds=(1,)),
+    ]
 
 
-def record_of(methods: list[Method], rows: ledger.Rows, budget: ledger.Budget) -> dict[str, Any]:
+def record_of(scenes: Sequence[Scene], rows: ledger.Rows) -> dict[str, Any]:
     machine = describe_machine({})
     machine.pop("argv")
+    every = [unit for scene in scenes for unit in ledger.units(scene, rows)]
     return {
         "question": "which way of training asynchronously is best, when each is tuned alike?",
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": git_commit(ROOT),
+        "commits": sorted({row["commit"][:12] for row in rows.values() if row["commit"]}),
         "machine": machine,
         "world": {
             "sample_s": subject.SAMPLE_S,
             "jitter": subject.JITTER,
             "bandwidth_bytes_s": subject.BANDWIDTH_BYTES_S,
+            "speeds": subject.SLOW,
         },
-        "budget": asdict(budget),
         "runs": len(rows),
-        "findings": findings.findings(methods, rows, budget),
+        "hours": round(sum(row["cpu_s"] for row in rows.values()) / 3600, 1),
+        "complete": all(key in rows for unit in every for key in ledger.needed(unit, rows)),
+        "target": ledger.TARGET,
+        "scenes": {scene.name: findings(scene, rows) for scene in scenes},
     }
 
 
 def draw(record: dict[str, Any], folder: Path) -> None:
-    methods = record["findings"]["methods"]
-    found = {name: methods[name] for name in DRAWN if name in methods and methods[name]["by_rate"]}
-    lines = {one["title"]: one["curve"] for one in found.values() if one.get("curve")}
-    equal_s = record["findings"]["equal_s"]
-    if lines:
-        longest_s = 3 * equal_s if equal_s else max(points[-1][1] for points in lines.values())
-        epoch = subject.data().num_samples
-        plots.curves(lines, folder / "study-curves.svg", epoch=epoch, longest_s=longest_s)
+    """The plots, of what there is of them."""
+    equal = record["scenes"]["equal"]
+    found = {name: one for name in DRAWN if (one := equal["units"].get(name))}
+    if lines := {one["title"]: one["curve"] for one in found.values() if one.get("curve")}:
+        longest_s = 2 * equal["equal_s"] if equal["equal_s"] else max(line[-1][1] for line in lines.values())
+        plots.curves(lines, folder / "study-curves.svg", epoch=subject.TRAIN_SAMPLES, longest_s=longest_s)
     if found:
         plots.sensitivity(
             {one["title"]: one["by_rate"] for one in found.values()}, folder / "study-rates.svg"
         )
+    four = record["scenes"].get("figure-4", {"units": {}})["units"].values()
+    if lines := {one["title"]: one["curve"] for one in four if one.get("curve")}:
+        plots.over_time(lines, folder / "distbelief-figure-4.svg")
+    five = record["scenes"].get("figure-5", {"units": {}})["units"]
+    by_rule = {
+        title: [
+            (count, one["seconds"], one["seconds_deviation"])
+            for count in COUNTS
+            if (one := five.get(f"{rule}-{count}", {})).get("seconds") is not None
+        ]
+        for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad"))
+    }
+    if any(by_rule.values()):
+        plots.time_to(by_rule, folder / "distbelief-figure-5.svg", ledger.TARGET)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one epoch, two rates, a seed, two methods")
+    parser.add_argument("--quick", action="store_true", help="a small one")
     parser.add_argument("--page", action="store_true", help="run nothing")
-    parser.add_argument("--only", default="", help="methods whose names begin so")
+    parser.add_argument("--only", choices=[scene.name for scene in SCENES], help="run one scene only")
     parser.add_argument("--processes", type=int, default=2, help="at a time")
     parser.add_argument("--into", type=Path, help="where everything goes, instead of the repository")
     given = parser.parse_args()
     results, pages = given.into or RESULTS, given.into or PAGES
-    budget, path = (QUICK if given.quick else WHOLE), results / "async-study.jsonl"
-    methods = list(METHODS)
-    wanted = [method for method in methods if method.name.startswith(given.only)]
-    if given.quick:
-        wanted = methods = [m for m in wanted if m.name in ("single", "downpour")]
-    setting = Setting(subject.cluster())
-    by_name, commit = {method.name: method for method in METHODS}, git_commit(ROOT)
+    path, commit = results / "async-study.jsonl", git_commit(ROOT)
+    scenes = quick_scenes() if given.quick else list(SCENES)
+    wanted = [scene for scene in scenes if given.only in (None, scene.name)]
+    by_name = {(scene.name, method.name): (scene, method) for scene in wanted for method in scene.methods}
+
+    def next_due(rows: ledger.Rows, begun: Collection[Key]) -> Key | None:
+        return ledger.due(wanted, rows, begun)
 
     def work(key: Key) -> ledger.Row:
-        return {**row_of(by_name[key.method], key, setting), "commit": commit}
+        scene, method = by_name[key.scene, key.method]
+        return {**row_of(scene, method, key), "commit": commit}
 
     if not given.page:
-        subject.data()  # read once, before there are processes
-        next_due = partial(_due, wanted, budget)
+        for scene in wanted:  # read, and warmed up, once, before there are processes
+            scene.data(0), scene.data(1)
+        if any(scene.watched for scene in wanted):
+            warm_start()
         ledger.work_off(next_due, work, path, processes=given.processes)
-    record = record_of(methods, ledger.read_rows(path), budget)
+    record = record_of(scenes, ledger.read_rows(path))
     (results / "async-study.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(record, pages)
-    for name, text in page.study_tables(record).items():
-        print(f"\n{name}\n{text}")
-    if (pages / "study.md").exists():
-        put(pages / "study.md", page.study_tables(record))
-
-
-def _due(methods: list[Method], budget: ledger.Budget, rows: ledger.Rows, begun: Any) -> Key | None:
-    return ledger.due(methods, rows, begun, budget)
+    for name, tables in page.tables(record).items():
+        for place, text in tables.items():
+            print(f"\n{place}\n{text}")
+        if (pages / f"{name}.md").exists():
+            put(pages / f"{name}.md", tables)
 
 
 if __name__ == "__main__":

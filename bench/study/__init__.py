@@ -1,6 +1,7 @@
-"""What `bench/async_study.py` and `bench/distbelief_figures.py` are made of.
+"""What `bench/async_study.py` is made of.
 
-    subject ──▶ methods ──▶ runs ──▶ ledger ──▶ findings ──▶ page, plots
+    subject, methods ──▶ scenes ──▶ runs ──▶ ledger ──▶ findings ──▶ page, plots
 
-A model and machines; ways to train it; one run as a row; rows in a file; figures of rows; what a reader sees.
+Models, data and machines; ways to train; which of them meet on which machines; one run as a row; rows in a
+file, and what is due; figures of rows; what a reader sees.
 """

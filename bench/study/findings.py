@@ -1,99 +1,107 @@
-"""Figures of a study, as pure functions of its rows."""
+"""Figures of a scene, as pure functions of its rows."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from study.ledger import Budget, Row, Rows, best_rate
-from study.methods import BATCH, WORKERS, Method
-from study.runs import CHANCE, Key
+from study.ledger import TARGET, Row, Rows, Unit, best_rate, equal_s, pace_s, seconds_to, units
+from study.methods import BATCH, WORKERS
+from study.scenes import TUNING_SEED, Scene
 
-__all__ = ["ITERATION", "NEAR", "TARGET", "at_time", "findings", "samples_to"]
+__all__ = ["ITERATION", "NEAR", "findings", "interval"]
 
 ITERATION = WORKERS * BATCH
 """Samples of an iteration, however many updates are made of them."""
-TARGET = 0.82
-"""Test accuracy that "iterations needed" counts to."""
 NEAR = 0.02
 """A rate is as good as the best one within so much accuracy."""
-CLOCK = "downpour"
-"""Whose end is the equal virtual time."""
+BESIDE = ("synchronous", "allreduce", "downpour", "single-momentum")
+"""What differences are taken to."""
+_T_95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t by degrees of freedom: 2.5 % lie beyond it."""
 
 
-def at_time(row: Row, seconds: float) -> float:
-    """Accuracy after so many virtual seconds: of the evaluations before and after, in proportion."""
-    if row["failed"]:
-        return CHANCE
-    times = [0.0, *(point[1] for point in row["curve"])]
-    accuracies = [CHANCE, *(point[2] for point in row["curve"])]
-    return _between(times, accuracies, seconds)
+def findings(scene: Scene, rows: Rows) -> dict[str, Any]:
+    """By unit: what its best rate gives, what each rate gives, and what an iteration costs.
 
-
-def samples_to(row: Row, accuracy: float) -> float | None:
-    """Samples gone through when this accuracy was first reached; None where it never was."""
-    before = (0.0, CHANCE)
-    for samples, _, reached in row["curve"]:
-        if reached >= accuracy:
-            share = (accuracy - before[1]) / (reached - before[1])
-            return float(before[0] + share * (samples - before[0]))
-        before = (samples, reached)
-    return None
-
-
-def findings(methods: Sequence[Method], rows: Rows, budget: Budget) -> dict[str, Any]:
-    """By method: what its best rate gives, what each rate gives, and what an iteration costs.
-
-    A method some of whose runs are still missing has what can be said without them.
+    A unit some of whose runs are still missing has what can be said without them.
     """
-    clock = _reported(rows, CLOCK, budget)
-    equal_s = statistics.fmean(row["virtual_s"] for row in clock) if clock else None
+    found = {unit.name: _of_one(unit, rows) for unit in units(scene, rows)}
+    for one in found.values():
+        one["minus"] = {
+            name: interval(one["accuracies"], other["accuracies"])
+            for name, other in found.items()
+            if other is not one and name in BESIDE
+        }
     return {
-        "equal_s": equal_s,
-        "target": TARGET,
-        "methods": {method.name: _of_one(method, rows, budget, equal_s) for method in methods},
+        "title": scene.title,
+        "epochs": scene.epochs,
+        "equal_s": equal_s(scene, rows),
+        "clock": scene.clock,
+        "rates": list(scene.rates),
+        "rungs": [list(rung) for rung in scene.rungs],
+        "seeds": list(scene.seeds),
+        "units": found,
     }
 
 
-def _of_one(method: Method, rows: Rows, budget: Budget, equal_s: float | None) -> dict[str, Any]:
-    tuned = {lr: rows.get(Key(method.name, lr, budget.tuning_seed, budget.epochs)) for lr in budget.rates}
+def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+    """Mean of the differences, seed by seed, and half of the interval that has it in 95 of 100 cases.
+
+    None where not all seeds of both are there, or they are one.
+    """
+    if len(ours) != len(theirs) or len(ours) < 2:
+        return None
+    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+    half = _T_95[len(ours) - 1] * statistics.stdev(differences) / math.sqrt(len(ours))
+    return statistics.fmean(differences), half
+
+
+def _of_one(unit: Unit, rows: Rows) -> dict[str, Any]:
+    scene, best = unit.scene, best_rate(unit, rows)
+    share = scene.rungs[0][0]
+    tuned = {lr: rows.get(unit.key(lr, TUNING_SEED, share)) for lr in scene.rates}
     by_rate = {f"{lr:g}": row["accuracy"] for lr, row in tuned.items() if row is not None}
-    best, reported = best_rate(rows, method.name, budget), _reported(rows, method.name, budget)
     found: dict[str, Any] = {
-        "title": method.title,
-        "strategy": method.strategy,
-        "options": dict(method.options),
-        "exponent": method.exponent,
+        "title": unit.method.title,
+        "workers": unit.method.workers,
+        "epochs": unit.epochs,
+        "timed": unit.timed,
+        "exponent": unit.method.exponent,
         "by_rate": by_rate,
         "failed": [f"{lr:g}" for lr, row in tuned.items() if row is not None and row["failed"]],
         "rate": best,
-        "seeds": len(reported),
+        "at_edge": best in (scene.rates[0], scene.rates[-1]),
+        "accuracies": [],
     }
-    if best is not None:
-        top = max(by_rate.values())
-        found["near"] = sum(accuracy >= top - NEAR for accuracy in by_rate.values()) / len(by_rate)
-    if reported:
-        found |= _of_reported(reported, equal_s)
+    if by_rate:
+        found["near"] = sum(one >= max(by_rate.values()) - NEAR for one in by_rate.values()) / len(by_rate)
+    if (pace := pace_s(unit, rows)) is not None:
+        found["iteration_s"] = pace * ITERATION
+    there = [] if best is None else [rows.get(unit.key(best, seed)) for seed in scene.seeds]
+    reported = [row for row in there if row is not None]
+    if reported and len(reported) == len(there):
+        found |= _of_reported(reported)
     return found
 
 
-def _of_reported(reported: Sequence[Row], equal_s: float | None) -> dict[str, Any]:
+def _of_reported(reported: Sequence[Row]) -> dict[str, Any]:
     accuracies = [row["accuracy"] for row in reported]
-    iteration_s = statistics.fmean(row["virtual_s"] * ITERATION / row["curve"][-1][0] for row in reported)
-    needed = [samples_to(row, TARGET) for row in reported]
-    reached = [samples / ITERATION for samples in needed if samples is not None]
-    iterations = statistics.fmean(reached) if len(reached) == len(reported) else None
+    times = [seconds for row in reported if (seconds := seconds_to(row, TARGET)) is not None]
+    reached = len(times) == len(reported)
     return {
-        "accuracy": statistics.fmean(accuracies),
-        "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
         "accuracies": accuracies,
-        "at_equal_s": None if equal_s is None else statistics.fmean(at_time(r, equal_s) for r in reported),
+        "accuracy": statistics.fmean(accuracies),
+        "deviation": _deviation(accuracies),
+        "train_accuracy": _mean(
+            row["curve"][-1][3] if len(row["curve"][-1]) > 3 else None for row in reported
+        ),
         "virtual_s": statistics.fmean(row["virtual_s"] for row in reported),
-        "iteration_s": iteration_s,
-        "iterations": iterations,
-        "seconds": None if iterations is None else iterations * iteration_s,
+        "reached": len(times),
+        "seconds": statistics.fmean(times) if reached else None,
+        "seconds_deviation": _deviation(times) if reached else None,
         "staleness_mean": _mean(row["staleness_mean"] for row in reported),
         "staleness_max": max((row["staleness_max"] or 0 for row in reported), default=0),
         "updates": statistics.fmean(row["updates"] for row in reported),
@@ -102,12 +110,8 @@ def _of_reported(reported: Sequence[Row], equal_s: float | None) -> dict[str, An
     }
 
 
-def _reported(rows: Rows, method: str, budget: Budget) -> list[Row]:
-    best = best_rate(rows, method, budget)
-    if best is None:
-        return []
-    found = [rows.get(Key(method, best, seed, budget.epochs)) for seed in budget.seeds]
-    return [row for row in found if row is not None]
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _mean(values: Any) -> float | None:
@@ -116,18 +120,10 @@ def _mean(values: Any) -> float | None:
 
 
 def _mean_curve(reported: Sequence[Row]) -> list[list[float]]:
-    """[samples, seconds, accuracy] over the seeds, point by point."""
+    """[samples, seconds, accuracy] over the seeds, point by point; training accuracy too, where watched."""
     whole = [row["curve"] for row in reported if not row["failed"]]
     points: list[Mapping[int, Any]] = [list(point) for point in zip(*whole, strict=False)]  # type: ignore[misc]
-    return [[statistics.fmean(one[axis] for one in point) for axis in range(3)] for point in points]
-
-
-def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Piecewise linear through the points; the last y behind them."""
-    place = bisect_left(xs, x)
-    if place >= len(xs):
-        return ys[-1]
-    if place == 0 or xs[place] == xs[place - 1]:
-        return ys[place]
-    share = (x - xs[place - 1]) / (xs[place] - xs[place - 1])
-    return ys[place - 1] + share * (ys[place] - ys[place - 1])
+    return [
+        [round(statistics.fmean(one[axis] for one in point), 4) for axis in range(len(point[0]))]
+        for point in points
+    ]

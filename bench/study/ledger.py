@@ -1,7 +1,7 @@
 """Finished runs as lines of a file, and what is to be run next: a study can be stopped and started again.
 
-What is due follows from what is there, so nothing is planned twice: first each rate of the grid under one
-seed, then the best rate under the seeds that are reported.
+What is due follows from what is there, so nothing is planned twice: the rates of the grid by successive
+halving under one seed, then the best of them under the seeds that are reported.
 """
 
 from __future__ import annotations
@@ -11,35 +11,152 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from study.methods import Method
-from study.runs import Key
+from study.runs import CHANCE, Key
+from study.scenes import TUNING_SEED, Scene
+from study.subject import TRAIN_SAMPLES
 
-__all__ = ["Budget", "Row", "Rows", "best_rate", "due", "read_rows", "work_off"]
+__all__ = [
+    "TARGET",
+    "Row",
+    "Rows",
+    "Unit",
+    "best_rate",
+    "due",
+    "equal_s",
+    "needed",
+    "pace_s",
+    "read_rows",
+    "seconds_to",
+    "units",
+    "work_off",
+]
 
 Row = Mapping[str, Any]
 Rows = Mapping[Key, Row]
+TARGET = 0.82
+"""Test accuracy that times are taken to."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The same for every method.
+class Unit:
+    """What is tuned and reported: a method in a scene, with a budget."""
 
-    Args:
-        rates: the grid of learning rates.
-        epochs: passes over the data of each run.
-        tuning_seed: under which the grid is gone through.
-        seeds: under which the best rate is reported.
+    scene: Scene
+    method: Method
+    epochs: float
+    timed: bool = False
+
+    @property
+    def name(self) -> str:
+        """In records."""
+        return f"{self.method.name}{'-timed' if self.timed else ''}"
+
+    def key(self, lr: float, seed: int, share: float = 1.0) -> Key:
+        """Of a run over a share of the epochs."""
+        return Key(self.scene.name, self.method.name, lr, seed, round(self.epochs * share, 3))
+
+
+# ---- what is due ----------------------------------------------------------------------------
+
+
+def units(scene: Scene, rows: Rows) -> list[Unit]:
+    """Of a scene; those with another budget of epochs are there once it is known how fast they are."""
+    whole = [Unit(scene, method, scene.epochs) for method in scene.methods]
+    time_s = equal_s(scene, rows)
+    timed = []
+    for unit in whole:
+        pace = pace_s(unit, rows)
+        if unit.method.name in scene.timed and time_s is not None and pace is not None:
+            epochs = round(time_s / pace / TRAIN_SAMPLES, 2)
+            timed.append(Unit(scene, unit.method, epochs, timed=True))
+    return whole + timed
+
+
+def equal_s(scene: Scene, rows: Rows) -> float | None:
+    """Virtual seconds that the scene's clock takes for its epochs."""
+    clock = next((method for method in scene.methods if method.name == scene.clock), None)
+    pace = pace_s(Unit(scene, clock, scene.epochs), rows) if clock else None
+    return None if pace is None else pace * scene.epochs * TRAIN_SAMPLES
+
+
+def pace_s(unit: Unit, rows: Rows) -> float | None:
+    """Virtual seconds a sample, of the first run: up to its last evaluation on the way.
+
+    The run ends later: the last receipts come with the next sign of life, a quarter of a second apart.
     """
+    row = rows.get(unit.key(unit.scene.rates[0], TUNING_SEED, unit.scene.rungs[0][0]))
+    if row is None or len(row["curve"]) < 2:
+        return None
+    samples, seconds = row["curve"][-2][:2]
+    return float(seconds / samples)
 
-    rates: tuple[float, ...]
-    epochs: int
-    tuning_seed: int
-    seeds: tuple[int, ...]
+
+def needed(unit: Unit, rows: Rows) -> Iterator[Key]:
+    """Runs of a unit that can be known to be needed, done or not, in their order."""
+    scene, rates = unit.scene, list(unit.scene.rates)
+    if scene.borrowed in (None, unit.method.name):
+        for share, keep in scene.rungs:
+            keys = [unit.key(lr, TUNING_SEED, share) for lr in rates]
+            yield from keys
+            if not all(key in rows for key in keys):
+                return
+            rates = sorted(
+                sorted(rates, key=lambda lr: _score(scene, rows[unit.key(lr, TUNING_SEED, share)]))[:keep]
+            )
+    best = best_rate(unit, rows)
+    if best is not None:
+        yield from (unit.key(best, seed) for seed in scene.seeds)
+
+
+def best_rate(unit: Unit, rows: Rows) -> float | None:
+    """What is left of the rates behind the last rung; None while tuning is not complete."""
+    scene, rates = unit.scene, list(unit.scene.rates)
+    if scene.borrowed not in (None, unit.method.name):
+        lender = next(method for method in scene.methods if method.name == scene.borrowed)
+        return best_rate(Unit(scene, lender, scene.epochs), rows)
+    for share, keep in scene.rungs:
+        found = {lr: rows.get(unit.key(lr, TUNING_SEED, share)) for lr in rates}
+        there = {lr: row for lr, row in found.items() if row is not None}
+        if len(there) < len(found):
+            return None
+        rates = sorted(rates, key=lambda lr: _score(scene, there[lr]))[:keep]
+    return rates[0]
+
+
+def _score(scene: Scene, row: Row) -> tuple[float, ...]:
+    """Less is better. Of two rates that are as good the smaller one is taken."""
+    seconds = seconds_to(row, TARGET) if scene.best == "time" else 0.0
+    return (float("inf") if seconds is None else seconds, -row["accuracy"], row["lr"])
+
+
+def seconds_to(row: Row, accuracy: float) -> float | None:
+    """Virtual seconds until this accuracy was reached, linearly between evaluations; None: it never was."""
+    before = (0.0, CHANCE)
+    for _, seconds, reached, *_ in row["curve"]:
+        if reached >= accuracy:
+            share = (accuracy - before[1]) / (reached - before[1])
+            return float(before[0] + share * (seconds - before[0]))
+        before = (seconds, reached)
+    return None
+
+
+def due(scenes: Sequence[Scene], rows: Rows, begun: Collection[Key]) -> Key | None:
+    """The next run to begin; None where all that can be known to be needed is done or under way."""
+    for scene in scenes:
+        for unit in units(scene, rows):
+            for key in needed(unit, rows):
+                if key not in rows and key not in begun:
+                    return key
+    return None
+
+
+# ---- the file -------------------------------------------------------------------------------
 
 
 def key_of(row: Row) -> Key:
@@ -53,27 +170,6 @@ def read_rows(path: Path) -> dict[Key, Row]:
     lines = path.read_text().splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return {key_of(row): row for row in rows}
-
-
-def best_rate(rows: Rows, method: str, budget: Budget) -> float | None:
-    """The rate of the highest accuracy in tuning, the smallest such; None while tuning is not complete."""
-    tuned = [rows.get(Key(method, lr, budget.tuning_seed, budget.epochs)) for lr in budget.rates]
-    if not all(tuned):
-        return None
-    return float(max(tuned, key=lambda row: (row["accuracy"], -row["lr"]))["lr"])  # type: ignore[index]
-
-
-def due(methods: Sequence[Method], rows: Rows, begun: Collection[Key], budget: Budget) -> Key | None:
-    """The next run to begin; None where all that can be known to be needed is done or under way."""
-    tuning = [Key(m.name, lr, budget.tuning_seed, budget.epochs) for m in methods for lr in budget.rates]
-    best = {method.name: best_rate(rows, method.name, budget) for method in methods}
-    reported = [
-        Key(name, lr, seed, budget.epochs)
-        for name, lr in best.items()
-        if lr is not None
-        for seed in budget.seeds
-    ]
-    return next((key for key in (*tuning, *reported) if key not in rows and key not in begun), None)
 
 
 def work_off(
@@ -143,7 +239,9 @@ def _tell(row: Row) -> None:
     failed = f" ({row['failed']})" if row["failed"] else ""
     tau = "-" if row["staleness_mean"] is None else f"{row['staleness_mean']:.1f}"
     print(
-        f"{row['method']:<24} lr {row['lr']:<8g} seed {row['seed']}  accuracy {row['accuracy']:.3f}{failed}  "
-        f"staleness {tau}  {row['virtual_s'] or 0:.1f} s virtual, {row['wall_s']:.1f} s here",
+        f"{row['scene']:<10} {row['method']:<24} lr {row['lr']:<8g} seed {row['seed']}  "
+        f"epochs {row['epochs']:<5g} "
+        f"accuracy {row['accuracy']:.3f}{failed}  staleness {tau}  "
+        f"{row['virtual_s'] or 0:.1f} s virtual, {row['cpu_s']:.1f} s here",
         flush=True,
     )

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import gradstream as gs
 from gradstream.optim.base import Optimizer
 from gradstream.registry import find_strategy
 from gradstream.strategies.base import Strategy
 
-__all__ = ["BATCH", "EXPONENTS", "METHODS", "WORKERS", "Method"]
+__all__ = [
+    "BATCH",
+    "BY_NAME",
+    "EXPONENTS",
+    "MEASURED",
+    "METHODS",
+    "PAPER",
+    "POWERS",
+    "WORKERS",
+    "Method",
+    "downpour",
+]
 
 WORKERS, BATCH = 30, 4
 """λ = 30 learners with 4 samples each: 120 in all, near the 128 of Zhang and others."""
@@ -32,7 +43,10 @@ class Method:
         strategy: by which name gradstream knows it.
         options: of the strategy.
         exponent: p, of those that are compared by it.
-        adagrad: the server's rule is Adagrad; else plain SGD.
+        adagrad: the rule is Adagrad; else SGD.
+        momentum: of SGD.
+        nesterov: the momentum is Nesterov's.
+        shares: None, or "measured": sizes of minibatches follow the machines' speeds.
         workers, batch: how many machines, and samples of a gradient.
     """
 
@@ -42,13 +56,18 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)
     exponent: float | None = None
     adagrad: bool = False
+    momentum: float = 0.0
+    nesterov: bool = False
+    shares: Literal["measured"] | None = None
     workers: int = WORKERS
     batch: int = BATCH
 
     def optimizer(self, lr: float, long: float) -> Optimizer:
-        """The server's rule at this rate; at a tenth of it after `long` epochs."""
+        """The run's rule at this rate; at a tenth of it after `long` epochs."""
         rate = gs.StepDecay(lr, every=long)
-        return gs.Adagrad(lr=rate, initial_accumulator=0.01) if self.adagrad else gs.SGD(lr=rate)
+        if self.adagrad:
+            return gs.Adagrad(lr=rate, initial_accumulator=0.01)
+        return gs.SGD(lr=rate, momentum=self.momentum, nesterov=self.nesterov)
 
     def made(self) -> Strategy:
         """The strategy. Raises UnknownNameError where gradstream has none of this name, or no such option."""
@@ -57,37 +76,43 @@ class Method:
 
 _LITERAL = {"overlap": False}
 
+
+def _softsync(splits: int, power: float, *, momentum: float = 0.0) -> Method:
+    rule = {0.0: "fixed rate", 1.0: "α/τ"}.get(power, f"α/τ^{power:g}")
+    suffix = {0.0: "", 1.0: "-aware"}.get(power, f"-power-{power:g}")
+    return Method(
+        f"softsync-{splits}{suffix}{'-momentum' if momentum else ''}",
+        f"{splits}-softsync, {rule}{f', momentum {momentum:g}' if momentum else ''}",
+        "softsync",
+        {"splits": splits, "power": power},
+        exponent=power if splits == WORKERS and not momentum else None,
+        momentum=momentum,
+    )
+
+
+def downpour(workers: int, *, adagrad: bool) -> Method:
+    """Downpour by number of replicas; of one it is SGD."""
+    name = "SGD" if workers == 1 else f"Downpour {workers}"
+    title = f"{name}{' + Adagrad' if adagrad else ''}"
+    kind = "adagrad" if adagrad else "sgd"
+    return Method(f"{kind}-{workers}", title, "downpour", _LITERAL, adagrad=adagrad, workers=workers)
+
+
 METHODS: tuple[Method, ...] = (
     Method("single", "one machine, batch 120", "downpour", _LITERAL, workers=1, batch=WORKERS * BATCH),
-    Method("synchronous", "synchronous", "synchronous"),
+    Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
+    Method("synchronous", "synchronous, by a server", "synchronous"),
+    Method("allreduce", "synchronous, by allreduce", "allreduce"),
+    Method("synchronous-momentum", "synchronous, momentum 0.9", "synchronous", momentum=0.9),
     Method("downpour", "Downpour, fixed rate", "downpour", _LITERAL),
     Method("downpour-adagrad", "Downpour + Adagrad", "downpour", _LITERAL, adagrad=True),
-    *(
-        Method(
-            f"softsync-{splits}{'-aware' if power else ''}",
-            f"{splits}-softsync, {'α/τ' if power else 'fixed rate'}",
-            "softsync",
-            {"splits": splits, "power": power},
-            exponent=power if splits == WORKERS else None,
-        )
-        for splits in (1, 15, WORKERS)
-        for power in (0.0, 1.0)
-    ),
-    *(
-        Method(
-            f"power-{power:g}",
-            f"30-softsync, α/τ^{power:g}",
-            "softsync",
-            {"splits": WORKERS, "power": power},
-            exponent=power,
-        )
-        for power in EXPONENTS
-        if power not in (0.0, 1.0)
-    ),
+    Method("downpour-momentum", "Downpour, momentum 0.9", "downpour", _LITERAL, momentum=0.9),
+    *(_softsync(splits, power) for splits in (1, 15, WORKERS) for power in (0.0, 1.0)),
     Method("ssp", "SSP, s = 3", "ssp", {"bound": 3}),
-    Method("elastic", "elastic averaging, τ = 10", "elastic-averaging", {"every": 10}),
     Method("dc-asgd", "DC-ASGD, constant", "dc-asgd", {"adaptive": False}),
     Method("dc-asgd-a", "DC-ASGD, adaptive", "dc-asgd", {"adaptive": True}),
+    Method("elastic", "EASGD, τ = 10", "elastic-averaging", {"every": 10}),
+    Method("eamsgd", "EAMSGD, τ = 10, δ = 0.99", "eamsgd", {"every": 10}, momentum=0.99, nesterov=True),
     Method("averaging", "parameter averaging, H = 10", "parameter-averaging", {"every": 10}),
     Method(
         "diloco",
@@ -96,5 +121,30 @@ METHODS: tuple[Method, ...] = (
         {"every": 10, "outer_lr": 0.7, "outer_momentum": 0.9},
     ),
     Method("one-shot", "parameter averaging, once", "parameter-averaging", {"every": None}),
-    Method("single-4", "one machine, batch 4", "downpour", _LITERAL, workers=1),
 )
+
+PAPER: tuple[Method, ...] = (
+    Method(
+        "single-momentum",
+        "one machine, batch 120",
+        "downpour",
+        _LITERAL,
+        momentum=0.9,
+        workers=1,
+        batch=WORKERS * BATCH,
+    ),
+    Method("synchronous-momentum", "synchronous", "synchronous", momentum=0.9),
+    *(_softsync(splits, power, momentum=0.9) for splits in (1, 15, WORKERS) for power in (0.0, 1.0)),
+)
+"""Zhang and others (2016): momentum 0.9, and the rate of one machine that has all 120 samples."""
+
+POWERS = tuple(_softsync(WORKERS, power) for power in EXPONENTS if power not in (0.0, 1.0))
+"""What is neither a fixed rate nor α/τ."""
+
+MEASURED = (
+    Method("allreduce-measured", "the same, measured shares", "allreduce", shares="measured"),
+    Method("ssp-measured", "SSP, s = 3, measured shares", "ssp", {"bound": 3}, shares="measured"),
+)
+"""For uneven machines."""
+
+BY_NAME = {method.name: method for method in METHODS}

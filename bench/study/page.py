@@ -6,48 +6,71 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from marks import table
-from study.findings import NEAR
+from study import subject
+from study.findings import ITERATION, NEAR
 from study.methods import EXPONENTS
+from study.scenes import COUNTS
 
-__all__ = ["state", "study_tables"]
+__all__ = ["tables"]
 
 Found = Mapping[str, Any]
+Units = Mapping[str, Found]
+SAME = "="
+"""What stands behind a difference whose interval has 0 in it."""
 
 
-def study_tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of the study's page, by the name of their place on it."""
-    found: Mapping[str, Found] = record["findings"]["methods"]
-    run = {name: one for name, one in found.items() if one["by_rate"]}
-    return {
-        "state": state(record, len(found)),
-        "accuracy": _accuracy(run, record["findings"]["equal_s"]),
-        "time": _time(run, record["findings"]["target"]),
-        "rates": _rates(run, record["budget"]["rates"]),
-        "exponents": _exponents(run, record["budget"]["rates"]),
+def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """By page, the tables by the name of their place on it."""
+    scenes, target = record["scenes"], record["target"]
+    equal = scenes["equal"]
+    study = {
+        "state": _state(record),
+        "accuracy": _accuracy(equal, "synchronous"),
+        "clock": _by_clock(equal),
+        "time": _time(equal["units"], target),
+        "rates": _rates(equal["units"], equal["rates"]),
+        "exponents": _exponents(_together(scenes, "equal", "exponents"), equal["rates"]),
     }
+    if "paper" in scenes:
+        study["paper"] = _accuracy(scenes["paper"], "single-momentum")
+    for name in ("uneven", "by-label", "cnn"):
+        if name in scenes:
+            study[name] = _accuracy(scenes[name], "allreduce")
+            study[f"{name}-clock"] = _by_clock(scenes[name])
+    pages = {"study": study}
+    if "figure-5" in scenes:
+        pages["distbelief"] = {
+            "state": _state(record),
+            "figure-4": _figure_4(scenes["figure-4"]["units"]),
+            "figure-5": _figure_5(scenes["figure-5"]["units"], target),
+        }
+    return pages
 
 
-def state(record: Mapping[str, Any], num_methods: int) -> str:
+def _together(scenes: Mapping[str, Any], *names: str) -> Units:
+    return {name: one for scene in names if scene in scenes for name, one in scenes[scene]["units"].items()}
+
+
+def _state(record: Mapping[str, Any]) -> str:
     """How far a study is, and where it was made."""
-    budget = record["budget"]
-    whole = num_methods * (len(budget["rates"]) + len(budget["seeds"]))
-    missing = "" if record["runs"] >= whole else "; what is missing below was not run yet"
     machine = record["machine"]["machine"]
+    whole = "All" if record["complete"] else "Not all is there yet:"
+    commits = ", ".join(record["commits"])
     return (
-        f"Made of {record['runs']} of {whole} runs, {record['date']}, on {machine['cores']} cores of an "
-        f"{machine['processor']}{missing}."
+        f"{whole} {record['runs']:,} runs, {record['hours']} hours of a core, {record['date']}, on "
+        f"{machine['cores']} cores of an {machine['processor']}, commits {commits}."
     )
 
 
-def _accuracy(found: Mapping[str, Found], equal_s: float | None) -> str:
-    alone = found.get("single", {}).get("rate")
+def _accuracy(scene: Mapping[str, Any], beside: str) -> str:
+    """At equal samples."""
+    units: Units = {name: one for name, one in scene["units"].items() if not one["timed"]}
     head = [
-        "",
+        f"{scene['epochs']:g} epochs",
         "rate",
-        "accuracy at equal samples",
+        "accuracy",
         "± of seeds",
-        f"after {equal_s or 0:.1f} s",
-        f"at {alone or 0:g}, one machine's rate",
+        f"minus {units[beside]['title']}" if beside in units else "minus",
         "staleness, mean",
         "at most",
         f"rates within {100 * NEAR:.0f} points",
@@ -55,40 +78,80 @@ def _accuracy(found: Mapping[str, Found], equal_s: float | None) -> str:
     rows = [
         [
             one["title"],
-            _number(one["rate"], "g"),
+            _rate(one),
             _percent(one.get("accuracy")),
             _points(one.get("deviation")),
-            _percent(one.get("at_equal_s")),
-            _percent(one["by_rate"].get(f"{alone:g}") if alone else None),
+            _difference(one["minus"].get(beside)),
             _number(one.get("staleness_mean"), ".1f"),
             _number(one.get("staleness_max"), "d"),
             _percent(one.get("near"), 0),
         ]
-        for one in found.values()
+        for one in units.values()
     ]
     return table(head, rows)
 
 
-def _time(found: Mapping[str, Found], target: float) -> str:
+def _by_clock(scene: Mapping[str, Any]) -> str:
+    """At equal time: each with a schedule that ends then."""
+    units: Units = scene["units"]
+    clock = scene["clock"]
+    in_time = {
+        name: one
+        for name, one in units.items()
+        if one["timed"] or (f"{name}-timed" not in units and one["workers"] > 1)
+    }
+    title = units[clock]["title"] if clock in units else clock
+    head = [
+        f"{scene['equal_s'] or 0:.1f} s",
+        "epochs",
+        "ms an iteration",
+        "rate",
+        "accuracy",
+        "± of seeds",
+        f"minus {title}",
+    ]
+    rows = [
+        [
+            one["title"],
+            f"{one['epochs']:g}",
+            _number(one["iteration_s"] * 1e3 if "iteration_s" in one else None, ".1f"),
+            _rate(one),
+            _percent(one.get("accuracy")),
+            _points(one.get("deviation")),
+            _difference(one["minus"].get(clock)),
+        ]
+        for one in sorted(in_time.values(), key=lambda one: -one.get("accuracy", 0.0))
+    ]
+    return table(head, rows)
+
+
+def _time(units: Units, target: float) -> str:
+    """Times to the target, in the runs of equal samples."""
     head = [
         "",
         "ms an iteration",
-        f"iterations to {100 * target:.0f} %",
-        "seconds",
-        "times one machine",
+        f"seconds to {100 * target:.0f} %",
+        "± of seeds",
+        "iterations",
+        "times the best single machine",
         "kB a gradient",
     ]
-    alone = found.get("single", {}).get("seconds")
+    alone = min(
+        (one["seconds"] for one in units.values() if one["workers"] == 1 and one.get("seconds")), default=None
+    )
     rows = []
-    for one in found.values():
-        seconds = one.get("seconds")
-        iteration_s = one.get("iteration_s")
+    for one in units.values():
+        if one["timed"]:
+            continue
+        seconds, iteration_s = one.get("seconds"), one.get("iteration_s")
+        known = seconds is not None and iteration_s is not None
         rows.append(
             [
                 one["title"],
                 _number(None if iteration_s is None else 1e3 * iteration_s, ".1f"),
-                _number(one.get("iterations"), ".0f"),
-                _number(seconds, ".2f"),
+                _number(seconds, ".2f") if known or "reached" not in one else _reached(one),
+                _number(one.get("seconds_deviation"), ".2f"),
+                _number(seconds / iteration_s if known else None, ".0f"),
                 _number(alone / seconds if alone and seconds else None, ".1f"),
                 _number(one["moved_bytes"] / 1e3 if "moved_bytes" in one else None, ".0f"),
             ]
@@ -96,10 +159,16 @@ def _time(found: Mapping[str, Found], target: float) -> str:
     return table(head, rows)
 
 
-def _rates(found: Mapping[str, Found], rates: Sequence[float]) -> str:
+def _reached(one: Found) -> str:
+    return f"{one['reached']} of {len(one['accuracies'])} seeds"
+
+
+def _rates(units: Units, rates: Sequence[float]) -> str:
     names = [f"{rate:g}" for rate in rates]
     rows = []
-    for one in found.values():
+    for one in units.values():
+        if one["timed"]:
+            continue
         cells = []
         for name in names:
             accuracy = _percent(one["by_rate"].get(name))
@@ -108,16 +177,78 @@ def _rates(found: Mapping[str, Found], rates: Sequence[float]) -> str:
     return table(["rate:", *names], rows)
 
 
-def _exponents(found: Mapping[str, Found], rates: Sequence[float]) -> str:
+def _exponents(units: Units, rates: Sequence[float]) -> str:
     """Where do we draw the line? By exponent."""
     names = [f"{rate:g}" for rate in rates]
     rows = []
     for exponent in EXPONENTS:
-        one = next((one for one in found.values() if one.get("exponent") == exponent), None)
+        one = next((one for one in units.values() if one.get("exponent") == exponent), None)
         if one is not None:
             tuned = [_percent(one["by_rate"].get(name)) for name in names]
-            rows.append([f"{exponent:g}", _number(one["rate"], "g"), _percent(one.get("accuracy")), *tuned])
-    return table(["p", "best rate", "accuracy", *(f"at {name}" for name in names)], rows)
+            accuracy, deviation = _percent(one.get("accuracy")), _points(one.get("deviation"))
+            rows.append([f"{exponent:g}", _rate(one), accuracy, deviation, *tuned])
+    return table(["p", "best rate", "accuracy", "± of seeds", *(f"at {name}" for name in names)], rows)
+
+
+def _figure_4(units: Units) -> str:
+    head = [
+        "",
+        "rate",
+        "test accuracy",
+        "± of seeds",
+        "training accuracy",
+        "staleness, mean",
+        "seconds an epoch",
+    ]
+    rows = [
+        [
+            one["title"],
+            _rate(one),
+            _percent(one.get("accuracy")),
+            _points(one.get("deviation")),
+            _percent(one.get("train_accuracy")),
+            _number(one.get("staleness_mean"), ".1f"),
+            _number(
+                one["iteration_s"] * subject.TRAIN_SAMPLES / ITERATION if "iteration_s" in one else None,
+                ".2f",
+            ),
+        ]
+        for one in units.values()
+    ]
+    return table(head, rows)
+
+
+def _figure_5(units: Units, target: float) -> str:
+    rows = []
+    for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad")):
+        found = [units.get(f"{rule}-{count}") for count in COUNTS]
+        rows.append([title, *(_seconds(one) for one in found)])
+        rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
+    return table([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
+
+
+def _seconds(one: Found | None) -> str:
+    if one is None or "reached" not in one:
+        return ""
+    if one["seconds"] is None:
+        return _reached(one)
+    return f"{one['seconds']:.2f} ± {one['seconds_deviation']:.2f}"
+
+
+def _rate(one: Found) -> str:
+    """The best one; at the edge of the grid it says so."""
+    if one["rate"] is None:
+        return ""
+    return f"{one['rate']:g}{' (edge)' if one['at_edge'] else ''}"
+
+
+def _difference(found: Sequence[float] | None) -> str:
+    """In points, with its interval of 95 %; `=` where they cannot be told apart."""
+    if found is None:
+        return ""
+    mean, half = found
+    same = f" {SAME}" if abs(mean) <= half else ""
+    return f"{100 * mean:+.1f} ± {100 * half:.1f}{same}"
 
 
 def _number(value: float | None, form: str) -> str:

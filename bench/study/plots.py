@@ -85,12 +85,12 @@ def over_time(lines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Non
     _save(figure, path)
 
 
-def time_to(lines: Mapping[str, Sequence[tuple[int, float | None]]], path: Path, accuracy: float) -> None:
-    """Virtual seconds to an accuracy over the number of machines, by title."""
+def time_to(lines: Mapping[str, Sequence[tuple[int, float, float]]], path: Path, accuracy: float) -> None:
+    """Virtual seconds to an accuracy over the number of machines, by title: (replicas, mean, deviation)."""
     figure, axis = _axes(1, 6.0)
     for title, points in lines.items():
-        there = [(count, seconds) for count, seconds in points if seconds is not None]
-        axis.plot([count for count, _ in there], [seconds for _, seconds in there], marker="o", label=title)
+        counts, seconds, deviations = zip(*points, strict=True) if points else ((), (), ())
+        axis.errorbar(counts, seconds, yerr=deviations, marker="o", capsize=3, label=title)
     axis.set(
         xscale="log", yscale="log", xlabel="replicas", ylabel=f"virtual seconds to {100 * accuracy:.0f} %"
     )

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from gradstream.errors import GradientError, RefusedError
 from gradstream.run import Run
-from gradstream.runtime.world import World
 from gradstream.simulate import simulate
 from study import subject
 from study.methods import Method
+from study.scenes import TUNING_SEED, Scene, warm_start
 
-__all__ = ["CHANCE", "Key", "Setting", "row_of"]
+__all__ = ["CHANCE", "Key", "row_of"]
 
 CHANCE = 0.1
 """Accuracy of a run that broke down: ten classes."""
@@ -27,69 +25,46 @@ CHANCE = 0.1
 class Key:
     """Which run: what its row in the ledger is found by."""
 
+    scene: str
     method: str
     lr: float
     seed: int
-    epochs: int
+    epochs: float
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for all runs of a study.
-
-    Args:
-        world: machines and network.
-        begin: first parameters; None for random ones, by the seed.
-        watched: look at training samples as well; see `subject.data`.
-        looks: evaluations an epoch, about.
-        long: share of the epochs at the full rate; the rest goes at a tenth of it.
-    """
-
-    world: World
-    begin: Mapping[str, np.ndarray[Any, Any]] | None = None
-    watched: bool = False
-    looks: int = 1
-    long: float = 0.8
-
-    def every(self, method: Method) -> int | Literal["epoch"]:
-        """Steps of a worker between two evaluations."""
-        if self.looks == 1:
-            return "epoch"
-        samples = subject.data().num_samples / method.workers
-        return max(1, math.ceil(samples / method.batch) // self.looks)
-
-
-def row_of(method: Method, key: Key, setting: Setting) -> dict[str, Any]:
+def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
     """Runs it. A run whose numbers grow beyond all bounds is a result too: accuracy by chance.
 
     Returns:
         The key's fields, and
-        accuracy: of the final parameters, on the 1,000 held-out samples.
+        accuracy: of the final parameters, on the held-out samples: `Scene.data`.
         train_loss: mean over the samples of the last epoch, as their gradients were computed.
         curve: [samples gone through, virtual seconds, accuracy] of each evaluation, the last of the final
             parameters; and accuracy on training samples where those are watched.
         virtual_s: from the first gradient to the last receipt.
         updates, staleness_mean, staleness_max: of the shard.
-        moved_bytes: pushed and fetched, per gradient of 4 samples (or of what the batch is).
+        moved_bytes: pushed and fetched, or sent and received by the group, per gradient.
         failed: why it ended early, or None.
-        wall_s: what this took here.
+        cpu_s: what this took of a core here.
     """
-    begun = time.perf_counter()
+    begun_cpu_s = time.process_time()
     row: dict[str, Any] = asdict(key)
     events: list[Any] = []
     try:
         run = simulate(
-            subject.model(setting.begin),
-            subject.data(watched=setting.watched),
-            world=setting.world,
+            scene.model(),
+            scene.data(key.seed),
+            world=scene.world,
             on_event=events.append,
             strategy=method.made(),
-            optimizer=method.optimizer(key.lr, key.epochs * setting.long),
+            optimizer=method.optimizer(key.lr, key.epochs * scene.long),
             workers=method.workers,
             batch_size=method.batch,
-            epochs=key.epochs,
-            evaluate_every=setting.every(method),
-            metrics={"train": subject.train_accuracy} if setting.watched else {},
+            shares=method.shares,
+            **_length(method, key.epochs),
+            assignment="partitions" if scene.by_label and method.made().data_cut() == "queue" else None,
+            evaluate_every=_every(scene, method),
+            metrics={"train": subject.train_accuracy} if scene.watched else {},
             seed=key.seed,
         )
         row |= {"accuracy": _point(run.evaluations[-1])[2], "failed": None}
@@ -98,17 +73,35 @@ def row_of(method: Method, key: Key, setting: Setting) -> dict[str, Any]:
         row |= {"accuracy": CHANCE, "failed": type(error).__name__}
     figures = run.summary
     loss, steps = figures["loss"], figures["steps"]
+    begin = [warm_start().points["select" if key.seed == TUNING_SEED else "report"]] if scene.watched else []
     return row | {
         "train_loss": loss if loss is not None and math.isfinite(loss) else None,
-        "curve": [_point(evaluation) for evaluation in run.evaluations],
+        "curve": begin + [_point(evaluation) for evaluation in run.evaluations],
         "virtual_s": figures["train_s"],
         "steps": steps,
         "updates": figures["updates"],
         "staleness_mean": figures["staleness_mean"],
         "staleness_max": figures["staleness_max"],
         "moved_bytes": (figures["pushed_bytes"] + figures["fetched_bytes"]) / max(1, steps),
-        "wall_s": round(time.perf_counter() - begun, 2),
+        "cpu_s": round(time.process_time() - begun_cpu_s, 2),
     }
+
+
+def _length(method: Method, epochs: float) -> dict[str, int]:
+    """Epochs, or steps where they are not whole."""
+    if epochs == int(epochs):
+        return {"epochs": int(epochs)}
+    return {"steps": max(1, round(epochs * _steps(method)))}
+
+
+def _every(scene: Scene, method: Method) -> int | Literal["epoch"]:
+    """Steps of worker 0 between two evaluations."""
+    return max(1, math.ceil(_steps(method)) // scene.looks)
+
+
+def _steps(method: Method) -> float:
+    """In an epoch."""
+    return subject.TRAIN_SAMPLES / (method.workers * method.batch)
 
 
 def _point(evaluation: Mapping[str, Any]) -> list[float]:
