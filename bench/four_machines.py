@@ -87,6 +87,7 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
     return {
         "joined": [event["who"] for event in run.events if event["event"] == "machine"],
         **{name: run.summary[name] for name in kept},
+        "accuracy": run.evaluate().accuracy,
         "peak_own_bytes": run.summary["peak_own_bytes"],
         "peak_machine_bytes": {machine.name: machine.peak_memory_bytes() for machine in machines.machines},
     }

@@ -208,7 +208,7 @@ class Cast:
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """Who a node is, before it has joined."""
-        return Identity(self.job, name, incarnation)
+        return Identity(self.job, name, incarnation, nodes=1 + self.servers + self.workers)
 
     def coordinator(
         self, runtime: Runtime, endpoint: Endpoint, on_events: Callable[[bytes], None]

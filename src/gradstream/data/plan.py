@@ -350,7 +350,7 @@ def _cut(count: int, weights: Sequence[int | Fraction]) -> tuple[int, ...]:
     within one of its quota, and empty where the weight is 0.
     """
     total = sum(weights)
-    return tuple(math.ceil(Fraction(count * before) / total) for before in accumulate(weights, initial=0))
+    return tuple(int(-(-count * before // total)) for before in accumulate(weights, initial=0))
 
 
 def _sizes(edges: Sequence[int]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class Nodes:
         self._shards = [f"shard-{rank}" for rank in range(num_servers)]
         self._expected = self._shards + [f"worker-{rank}" for rank in range(num_workers)]
         self._nodes: dict[str, v1.Node] = {}  # in the order in which they came
+        self._in_order: list[v1.Node] | None = None  # made when it is asked for
         self._finished: set[str] = set()
 
     @property
@@ -47,8 +48,7 @@ class Nodes:
     @property
     def workers(self) -> list[v1.Node]:
         """The workers that are in, by rank."""
-        nodes = [node for node in self._nodes.values() if node.role == "worker"]
-        return sorted(nodes, key=lambda node: node.rank)
+        return [node for node in self.as_notice() if node.role == "worker"]
 
     @property
     def worker_names(self) -> list[str]:
@@ -71,12 +71,14 @@ class Nodes:
 
     def as_notice(self) -> list[v1.Node]:
         """As every node is told them: by role and rank."""
-        nodes: list[v1.Node] = sorted(self._nodes.values(), key=lambda node: (node.role, node.rank))
-        return nodes
+        if self._in_order is None:
+            self._in_order = sorted(self._nodes.values(), key=lambda node: (node.role, node.rank))
+        return self._in_order
 
     def add(self, node: v1.Node) -> None:
         """It is in."""
         self._nodes[node.name] = node
+        self._in_order = None
 
     def finish(self, name: str, *, relies: bool) -> None:
         """A worker has nothing left to do.
@@ -96,6 +98,7 @@ class Nodes:
         had: that one says once more that it has finished when it has done this.
         """
         node = self._nodes.pop(name, None)
+        self._in_order = None
         if node is None:
             return None
         had_finished = name in self._finished

@@ -251,4 +251,5 @@ async def _at_once(made: Mapping[int, Piece]) -> Mapping[int, Piece]:
 
 def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
     """Names of the nodes of a role, in the order of their ranks."""
-    return [node.name for node in sorted(nodes, key=lambda node: node.rank) if node.role == role]
+    found = (node for node in nodes if node.role == role)
+    return [node.name for node in sorted(found, key=lambda node: node.rank)]

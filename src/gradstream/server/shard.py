@@ -384,7 +384,8 @@ class ShardState:
         flushes = any(terms.flush for terms, _ in state.fetches) or self._all_brought(chunk, state.clock)
         if not update and not (state.summed and flushes):
             return []
-        state.parked = [held for held in state.parked if held not in update]
+        taken = set(map(id, update))
+        state.parked = [held for held in state.parked if id(held) not in taken]
         state.applying = self._planned(chunk, state, update)
         return [state.applying]
 

@@ -68,6 +68,7 @@ class Identity:
         members: incarnations of the run's members by name, as membership tells them; None before joining.
         chunk_bytes: the longest chunk of the registered model; 0 while none is registered.
         revoked: SHA-256 of certificates that are not accepted any more.
+        nodes: how many the run begins with: each may wait at a time for what it has asked before it joined.
     """
 
     job: str
@@ -79,6 +80,7 @@ class Identity:
     members: Mapping[str, int] | None = None
     chunk_bytes: int = 0
     revoked: frozenset[bytes] = frozenset()
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -444,8 +444,10 @@ class EndpointCore(ABC):
             most = method.request_bytes
             text = f"{opened.method}: a request of {len(opened.body)} bytes, expected at most {most}"
             return refuse(code=v1.BAD_REQUEST, message=text)
-        if self.intakes.of(Caller.of(opened)).num_streams >= LIMITS.streams:
-            text = f"{who} has {LIMITS.streams} streams to {mine.name} open already"
+        intake = self.intakes.of(Caller.of(opened))
+        most_streams = LIMITS.streams + intake.more_streams
+        if intake.num_streams >= most_streams:
+            text = f"{who} has {most_streams} streams to {mine.name} open already"
             return refuse(code=v1.OVER_LIMIT, message=text)
         if (mine.members is not None or self.protected) and role_of(opened.sender) not in method.callers:
             text = f"{opened.sender} may not call {opened.method!r}: it is a {role_of(opened.sender)}"

@@ -23,10 +23,12 @@ class Intake:
 
     Args:
         allowed_bytes: of Chunks and Bodies that nobody has taken yet.
+        more_streams: that may be open, beyond `Limits.streams`.
     """
 
-    def __init__(self, allowed_bytes: Callable[[], int]) -> None:
+    def __init__(self, allowed_bytes: Callable[[], int], more_streams: int = 0) -> None:
         self.num_streams = 0
+        self.more_streams = more_streams
         self.unread_bytes = 0
         self._allowed_bytes = allowed_bytes
         self._refusals_ns: deque[int] = deque(maxlen=LIMITS.refusals)
@@ -80,7 +82,10 @@ class Intakes:
             if members is None and len(self._of) > LIMITS.sessions:
                 caller = _OTHERS  # before the members are known, many names are worth no more than these
         if caller not in self._of:
-            self._of[caller] = Intake(self._others_bytes if caller == _OTHERS else self._members_bytes)
+            if caller == _OTHERS:  # all who join wait at the same time, until the last one is there
+                self._of[caller] = Intake(self._others_bytes, self._identity.nodes)
+            else:
+                self._of[caller] = Intake(self._members_bytes)
         return self._of[caller]
 
     def _members_bytes(self) -> int:

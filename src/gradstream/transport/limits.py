@@ -23,7 +23,7 @@ class Limits:
         handshake_s: how long a stranger has for that.
         greeting_bytes: of what a stranger may say.
         sessions: connections of one identity, counting each priority and each start of its process.
-        streams: open streams of one identity.
+        streams: open streams of one identity; of all who have not joined yet together, and one for each node.
         request_bytes: of the request that opens a stream, unless its method may have more.
         free_body_bytes: a longer Body needs credit as a Chunk does.
         unread_bytes: Chunks and Bodies of one identity that its handlers have not taken, beyond what credit
