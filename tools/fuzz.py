@@ -4,6 +4,8 @@
     python tools/fuzz.py --decoder manifest --inputs 1000000 --seed 7
     python tools/fuzz.py --processes 2 --inputs 1000000 --into bench/results/fuzz.json
 
+A record is added to: `--inputs` counts those of earlier times, and each time has a seed of its own.
+
 A fault is an error that the decoder does not document, more than a second of CPU time for one input,
 memory that grows by more than 256 MiB, or an invariant that does not hold afterwards. Its input is saved.
 """
@@ -15,7 +17,7 @@ import datetime
 import json
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--inputs", type=int, help="for each decoder")
     parser.add_argument("--seconds", type=float, help="for each decoder, at most")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first time")
     parser.add_argument("--processes", type=int, default=1, help="decoders that are fuzzed side by side")
     parser.add_argument(
         "--save", type=Path, default=Path("fuzz-findings"), help="folder for inputs with faults"
@@ -49,8 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.inputs is None and given.seconds is None:
         given.seconds = 5.0
-    commit = git_commit(Path.cwd())
-    works = [(name, given.seed, given.inputs, given.seconds) for name in given.decoder or sorted(DECODERS)]
+    record = _read(given.into)
+    works = []
+    for name in given.decoder or sorted(DECODERS):
+        parts = record.get(name, [])
+        left = None if given.inputs is None else given.inputs - sum(part["inputs"] for part in parts)
+        if left is None or left > 0:
+            works.append((name, given.seed + len(parts), left, given.seconds))
     # A fresh process for each decoder: its memory is its own.
     context = multiprocessing.get_context("fork")  # what is imported takes long
     with context.Pool(given.processes, maxtasksperchild=1) as pool:
@@ -61,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{outcome.decoder}: {outcome.inputs:,} inputs, {len(outcome.findings)} faults\n"
             )
             if given.into is not None:  # each time: a fuzzing that is cut off has taken hours, too
-                given.into.write_text(json.dumps(_whole(outcomes, commit, given.seed), indent=2) + "\n")
+                seed = next(work[1] for work in works if work[0] == outcome.decoder)
+                record.setdefault(outcome.decoder, []).append(_part(outcome, seed))
+                given.into.write_text(json.dumps(_whole(record), indent=1) + "\n")
     outcomes.sort(key=lambda one: one.decoder)
     print(table(outcomes))
     for finding in (finding for one in outcomes for finding in one.findings):
@@ -69,13 +78,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(one.findings for one in outcomes) else 0
 
 
-def _whole(outcomes: Sequence[Outcome], commit: str | None, seed: int) -> dict[str, Any]:
+def _read(path: Path | None) -> dict[str, list[dict[str, Any]]]:
+    """Of a record, what was done at each time, by decoder."""
+    if path is None or not path.exists():
+        return {}
+    return {one["decoder"]: one["parts"] for one in json.loads(path.read_text())["decoders"]}
+
+
+def _whole(record: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """The record: totals by decoder, and their parts."""
+    summed = ("inputs", "accepted", "refused", "faults", "cpu_s")
     return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit,
-        "seed": seed,
         **describe_machine({}),
-        "decoders": [_record(one) for one in sorted(outcomes, key=lambda one: one.decoder)],
+        "decoders": [
+            {
+                "decoder": name,
+                **{key: round(sum(part[key] for part in parts), 1) for key in summed},
+                "parts": parts,
+            }
+            for name, parts in sorted(record.items())
+        ],
     }
 
 
@@ -84,14 +106,15 @@ def _work(work: tuple[str, int, int | None, float | None]) -> Outcome:
     return fuzz(DECODERS[name], seed=seed, inputs=inputs, seconds=seconds)
 
 
-def _record(one: Outcome) -> dict[str, object]:
+def _part(one: Outcome, seed: int) -> dict[str, Any]:
     return {
-        "decoder": one.decoder,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": git_commit(Path.cwd()),
+        "seed": seed,
         "inputs": one.inputs,
         "accepted": one.accepted,
         "refused": one.refused,
         "faults": len(one.findings),
-        "seconds": round(one.seconds, 1),
         "cpu_s": round(one.cpu_s, 1),
         "inputs_per_cpu_s": round(one.per_s),
         "slowest_cpu_s": round(one.slowest_s, 4),
