@@ -15,6 +15,20 @@ __all__ = ["tables"]
 
 Found = Mapping[str, Any]
 Units = Mapping[str, Found]
+OWN: Mapping[str, tuple[str, ...]] = {
+    "allreduce": ("allreduce", "synchronous"),
+    "asysg": ("softsync-30",),
+    "dc-asgd": ("dc-asgd", "dc-asgd-a", "downpour"),
+    "diloco": ("diloco", "averaging"),
+    "downpour": ("downpour", "downpour-adagrad", "downpour-momentum"),
+    "elastic-averaging": ("elastic", "eamsgd", "averaging"),
+    "parameter-averaging": ("averaging", "one-shot", "diloco"),
+    "softsync": tuple(f"softsync-{splits}{rule}" for splits in (1, 15, 30) for rule in ("", "-aware")),
+    "ssp": ("ssp", "downpour"),
+    "staleness-aware": ("softsync-30-aware", "softsync-30"),
+    "synchronous": ("synchronous", "synchronous-momentum", "allreduce"),
+}
+"""By page of a strategy, methods that it shows."""
 SAME = "="
 """What stands behind a difference whose interval has 0 in it."""
 
@@ -38,6 +52,9 @@ def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             study[name] = _accuracy(scenes[name], "allreduce")
             study[f"{name}-clock"] = _by_clock(scenes[name])
     pages = {"study": study}
+    for page, names in OWN.items():
+        there = {name: equal["units"][name] for name in names if name in equal["units"]}
+        pages[page] = {"study": _own(there, target)}
     if "figure-5" in scenes:
         pages["distbelief"] = {
             "state": _state(record),
@@ -149,7 +166,7 @@ def _time(units: Units, target: float) -> str:
             [
                 one["title"],
                 _number(None if iteration_s is None else 1e3 * iteration_s, ".1f"),
-                _number(seconds, ".2f") if known or "reached" not in one else _reached(one),
+                _number(seconds, ".2f") if known else _reached(one),
                 _number(one.get("seconds_deviation"), ".2f"),
                 _number(seconds / iteration_s if known else None, ".0f"),
                 _number(alone / seconds if alone and seconds else None, ".1f"),
@@ -159,8 +176,34 @@ def _time(units: Units, target: float) -> str:
     return table(head, rows)
 
 
+def _own(units: Units, target: float) -> str:
+    """A few methods on equal machines, for the page of a strategy."""
+    head = [
+        "30 workers, 10 epochs",
+        "rate",
+        "accuracy",
+        "± of seeds",
+        "minus synchronous",
+        f"seconds to {100 * target:.0f} %",
+        "kB a gradient",
+    ]
+    rows = [
+        [
+            one["title"],
+            _rate(one),
+            _percent(one.get("accuracy")),
+            _points(one.get("deviation")),
+            _difference(one["minus"].get("synchronous")),
+            _number(one["seconds"], ".2f") if one.get("seconds") else _reached(one),
+            _number(one["moved_bytes"] / 1e3 if "moved_bytes" in one else None, ".0f"),
+        ]
+        for one in units.values()
+    ]
+    return table(head, rows)
+
+
 def _reached(one: Found) -> str:
-    return f"{one['reached']} of {len(one['accuracies'])} seeds"
+    return f"{one['reached']} of {len(one['accuracies'])} seeds" if "reached" in one else ""
 
 
 def _rates(units: Units, rates: Sequence[float]) -> str:
