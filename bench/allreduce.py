@@ -99,10 +99,10 @@ class Contenders:
         """This rank's part of the vectors of all, two at a time; and the barriers of an allreduce."""
         start, stop = slice_of(self.elems, self.core.rank, self.core.size)
         parts = [part.tensor[start:stop] for part in self.parts]
-        self.core.barrier()
+        self.core.barrier_()
         for one, other in zip(parts[::2], parts[1::2], strict=True):
             torch.dot(one, other)
-        self.core.barrier()
+        self.core.barrier_()
 
     def over_gloo(self) -> None:
         """In place, in this rank's own memory."""
@@ -152,23 +152,23 @@ def measure(given: argparse.Namespace, rank: int, size: int) -> None:
 
 def share_of_core(core: SharedCore, wait_s: float) -> float:
     """CPU seconds per second of a rank that waits for the last one, which comes late."""
-    core.barrier()
+    core.barrier_()
     if core.rank == core.size - 1:
         time.sleep(wait_s)
     begun_s = time.process_time()
-    core.barrier()
+    core.barrier_()
     return (time.process_time() - begun_s) / wait_s
 
 
 def timed(core: SharedCore, input_: torch.Tensor, call: Allreduce, repeats: int) -> float:
     """Seconds of one call, of several in a row."""
     input_.fill_(core.rank + 1.0)
-    core.barrier()
+    core.barrier_()
     begun = time.perf_counter()
     for _ in range(repeats):
         call()
     seconds = (time.perf_counter() - begun) / repeats
-    core.barrier()
+    core.barrier_()
     return seconds
 
 

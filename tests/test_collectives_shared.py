@@ -201,7 +201,7 @@ def test_sums_of_other_buckets_stay_to_be_read(ranks: Ranks) -> None:
         vector.tensor.copy_(part(core.rank, 3 * LARGE))
         buckets = [vector[at : at + LARGE] for at in range(0, 3 * LARGE, LARGE)]
         sums = [core.allreduce_(bucket) for bucket in buckets]
-        core.barrier()
+        core.barrier_()
         return torch.equal(torch.cat([each.tensor for each in sums]), total(3, 3 * LARGE))
 
     assert ranks(3, body) == [True] * 3
@@ -221,7 +221,7 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
             parameters[mine.start : mine.stop].tensor.sub_(mine.tensor)
             core.all_gather_(parameters.all)
         other.tensor[core.rank] = core.rank
-        core.barrier()
+        core.barrier_()
         return [*set(parameters.tensor.tolist()), *other.tensor[:3].tolist()]
 
     assert ranks(3, body) == [[82.0, 0.0, 1.0, 2.0]] * 3
@@ -246,7 +246,7 @@ def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: st
         mine = slice(*slice_of(LARGE, core.rank, 2)) if verb == "reduce_scatter_" else slice(None)
         found = vector.tensor[mine].clone()
         vector.tensor.fill_(-1.0)
-        core.barrier()
+        core.barrier_()
         expected = total(2, LARGE)[mine] if verb == "reduce_scatter_" else part(0, LARGE)
         return torch.equal(found, expected)
 
@@ -290,7 +290,7 @@ def test_ranks_that_do_different_things_are_all_told_so(ranks: Ranks) -> None:
 def test_common_vectors_that_differ_are_refused(ranks: Ranks) -> None:
     def body(core: SharedCore) -> None:
         core.common(SMALL + core.rank, torch.float32, "parameters")
-        core.barrier()
+        core.barrier_()
 
     lost, refused = ranks(2, body)
     assert isinstance(lost, PeerLostError) and lost.peer == "worker-1"
@@ -311,7 +311,7 @@ def test_a_rank_that_leaves_is_named_by_all_also_by_who_comes_late(ranks: Ranks)
             core.allreduce_(span)
         told.set()
         with pytest.raises(PeerLostError) as again:
-            core.barrier()
+            core.barrier_()
         assert again.value is caught.value
         return caught.value.peer
 
@@ -339,12 +339,12 @@ def test_a_silent_rank_is_named_and_waiting_for_it_costs_nothing(ranks: Ranks) -
 
 def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
-        core.barrier()
+        core.barrier_()
         if core.rank == 0:
             for _ in range(8):
                 threading.Event().wait(0.3)  # of which a rank has no sign but its beats
                 core.beat()
-        core.barrier()
+        core.barrier_()
         return "met"
 
     assert ranks(2, body, deadline_s=2.0) == ["met"] * 2  # 2.4 s in all; a busy machine may delay a beat
@@ -352,7 +352,7 @@ def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
 
 def test_close_while_it_waits(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
-        core.barrier()
+        core.barrier_()
         if core.rank == 0:
             threading.Timer(0.05, core.close).start()
         core.allreduce_(core.allocate(LARGE, torch.float32, "gradient").all) if core.rank != 1 else told.wait(
@@ -441,13 +441,13 @@ def test_strangers_are_shown_the_door() -> None:
                 stranger.close()
             strangers.append(stranger)
         with SharedCore(replace(party, rank=1), deadline_s=30) as core:
-            core.barrier()
+            core.barrier_()
 
     strangers: list[socket.socket] = []
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second)
         with SharedCore(party, deadline_s=30) as core:
-            core.barrier()
+            core.barrier_()
             other.result()
     for stranger in strangers:
         stranger.close()
@@ -459,7 +459,7 @@ def test_a_meeting_can_be_closed() -> None:
     with pytest.raises(ClosedError):
         core.join()
     with pytest.raises(ClosedError):
-        core.barrier()
+        core.barrier_()
 
 
 # ---- beside a loop --------------------------------------------------------------------------------

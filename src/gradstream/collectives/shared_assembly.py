@@ -1,6 +1,6 @@
 """The innermost loops of an allreduce inside a host, in LLVM's own language.
 
-`come` is the barrier; `sum.f32` adds up vectors; `small.f32` is all of an allreduce of a small vector;
+`come` is the barrier, `look` what it waits with; `sum.f32` adds up vectors; `small.f32` is all of an allreduce of a small vector;
 `.f64` does the same for double precision. A sum is p₀·w₀ first, and then one fused multiply-add for each
 further rank, as torch's kernels do it, so that the bits are the same.
 """
@@ -23,11 +23,13 @@ __all__ = [
     "BOARDS",
     "COUNT",
     "DONE",
+    "LOOKS",
+    "LOOKS_NS",
     "NOT_DONE",
     "RANK",
     "RANKS",
     "RING",
-    "SPINS",
+    "SLEEPERS",
     "TURN",
     "YIELD_MASK",
     "assembly",
@@ -39,89 +41,120 @@ NOT_DONE = 1
 RING = 2
 """Done; this rank came last, and others sleep: ring for them."""
 
-COUNT, TURN, RANK, RANKS, SPINS, YIELD_MASK = range(6)
-"""Words of a rank's state: how often it came, whose turn the next call is, and what does not change."""
+COUNT, TURN, SLEEPERS, RANK, RANKS, LOOKS, LOOKS_NS, YIELD_MASK = range(8)
+"""Words of a rank's state: how often it came, whose turn the next call is, whether somebody slept when it
+passed the barrier last; and what does not change."""
 BOARDS = 8
 """From this word on: addresses of all boards, then as many of parts, then as many weights."""
 
 _COMMON = f"""
 declare i32 @sched_yield()
+declare i32 @clock_gettime(i32, ptr)
 declare void @llvm.x86.sse2.pause()
 declare void @llvm.x86.sse.sfence()
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
-define i64 @come(ptr %state) {{
-entry:
+define i64 @come(ptr %state) {{  ; arrives, and looks for a moment whether the others have
   %old = load i64, ptr %state
   %count = add i64 %old, 1
   store i64 %count, ptr %state
   %rank.at = getelementptr i64, ptr %state, i64 {RANK}
   %rank = load i64, ptr %rank.at
-  %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
-  %ranks = load i64, ptr %ranks.at
-  %spins.at = getelementptr i64, ptr %state, i64 {SPINS}
-  %spins = load i64, ptr %spins.at
-  %mask.at = getelementptr i64, ptr %state, i64 {YIELD_MASK}
-  %mask = load i64, ptr %mask.at
   %boards = getelementptr i64, ptr %state, i64 {BOARDS}
   %mine.at = getelementptr ptr, ptr %boards, i64 %rank
   %mine = load ptr, ptr %mine.at
   %arrived = getelementptr i64, ptr %mine, i64 {ARRIVED}
   store atomic i64 %count, ptr %arrived release, align 8
   fence seq_cst
+  %looks.at = getelementptr i64, ptr %state, i64 {LOOKS}
+  %looks = load i64, ptr %looks.at
+  %ns.at = getelementptr i64, ptr %state, i64 {LOOKS_NS}
+  %ns = load i64, ptr %ns.at
+  %status = call i64 @look(ptr %state, i64 %looks, i64 %ns)
+  ret i64 %status
+}}
+
+define i64 @look(ptr %state, i64 %looks, i64 %ns) {{  ; at most so often, and for so long
+entry:
+  %count = load i64, ptr %state
+  %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
+  %ranks = load i64, ptr %ranks.at
+  %mask.at = getelementptr i64, ptr %state, i64 {YIELD_MASK}
+  %mask = load i64, ptr %mask.at
+  %boards = getelementptr i64, ptr %state, i64 {BOARDS}
   br label %other
 
 other:  ; has everybody come?
   %o = phi i64 [ 0, %entry ], [ %o.next, %come ]
-  %left = phi i64 [ %spins, %entry ], [ %left.now, %come ]
+  %left = phi i64 [ %looks, %entry ], [ %left.now, %come ]
+  %until = phi i64 [ 0, %entry ], [ %until.now, %come ]
   %o.at = getelementptr ptr, ptr %boards, i64 %o
   %o.board = load ptr, ptr %o.at
   %o.arrived = getelementptr i64, ptr %o.board, i64 {ARRIVED}
-  br label %look
-look:
+  br label %again
+again:
   %left.now = phi i64 [ %left, %other ], [ %left.less, %pause ], [ %left.less, %yield ]
+  %until.now = phi i64 [ %until, %other ], [ %until.set, %pause ], [ %until.set, %yield ]
   %o.count = load atomic i64, ptr %o.arrived acquire, align 8
   %o.is = icmp uge i64 %o.count, %count
   br i1 %o.is, label %come, label %not.yet
-not.yet:
+not.yet:  ; the clock begins with the first look that is in vain
+  %now = call i64 @now()
+  %first = icmp eq i64 %until.now, 0
+  %end = add i64 %now, %ns
+  %until.set = select i1 %first, i64 %end, i64 %until.now
+  %late = icmp ugt i64 %now, %until.set
   %left.less = sub i64 %left.now, 1
-  %over = icmp eq i64 %left.now, 0
-  br i1 %over, label %late, label %again
-again:
+  %tired = icmp eq i64 %left.now, 0
+  %over = or i1 %late, %tired
+  br i1 %over, label %missing, label %wait
+wait:
   %masked = and i64 %left.now, %mask
   %yields = icmp eq i64 %masked, 0
   br i1 %yields, label %yield, label %pause
 yield:
   %ignored = call i32 @sched_yield()
-  br label %look
+  br label %again
 pause:
   call void @llvm.x86.sse2.pause()
-  br label %look
+  br label %again
 come:
   %o.next = add i64 %o, 1
   %o.more = icmp ult i64 %o.next, %ranks
-  br i1 %o.more, label %other, label %done
-done:  ; who comes last, and so waits for nobody, looks for those who sleep
-  %last = icmp eq i64 %left.now, %spins
-  br i1 %last, label %sleeper, label %passed
-sleeper:
-  %s = phi i64 [ 0, %done ], [ %s.next, %awake ]
+  br i1 %o.more, label %other, label %sleeper
+
+sleeper:  ; does anybody sleep?
+  %s = phi i64 [ 0, %come ], [ %s.next, %sleeper ]
+  %some = phi i64 [ 0, %come ], [ %some.now, %sleeper ]
   %s.at = getelementptr ptr, ptr %boards, i64 %s
   %s.board = load ptr, ptr %s.at
   %s.asleep = getelementptr i64, ptr %s.board, i64 {ASLEEP}
   %s.word = load atomic i64, ptr %s.asleep monotonic, align 8
-  %s.is = icmp ne i64 %s.word, 0
-  br i1 %s.is, label %ring, label %awake
-awake:
+  %some.now = or i64 %some, %s.word
   %s.next = add i64 %s, 1
   %s.more = icmp ult i64 %s.next, %ranks
   br i1 %s.more, label %sleeper, label %passed
-passed:
-  ret i64 {DONE}
-ring:
-  ret i64 {RING}
-late:
+passed:  ; who comes last, and so has waited for nobody, rings
+  %sleepers.at = getelementptr i64, ptr %state, i64 {SLEEPERS}
+  store i64 %some.now, ptr %sleepers.at
+  %last = icmp eq i64 %until.now, 0
+  %some.sleep = icmp ne i64 %some.now, 0
+  %rings = and i1 %last, %some.sleep
+  %status = select i1 %rings, i64 {RING}, i64 {DONE}
+  ret i64 %status
+missing:
   ret i64 {NOT_DONE}
+}}
+
+define internal i64 @now() {{  ; ns of the monotonic clock
+  %time = alloca [2 x i64]
+  %ignored = call i32 @clock_gettime(i32 1, ptr %time)
+  %s = load i64, ptr %time
+  %ns.at = getelementptr i64, ptr %time, i64 1
+  %ns = load i64, ptr %ns.at
+  %s.ns = mul i64 %s, 1000000000
+  %sum = add i64 %s.ns, %ns
+  ret i64 %sum
 }}
 """
 

@@ -4,6 +4,9 @@ A rank comes to the barrier by counting up a word on its board; it may pass once
 have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one
 rings, or a socket ends. The last one to come, who finds all others there, rings for those who sleep.
 
+To wake takes longer than to look. So after a barrier at which somebody slept, the others look longer at the
+next one: else they would sleep when it comes, and it when they are awake, in turns for ever.
+
 Whoever finds the group broken says so on its board and rings for all, so that every survivor names the
 same rank, also where the survivors end one after the other.
 """
@@ -19,19 +22,22 @@ import time
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from gradstream.collectives.shared_assembly import COUNT, DONE, RING
+from gradstream.collectives.shared_assembly import COUNT, DONE, NOT_DONE, RING, SLEEPERS
 from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, TROUBLE, Board, fence
 from gradstream.collectives.shared_meeting import MESSAGE_BYTES
 from gradstream.collectives.shared_native import State, native
+from gradstream.collectives.shared_steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.unix import recv_descriptors
 
 __all__ = ["Barrier", "Peer", "Trouble"]
 
-SPINS = 40
-"""Looks at a word, each with a yield of the core, before a rank goes to sleep: some 20 microseconds."""
-NATIVE_SPINS = 800
-"""The same of machine code, which mostly waits a moment instead, or always yields where cores are fewer."""
+LOOKS = 1 << 20, 20_000
+"""How often a rank looks at most whether others have come, and for how many ns, before it goes to sleep."""
+CROWDED_LOOKS = 40, 500_000
+"""The same where ranks are more than cores: each look yields the core, which the others may then use."""
+PATIENCE = 10, 12
+"""How many times as often and as long it looks for those who have to wake first."""
 
 _NAP_S = 0.5  # between two looks at the beats of those who are awaited
 _RING = b"\0"
@@ -136,11 +142,9 @@ class Barrier:
         self._peers = peers
         boards = {peer.rank: peer.board.address for peer in peers} | {rank: board.address}
         crowded = len(names) > len(os.sched_getaffinity(0))
+        self._looks = CROWDED_LOOKS if crowded else LOOKS
         self.state = State(
-            rank,
-            [boards[rank] for rank in range(len(names))],
-            SPINS if crowded else NATIVE_SPINS,
-            0 if crowded else 63,
+            rank, [boards[rank] for rank in range(len(names))], self._looks, 0 if crowded else 63
         )
         self._native = native()
         self._deadline_s = deadline_s
@@ -153,8 +157,8 @@ class Barrier:
             self._poll.register(peer.connection.fileno(), select.POLLIN)
         self._by_fd = {peer.connection.fileno(): peer for peer in peers}
 
-    def wait(self, doing: object) -> None:
-        """Comes to the barrier; returns once all others have.
+    def wait(self, doing: object) -> Steps[None]:
+        """Comes to the barrier; done once all others have.
 
         Args:
             doing: what for, in messages.
@@ -163,26 +167,42 @@ class Barrier:
             PeerLostError, DeadlineError: naming the rank that is dead or silent; the same at all ranks.
             ClosedError: this rank was closed meanwhile.
         """
-        if self._native is not None:
-            status = self._native.come(self.state.address)
-            if status != DONE:
-                self.finish(status, doing)
-            return
-        count = self.state.words[COUNT] + 1
-        self.state.words[COUNT] = self._words[ARRIVED] = count
-        fence(self._lock)
-        missing = [peer for peer in self._peers if peer.words[ARRIVED] < count]
-        if not missing:
-            self._ring()
-        elif not all(self._spin(peer.words, count) for peer in missing):
-            self._sleep(doing)
+        status = self._come() if self._native is None else self._native.come(self.state.address)
+        if status != DONE:
+            yield from self.finish(status, doing)
 
-    def finish(self, status: int, doing: object) -> None:
-        """What machine code leaves of a `wait`: to ring for others, or to sleep. Raises as `wait`."""
+    def finish(self, status: int, doing: object) -> Steps[None]:
+        """What `come` leaves of a `wait`: to ring for others, or to look longer, or to sleep."""
+        if status == NOT_DONE and self.state.words[SLEEPERS]:
+            looks, ns = self._looks
+            status = self._look(PATIENCE[0] * looks, PATIENCE[1] * ns)
         if status == RING:
             self._ring()
-        else:
+        elif status == NOT_DONE:
+            yield
             self._sleep(doing)
+
+    def _come(self) -> int:
+        """Machine code's `come`, without it."""
+        self.state.words[COUNT] += 1
+        self._words[ARRIVED] = self.state.words[COUNT]
+        fence(self._lock)
+        return self._look(*self._looks)
+
+    def _look(self, looks: int, ns: int) -> int:
+        """Whether all have come, as DONE, NOT_DONE or RING; looks so often, and for so long, at most."""
+        if self._native is not None:
+            return self._native.look(self.state.address, looks, ns)
+        count, until_ns = self.state.words[COUNT], 0
+        for peer in self._peers:
+            while peer.words[ARRIVED] < count:
+                until_ns = until_ns or time.monotonic_ns() + ns
+                if not looks or time.monotonic_ns() > until_ns:
+                    return NOT_DONE
+                looks -= 1
+                os.sched_yield()
+        self.state.words[SLEEPERS] = any(peer.words[ASLEEP] for peer in self._peers)
+        return RING if self.state.words[SLEEPERS] and not until_ns else DONE
 
     def _ring(self) -> None:
         for peer in self._peers:
@@ -224,13 +244,6 @@ class Barrier:
                 self._raise_silence("for it to read letters", [peer.rank])
             room.poll(_RETRY_MS)
 
-    def _spin(self, words: memoryview[int], count: int) -> bool:
-        for _ in range(SPINS):
-            os.sched_yield()
-            if words[ARRIVED] >= count:
-                return True
-        return False
-
     def _sleep(self, doing: object) -> None:
         count = self.state.words[COUNT]
         self._looked_at = time.monotonic()
@@ -249,7 +262,7 @@ class Barrier:
                 awaited = {peer.rank: heard_at[peer.rank] for peer in missing}
                 heard_at.update(self._nap(awaited, doing))
         finally:
-            self._words[ASLEEP] = 0
+            self._words[ASLEEP] = self.state.words[SLEEPERS] = 0
 
     def _nap(self, awaited: dict[int, float], doing: object) -> dict[int, float]:
         """Sleeps until something is heard, or for a while; when each awaited rank was heard last, by rank."""
