@@ -116,7 +116,7 @@ yield:
   %ignored = call i32 @sched_yield()
   br label %again
 pause:
-  call void @llvm.x86.sse2.pause()
+  ; none
   br label %again
 come:
   %o.next = add i64 %o, 1
