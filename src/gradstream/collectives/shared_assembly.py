@@ -14,6 +14,7 @@ from gradstream.collectives.shared_board import (
     ASLEEP,
     CALL_BYTES,
     CALLS_AT,
+    CORE,
     SLOT_BYTES,
     SLOTS_AT,
     Operation,
@@ -29,9 +30,11 @@ __all__ = [
     "RANK",
     "RANKS",
     "RING",
-    "SLEEPERS",
+    "PATIENT",
+    "SHARE",
+    "SPREAD",
     "TURN",
-    "YIELD_MASK",
+    "YIELDS",
     "assembly",
 ]
 
@@ -40,17 +43,19 @@ NOT_DONE = 1
 """Somebody has not come in time, or asks for something else: see to it."""
 RING = 2
 """Done; this rank came last, and others sleep: ring for them."""
+SPREAD = 3
+"""Done; but more ranks are on this core than have to be: go to another."""
 
-COUNT, TURN, SLEEPERS, RANK, RANKS, LOOKS, LOOKS_NS, YIELD_MASK = range(8)
-"""Words of a rank's state: how often it came, whose turn the next call is, whether somebody slept when it
-passed the barrier last; and what does not change."""
-BOARDS = 8
+COUNT, TURN, PATIENT, RANK, RANKS, LOOKS, LOOKS_NS, YIELDS, SHARE = range(9)
+"""Words of a rank's state: how often it came, whose turn the next call is, whether it is worth while to
+look longer for others; and what does not change."""
+BOARDS = 9
 """From this word on: addresses of all boards, then as many of parts, then as many weights."""
 
 _COMMON = f"""
 declare i32 @sched_yield()
+declare i32 @sched_getcpu()
 declare i32 @clock_gettime(i32, ptr)
-declare void @llvm.x86.sse2.pause()
 declare void @llvm.x86.sse.sfence()
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
@@ -64,24 +69,37 @@ define i64 @come(ptr %state) {{  ; arrives, and looks for a moment whether the o
   %mine.at = getelementptr ptr, ptr %boards, i64 %rank
   %mine = load ptr, ptr %mine.at
   %arrived = getelementptr i64, ptr %mine, i64 {ARRIVED}
+  %core.number = call i32 @sched_getcpu()
+  %core.word = zext i32 %core.number to i64
+  %core = getelementptr i64, ptr %mine, i64 {CORE}
+  store i64 %core.word, ptr %core
   store atomic i64 %count, ptr %arrived release, align 8
   fence seq_cst
   %looks.at = getelementptr i64, ptr %state, i64 {LOOKS}
   %looks = load i64, ptr %looks.at
   %ns.at = getelementptr i64, ptr %state, i64 {LOOKS_NS}
   %ns = load i64, ptr %ns.at
-  %status = call i64 @look(ptr %state, i64 %looks, i64 %ns)
+  %yields.at = getelementptr i64, ptr %state, i64 {YIELDS}
+  %yields = load i64, ptr %yields.at
+  %status = call i64 @look(ptr %state, i64 %looks, i64 %ns, i64 %yields)
   ret i64 %status
 }}
 
-define i64 @look(ptr %state, i64 %looks, i64 %ns) {{  ; at most so often, and for so long
+; At most so often, and for so long. The clock paces it, or the system where looks yield the core. No PAUSE: a
+; hypervisor takes some in a row for a lock that nobody opens, and takes the core away for microseconds. Whoever is
+; waited for and came last on this very core needs it, too, though others may be idle.
+define i64 @look(ptr %state, i64 %looks, i64 %ns, i64 %yields) {{
 entry:
   %count = load i64, ptr %state
   %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
   %ranks = load i64, ptr %ranks.at
-  %mask.at = getelementptr i64, ptr %state, i64 {YIELD_MASK}
-  %mask = load i64, ptr %mask.at
   %boards = getelementptr i64, ptr %state, i64 {BOARDS}
+  %rank.at = getelementptr i64, ptr %state, i64 {RANK}
+  %rank = load i64, ptr %rank.at
+  %mine.at = getelementptr ptr, ptr %boards, i64 %rank
+  %mine = load ptr, ptr %mine.at
+  %core.at = getelementptr i64, ptr %mine, i64 {CORE}
+  %core = load i64, ptr %core.at
   br label %other
 
 other:  ; has everybody come?
@@ -91,10 +109,11 @@ other:  ; has everybody come?
   %o.at = getelementptr ptr, ptr %boards, i64 %o
   %o.board = load ptr, ptr %o.at
   %o.arrived = getelementptr i64, ptr %o.board, i64 {ARRIVED}
+  %o.core.at = getelementptr i64, ptr %o.board, i64 {CORE}
   br label %again
 again:
-  %left.now = phi i64 [ %left, %other ], [ %left.less, %pause ], [ %left.less, %yield ]
-  %until.now = phi i64 [ %until, %other ], [ %until.set, %pause ], [ %until.set, %yield ]
+  %left.now = phi i64 [ %left, %other ], [ %left.less, %wait ], [ %left.less, %yield ]
+  %until.now = phi i64 [ %until, %other ], [ %until.set, %wait ], [ %until.set, %yield ]
   %o.count = load atomic i64, ptr %o.arrived acquire, align 8
   %o.is = icmp uge i64 %o.count, %count
   br i1 %o.is, label %come, label %not.yet
@@ -109,38 +128,51 @@ not.yet:  ; the clock begins with the first look that is in vain
   %over = or i1 %late, %tired
   br i1 %over, label %missing, label %wait
 wait:
-  %masked = and i64 %left.now, %mask
-  %yields = icmp eq i64 %masked, 0
-  br i1 %yields, label %yield, label %pause
+  %o.core = load atomic i64, ptr %o.core.at monotonic, align 8
+  %same = icmp eq i64 %o.core, %core
+  %always = icmp ne i64 %yields, 0
+  %gives = or i1 %same, %always
+  br i1 %gives, label %yield, label %again
 yield:
   %ignored = call i32 @sched_yield()
-  br label %again
-pause:
-  ; none
   br label %again
 come:
   %o.next = add i64 %o, 1
   %o.more = icmp ult i64 %o.next, %ranks
   br i1 %o.more, label %other, label %sleeper
 
-sleeper:  ; does anybody sleep?
+sleeper:  ; does anybody sleep? how many ranks below this one are on its core?
   %s = phi i64 [ 0, %come ], [ %s.next, %sleeper ]
   %some = phi i64 [ 0, %come ], [ %some.now, %sleeper ]
+  %below = phi i64 [ 0, %come ], [ %below.now, %sleeper ]
   %s.at = getelementptr ptr, ptr %boards, i64 %s
   %s.board = load ptr, ptr %s.at
   %s.asleep = getelementptr i64, ptr %s.board, i64 {ASLEEP}
   %s.word = load atomic i64, ptr %s.asleep monotonic, align 8
   %some.now = or i64 %some, %s.word
+  %s.core.at = getelementptr i64, ptr %s.board, i64 {CORE}
+  %s.core = load atomic i64, ptr %s.core.at monotonic, align 8
+  %s.same = icmp eq i64 %s.core, %core
+  %s.lower = icmp ult i64 %s, %rank
+  %s.below = and i1 %s.same, %s.lower
+  %s.one = zext i1 %s.below to i64
+  %below.now = add i64 %below, %s.one
   %s.next = add i64 %s, 1
   %s.more = icmp ult i64 %s.next, %ranks
   br i1 %s.more, label %sleeper, label %passed
 passed:  ; who comes last, and so has waited for nobody, rings
-  %sleepers.at = getelementptr i64, ptr %state, i64 {SLEEPERS}
-  store i64 %some.now, ptr %sleepers.at
+  %patient.at = getelementptr i64, ptr %state, i64 {PATIENT}
+  %patient.old = load i64, ptr %patient.at
+  %patient = or i64 %patient.old, %some.now
+  store i64 %patient, ptr %patient.at
   %last = icmp eq i64 %until.now, 0
   %some.sleep = icmp ne i64 %some.now, 0
   %rings = and i1 %last, %some.sleep
-  %status = select i1 %rings, i64 {RING}, i64 {DONE}
+  %share.at = getelementptr i64, ptr %state, i64 {SHARE}
+  %share = load i64, ptr %share.at
+  %crowded = icmp uge i64 %below.now, %share
+  %passed.status = select i1 %crowded, i64 {SPREAD}, i64 {DONE}
+  %status = select i1 %rings, i64 {RING}, i64 %passed.status
   ret i64 %status
 missing:
   ret i64 {NOT_DONE}

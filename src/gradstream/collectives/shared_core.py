@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
@@ -25,7 +25,7 @@ from types import TracebackType
 import torch
 
 from gradstream.collectives.group import slice_of
-from gradstream.collectives.shared_assembly import DONE, RING, TURN
+from gradstream.collectives.shared_assembly import DONE, NOT_DONE, TURN
 from gradstream.collectives.shared_barrier import Barrier, Peer, Trouble
 from gradstream.collectives.shared_board import (
     BEATS,
@@ -39,7 +39,7 @@ from gradstream.collectives.shared_board import (
 from gradstream.collectives.shared_meeting import Party, meet
 from gradstream.collectives.shared_native import State, native
 from gradstream.collectives.shared_steps import Steps, finish
-from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
+from gradstream.collectives.shared_sum import BLOCK_ELEMS, WeightedSum
 from gradstream.collectives.shared_vectors import Vectors, number_of
 from gradstream.errors import ClosedError, ConfigError, GradstreamError
 from gradstream.memory import Span, Vector
@@ -94,6 +94,7 @@ class SharedCore:
         self._vectors: Vectors
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._quick: dict[tuple[Vector, int, int], Callable[[float], int]] = {}  # small allreduces by span
+        self._sums: dict[tuple[int, ...], tuple[list[tuple[int, ...]], WeightedSum, Span]] = {}  # by own call
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         self._failure: GradstreamError | None = ClosedError(f"{party.me}: its group has not been joined")
         self._closed = False
@@ -171,6 +172,7 @@ class SharedCore:
         self._boards.clear()
         self._views.clear()
         self._quick.clear()
+        self._sums.clear()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -292,13 +294,9 @@ class SharedCore:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         place = self._vectors.place(span, 0, elems)
         calls = yield from self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
-        first = calls[0]
-        result = self._vectors.sums(first)
-        start, stop = slice_of(elems, self.rank, self.size)
-        parts = [self._vectors.elements(call)[start:stop] for call in calls]
-        weights = [call.weight for call in calls]
-        weighted_sum(parts, weights, result.tensor[start:stop], self._room(result.tensor.dtype))
-        yield from self._barrier.wait(first)
+        add, result = self._prepared(calls, None)
+        add([call.weight for call in calls])
+        yield from self._barrier.wait(calls[0], soon=True)
         return result
 
     def _allreduce_small(self, span: Span, weight: float) -> Steps[None]:
@@ -312,7 +310,7 @@ class SharedCore:
         slots = self._slots(self._state.words[TURN], elems, mine.dtype)
         slots[self.rank].copy_(mine)
         calls = yield from self._come(Call(Operation.ALLREDUCE, number_of(mine.dtype), elems, weight=weight))
-        weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
+        WeightedSum(slots, mine, self._room(mine.dtype))([call.weight for call in calls])
 
     def _finish_small(self, span: Span, status: int) -> Steps[None]:
         """What machine code leaves of a small allreduce."""
@@ -320,27 +318,26 @@ class SharedCore:
             return
         turn, mine = 1 - self._state.words[TURN], _tensor(span)
         yield from self._barrier.finish(status, self._board.read(turn))
-        if status != RING:
+        if status == NOT_DONE:
             weights = [call.weight for call in self._calls(turn)]
-            weighted_sum(self._slots(turn, len(span), mine.dtype), weights, mine, self._room(mine.dtype))
+            WeightedSum(self._slots(turn, len(span), mine.dtype), mine, self._room(mine.dtype))(weights)
 
     def _reduce_scatter(self, span: Span, weight: float) -> Steps[Span]:
-        elems, number = len(span), number_of(span.vector.tensor.dtype)
+        elems, dtype = len(span), span.vector.tensor.dtype
         start, stop = slice_of(elems, self.rank, self.size)
-        own = span.vector[span.start + start : span.start + stop]
-        small = self._is_small(span)
-        if small:
-            slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
+        own, number = span.vector[span.start + start : span.start + stop], number_of(dtype)
+        if self._is_small(span):
+            slots = self._slots(self._state.words[TURN], elems, dtype)
             slots[self.rank].copy_(_tensor(span))
             calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
-        else:
-            place = self._vectors.place(span, 0, elems)
-            calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
-            slots = [self._vectors.elements(call) for call in calls]
-        parts = [slot[start:stop] for slot in slots]
-        weighted_sum(parts, [call.weight for call in calls], own.tensor, self._room(own.tensor.dtype))
-        if not small:
-            yield from self._barrier.wait(calls[0])  # others have read this rank's part
+            add = WeightedSum([slot[start:stop] for slot in slots], own.tensor, self._room(dtype))
+            add([call.weight for call in calls])
+            return own
+        place = self._vectors.place(span, 0, elems)
+        calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
+        add, _ = self._prepared(calls, own)
+        add([call.weight for call in calls])
+        yield from self._barrier.wait(calls[0], soon=True)  # others have read this rank's part
         return own
 
     def _all_gather(self, span: Span) -> Steps[None]:
@@ -363,7 +360,7 @@ class SharedCore:
             start, stop = slice_of(elems, rank, self.size)
             mine[start:stop].copy_(slots[rank][start:stop])
         if not small:
-            yield from self._barrier.wait(calls[0])
+            yield from self._barrier.wait(calls[0], soon=True)
 
     def _broadcast(self, span: Span, root: int) -> Steps[None]:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
@@ -385,7 +382,26 @@ class SharedCore:
         if self.rank != root:
             mine.copy_(source)
         if not small:
-            yield from self._barrier.wait(calls[root])
+            yield from self._barrier.wait(calls[root], soon=True)
+
+    def _prepared(self, calls: Sequence[Call], own: Span | None) -> tuple[WeightedSum, Span]:
+        """This rank's slice of a sum, and all of the result, unless this is this rank's own `own`.
+
+        Kept: vectors of a group are summed again and again, and to find all of that takes some microseconds.
+        """
+        key = calls[self.rank][:-1]
+        asked = [call[:-1] for call in calls]  # all but the weights
+        if (kept := self._sums.get(key)) is not None and kept[0] == asked:
+            return kept[1:]
+        start, stop = slice_of(calls[0].elems, self.rank, self.size)
+        result = own or self._vectors.sums(calls[0])
+        out = own.tensor if own else result.tensor[start:stop]
+        parts = [self._vectors.elements(call)[start:stop] for call in calls]
+        add = WeightedSum(parts, out, self._room(out.dtype))
+        if len(self._sums) == _MAX_KEPT:
+            self._sums.clear()
+        self._sums[key] = asked, add, result
+        return add, result
 
     # ---- parts of all operations -------------------------------------------------------------------
 
@@ -439,6 +455,7 @@ class SharedCore:
     def break_(self, error: BaseException) -> None:
         """After an error in an operation the group is broken, here and at the others."""
         self._quick.clear()
+        self._sums.clear()
         if self._failure is None:
             self._barrier.give_up(Trouble.LEFT, self.rank)  # unless another reason stands already
             self._failure = (

@@ -25,7 +25,8 @@ from gradstream.collectives.shared_assembly import (
     LOOKS_NS,
     RANK,
     RANKS,
-    YIELD_MASK,
+    SHARE,
+    YIELDS,
     assembly,
 )
 from gradstream.collectives.shared_board import DTYPES
@@ -42,13 +43,15 @@ class State:
         rank: this one.
         boards: addresses of all ranks' boards.
         looks: how often `come` looks at most whether others have come, and for how many ns.
-        yield_mask: the core is yielded at looks whose number has none of these bits.
+        yields: whether each look yields the core.
+        share: ranks that there have to be on one core.
     """
 
-    def __init__(self, rank: int, boards: list[int], looks: tuple[int, int], yield_mask: int) -> None:
+    def __init__(self, rank: int, boards: list[int], looks: tuple[int, int], yields: bool, share: int) -> None:
         words = (ctypes.c_int64 * (BOARDS + 3 * len(boards)))()
-        words[RANK], words[RANKS], words[YIELD_MASK] = rank, len(boards), yield_mask
+        words[RANK], words[RANKS], words[YIELDS] = rank, len(boards), yields
         words[LOOKS], words[LOOKS_NS] = looks
+        words[SHARE] = share
         for other, address in enumerate(boards):
             words[BOARDS + other] = address
         self._words = words
@@ -61,15 +64,16 @@ class Native:
     """The functions.
 
     Args:
-        come: (state) → DONE, NOT_DONE or RING; keeps the GIL, since it is short.
-        look: (state, how often, for how many ns) → the same, for who has come already; lets the GIL go.
-        small: by dtype: (state, data, elems, weight) → DONE, NOT_DONE or RING.
+        come: (state) → DONE, NOT_DONE, RING or SPREAD; keeps the GIL, since it is short.
+        look: (state, how often, for how many ns, whether it yields the core) → the same, for who has come
+            already; lets the GIL go.
+        small: by dtype: (state, data, elems, weight) → the same as `come`.
         sum: by dtype: (out, parts, weights, ranks, elems, whether past the cache); lets the GIL go.
         engine: keeps the code.
     """
 
     come: Callable[[int], int]
-    look: Callable[[int, int, int], int]
+    look: Callable[[int, int, int, int], int]
     small: dict[torch.dtype, Callable[[int, int, int, float], int]]
     sum: dict[torch.dtype, Callable[[int, Any, Any, int, int, int], None]]
     engine: object
@@ -96,7 +100,7 @@ def native() -> Native | None:
     engine.finalize_object()
     word, address, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
     come = ctypes.PYFUNCTYPE(word, address)
-    look = ctypes.CFUNCTYPE(word, address, word, word)
+    look = ctypes.CFUNCTYPE(word, address, word, word, word)
     small = ctypes.PYFUNCTYPE(word, address, address, word, real)
     sum_ = ctypes.CFUNCTYPE(None, address, address, address, word, word, word)
     return Native(
