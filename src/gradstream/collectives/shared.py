@@ -9,7 +9,6 @@ the node's loop and its arithmetic go on.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -29,8 +28,8 @@ __all__ = ["SharedGroup"]
 T = TypeVar("T")
 
 BEATS_PER_DEADLINE = 8
-HOLD_S = 1e-3
-"""How long operations may hold the loop, one after the other, before it turns to others for once."""
+HOLD_NS = 1_000_000
+"""How long operations may hold the loop in all before it turns to others for once."""
 
 
 class SharedGroup:
@@ -57,7 +56,7 @@ class SharedGroup:
         self._sums: dict[Vector, Vector | None] = {}
         self._timer: Timer | None = None
         self._running: Future[Any] | None = None  # what was given to the thread last
-        self._held_s = 0.0
+        self._held_ns = 0
 
     @classmethod
     async def join(cls, runtime: Runtime, party: Party, *, deadline_s: float) -> SharedGroup:
@@ -139,20 +138,20 @@ class SharedGroup:
     async def _run(self, steps: Steps[T], brief: bool) -> T:
         """Here if it is brief and the thread has nothing, until it has to wait; else there."""
         if brief and (self._running is None or self._running.done()):
-            begun_s = time.perf_counter()
+            begun_ns = self._runtime.now()
             try:
                 next(steps)
             except StopIteration as done:
                 result: T = done.value
-                await self._held(time.perf_counter() - begun_s)
+                await self._held(self._runtime.now() - begun_ns)
                 return result
         return await self._threaded(partial(finish, steps))
 
-    async def _held(self, seconds: float) -> None:
+    async def _held(self, duration_ns: int) -> None:
         """Lets others have the loop, which they would not have between operations that never wait."""
-        self._held_s += seconds
-        if self._held_s > HOLD_S:
-            self._held_s = 0.0
+        self._held_ns += duration_ns
+        if self._held_ns > HOLD_NS:
+            self._held_ns = 0
             await self._runtime.sleep(0)
 
     async def _threaded(self, operation: Callable[[], T]) -> T:

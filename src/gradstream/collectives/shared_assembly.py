@@ -1,8 +1,8 @@
 """The innermost loops of an allreduce inside a host, in LLVM's own language.
 
-`come` is the barrier, `look` what it waits with; `sum.f32` adds up vectors; `small.f32` is all of an allreduce of a small vector;
-`.f64` does the same for double precision. A sum is p₀·w₀ first, and then one fused multiply-add for each
-further rank, as torch's kernels do it, so that the bits are the same.
+`come` is the barrier, `look` what it waits with; `sum.f32` adds up vectors; `small.f32` is all of an
+allreduce of a small vector; `.f64` does the same for double precision. A sum is p₀·w₀ first, and then one
+fused multiply-add for each further rank, as torch's kernels do it, so that the bits are the same.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
     "LOOKS",
     "LOOKS_NS",
     "NOT_DONE",
+    "PATIENT",
     "RANK",
     "RANKS",
     "RING",
-    "PATIENT",
     "SHARE",
     "SPREAD",
     "TURN",
@@ -86,8 +86,8 @@ define i64 @come(ptr %state) {{  ; arrives, and looks for a moment whether the o
 }}
 
 ; At most so often, and for so long. The clock paces it, or the system where looks yield the core. No PAUSE: a
-; hypervisor takes some in a row for a lock that nobody opens, and takes the core away for microseconds. Whoever is
-; waited for and came last on this very core needs it, too, though others may be idle.
+; hypervisor takes some in a row for a lock that nobody opens, and takes the core away for microseconds.
+; Whoever is waited for and came last on this very core needs it, too, though others may be idle.
 define i64 @look(ptr %state, i64 %looks, i64 %ns, i64 %yields) {{
 entry:
   %count = load i64, ptr %state

@@ -24,7 +24,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from gradstream.collectives.shared_assembly import COUNT, DONE, LOOKS, LOOKS_NS, NOT_DONE, PATIENT, RING, SPREAD
+from gradstream.collectives.shared_assembly import (
+    COUNT,
+    DONE,
+    LOOKS,
+    LOOKS_NS,
+    NOT_DONE,
+    PATIENT,
+    RING,
+    SPREAD,
+)
 from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, CORE, TROUBLE, Board, fence
 from gradstream.collectives.shared_meeting import MESSAGE_BYTES
 from gradstream.collectives.shared_native import State, native

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ class SharedCore:
         self._vectors: Vectors
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._quick: dict[tuple[Vector, int, int], Callable[[float], int]] = {}  # small allreduces by span
-        self._sums: dict[tuple[int, ...], tuple[list[tuple[int, ...]], WeightedSum, Span]] = {}  # by own call
+        self._sums: dict[tuple[Span, Span | None], tuple[list[Any], WeightedSum, Span]] = {}
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         self._failure: GradstreamError | None = ClosedError(f"{party.me}: its group has not been joined")
         self._closed = False
@@ -294,7 +295,7 @@ class SharedCore:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         place = self._vectors.place(span, 0, elems)
         calls = yield from self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
-        add, result = self._prepared(calls, None)
+        add, result = self._prepared(calls, span)
         add([call.weight for call in calls])
         yield from self._barrier.wait(calls[0], soon=True)
         return result
@@ -335,7 +336,7 @@ class SharedCore:
             return own
         place = self._vectors.place(span, 0, elems)
         calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
-        add, _ = self._prepared(calls, own)
+        add, _ = self._prepared(calls, span, own)
         add([call.weight for call in calls])
         yield from self._barrier.wait(calls[0], soon=True)  # others have read this rank's part
         return own
@@ -384,13 +385,15 @@ class SharedCore:
         if not small:
             yield from self._barrier.wait(calls[root], soon=True)
 
-    def _prepared(self, calls: Sequence[Call], own: Span | None) -> tuple[WeightedSum, Span]:
-        """This rank's slice of a sum, and all of the result, unless this is this rank's own `own`.
+    def _prepared(
+        self, calls: Sequence[Call], span: Span, own: Span | None = None
+    ) -> tuple[WeightedSum, Span]:
+        """This rank's slice of the sum, which goes to `own`, or to where all read the result; and that.
 
-        Kept: vectors of a group are summed again and again, and to find all of that takes some microseconds.
+        Kept for the group's own vectors: they are summed again and again, and to find their parts takes as
+        long as to add up some ten thousand elements.
         """
-        key = calls[self.rank][:-1]
-        asked = [call[:-1] for call in calls]  # all but the weights
+        key, asked = (span, own), [call[:-1] for call in calls]  # all but the weights
         if (kept := self._sums.get(key)) is not None and kept[0] == asked:
             return kept[1:]
         start, stop = slice_of(calls[0].elems, self.rank, self.size)
@@ -398,9 +401,10 @@ class SharedCore:
         out = own.tensor if own else result.tensor[start:stop]
         parts = [self._vectors.elements(call)[start:stop] for call in calls]
         add = WeightedSum(parts, out, self._room(out.dtype))
-        if len(self._sums) == _MAX_KEPT:
-            self._sums.clear()
-        self._sums[key] = asked, add, result
+        if self._vectors.is_own(span.vector):
+            if len(self._sums) == _MAX_KEPT:
+                self._sums.clear()
+            self._sums[key] = asked, add, result
         return add, result
 
     # ---- parts of all operations -------------------------------------------------------------------

@@ -47,7 +47,9 @@ class State:
         share: ranks that there have to be on one core.
     """
 
-    def __init__(self, rank: int, boards: list[int], looks: tuple[int, int], yields: bool, share: int) -> None:
+    def __init__(
+        self, rank: int, boards: list[int], looks: tuple[int, int], yields: bool, share: int
+    ) -> None:
         words = (ctypes.c_int64 * (BOARDS + 3 * len(boards)))()
         words[RANK], words[RANKS], words[YIELDS] = rank, len(boards), yields
         words[LOOKS], words[LOOKS_NS] = looks

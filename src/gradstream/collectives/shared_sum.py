@@ -24,8 +24,8 @@ PAST_CACHE_BYTES = 4 << 20
 class WeightedSum:
     """Σ_r weights[r] · parts[r] into `out`, in the order of ranks, with the bits of a parameter server's sum.
 
-    Each element of the parts is read once, each of `out` written once. It is prepared once and can be called
-    again and again: for a vector of a megabyte to prepare it takes as long as to read a tenth of the elements.
+    Each element of the parts is read once, each of `out` written once. It can be called again and again: to
+    prepare it takes as long as to add up some ten thousand elements.
 
     Args:
         parts: (n,) each.
@@ -55,7 +55,7 @@ class WeightedSum:
         if self._add is None:
             plain_sum(self._parts, weights, self._out, self._scratch)
         else:
-            self._weights[:] = weights
+            self._weights[:] = list(weights)
             self._add(*self._given)
 
 
