@@ -52,8 +52,12 @@ look longer for others; and what does not change."""
 BOARDS = 9
 """From this word on: addresses of all boards, then as many of parts, then as many weights."""
 
+AHEAD_BYTES = 1024
+"""How far ahead of a sum its parts are asked for: the processor itself stops at the end of a page."""
+
 _COMMON = f"""
 declare i32 @sched_yield()
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare i32 @sched_getcpu()
 declare i32 @clock_gettime(i32, ptr)
 declare void @llvm.x86.sse.sfence()
@@ -210,7 +214,7 @@ w{n}.head:
   br i1 %w{n}.fits, label %w{n}.first, label %{after}
 w{n}.first:
   %w{n}.p0 = getelementptr {type}, ptr %first, i64 %w{n}.i
-  %w{n}.x0 = load <{n} x {type}>, ptr %w{n}.p0, align {align}
+{ahead0}  %w{n}.x0 = load <{n} x {type}>, ptr %w{n}.p0, align {align}
   %w{n}.s0 = insertelement <{n} x {type}> poison, {type} %w0, i64 0
   %w{n}.v0 = shufflevector <{n} x {type}> %w{n}.s0, <{n} x {type}> poison, <{n} x i32> zeroinitializer
   %w{n}.a0 = fmul <{n} x {type}> %w{n}.x0, %w{n}.v0
@@ -224,7 +228,7 @@ w{n}.add:
   %w{n}.q.at = getelementptr ptr, ptr %parts, i64 %w{n}.r
   %w{n}.q = load ptr, ptr %w{n}.q.at
   %w{n}.p = getelementptr {type}, ptr %w{n}.q, i64 %w{n}.i
-  %w{n}.x = load <{n} x {type}>, ptr %w{n}.p, align {align}
+{ahead}  %w{n}.x = load <{n} x {type}>, ptr %w{n}.p, align {align}
   %w{n}.d.at = getelementptr double, ptr %weights, i64 %w{n}.r
   %w{n}.d = load double, ptr %w{n}.d.at
   {weight}
@@ -348,6 +352,14 @@ def assembly(types: Mapping[int, tuple[str, str]]) -> str:
     return "\n".join(["!0 = !{i32 1}", _COMMON, *codes])
 
 
+def _ahead(at: str) -> str:
+    """Asks for what will be read soon; beyond a vector's end that is nothing."""
+    return (
+        f"  %{at}.ahead = getelementptr i8, ptr %{at}, i64 {AHEAD_BYTES}\n"
+        f"  call void @llvm.prefetch.p0(ptr %{at}.ahead, i32 0, i32 3, i32 1)\n"
+    )
+
+
 def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
     """The weighted sum and the small allreduce of one type; `dtype` is its number on boards."""
     line = 64 // itemsize_bytes
@@ -361,6 +373,8 @@ def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
             name=name,
             align=itemsize_bytes,
             past_align=64 if n == widths[0] else itemsize_bytes,
+            ahead0=_ahead(f"w{n}.p0") if n == widths[0] else "",
+            ahead=_ahead(f"w{n}.p") if n == widths[0] else "",
             streams="%streams" if n == widths[0] else "false",
             weight=f"%w{n}.w = {narrow.format(f'%w{n}.d')}",
             begin="0" if at == 0 else f"%w{widths[at - 1]}.i",
