@@ -19,7 +19,7 @@ import torch
 from gradstream.collectives.shared_core import SharedCore
 from gradstream.collectives.shared_meeting import Party
 from gradstream.collectives.shared_steps import Steps, finish
-from gradstream.memory import Loans, Span, Vector
+from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Timer
 from gradstream.runtime.tasks import finish_despite_cancel
 
@@ -96,12 +96,16 @@ class SharedGroup:
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`, and `SharedCore.allreduce_` for how long the result stays."""
         sums = self._sums.get(span.vector)
-        with Loans() as loans:
-            loans.add(span, write=True, to="allreduce")
-            if sums is not None:  # who still reads what was handed out
-                loans.add(sums[span.start : span.stop], write=True, to="allreduce")
-            steps = self._core.allreduce(span, weight=weight)
-            result = await self._run(steps, self._core.is_brief(span))
+        loan = span.vector.borrow(span.start, span.stop, write=True, to="allreduce")
+        try:
+            steps, brief = self._core.allreduce(span, weight=weight), self._core.is_brief(span)
+            if sums is None:
+                result = await self._run(steps, brief)
+            else:  # somebody may still read what was handed out
+                with sums[span.start : span.stop].borrowed(write=True, to="allreduce"):
+                    result = await self._run(steps, brief)
+        finally:
+            span.vector.give_back(loan)
         if span.vector in self._sums and result.vector is not span.vector:
             self._sums[span.vector] = result.vector
         return result
