@@ -16,8 +16,8 @@ import torch
 from gradstream.collectives import shared_barrier, shared_core, shared_sum
 from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.shared import SharedGroup
-from gradstream.collectives.shared_assembly import PATIENT
-from gradstream.collectives.shared_board import ASLEEP, CORE, DTYPES, SLOT_BYTES, available
+from gradstream.collectives.shared_assembly import COUNT, PATIENT
+from gradstream.collectives.shared_board import ARRIVED, ASLEEP, CORE, DTYPES, SLOT_BYTES, available
 from gradstream.collectives.shared_core import BRIEF_BYTES, SharedCore
 from gradstream.collectives.shared_meeting import Party
 from gradstream.collectives.shared_native import native
@@ -694,7 +694,8 @@ def test_patience_lasts_until_it_was_in_vain(ranks: Ranks) -> None:
         for _ in range(2):
             core.barrier_()
             if core.rank:
-                while not core._peers[0].words[ASLEEP]:
+                words, next_one = core._peers[0].words, core._state.words[COUNT] + 1
+                while not (words[ARRIVED] == next_one and words[ASLEEP]):
                     threading.Event().wait(0.001)
                 threading.Event().wait(2 * shared_barrier.SHORT_S)
             core.barrier_()
