@@ -72,12 +72,13 @@ def carriers() -> Places:
 # ---- collectives ---------------------------------------------------------------------------------
 
 IN_PLACE = {
-    "shared": "in place",
-    "shared + copy out": "with a copy out",
+    "as called": "as called",
+    "core": "core",
     "only read": "only read",
     "gloo": "gloo",
-    "openmpi": "OpenMPI in place",
-    "openmpi, 2 buffers": "OpenMPI, two buffers",
+    "openmpi": "OpenMPI",
+    "mpich": "MPICH",
+    "intel mpi": "Intel MPI",
 }
 
 
@@ -91,14 +92,16 @@ def collectives() -> Places:
 
 
 def in_place(record: Record) -> str:
-    """Processes of one host, beside gloo and OpenMPI."""
+    """Processes of one host, beside gloo and three kinds of MPI."""
     rows = []
     for ranks, found in record["by_ranks"].items():
         for row in found["rows"]:
             times = [milliseconds(row["median_s"][name]) for name in IN_PLACE]
-            rows.append([f"{ranks}, {row['elems']:,}", *times, f"{row['ratio']:.1f}"])
-    head = ["ranks, elements", *IN_PLACE.values(), "the fastest peer over ours"]
-    return f"{table(head, rows)}\n\nMedians of {record['rounds']}, {where(record)}."
+            ratios = (f"{row[name]:.2f}" for name in ("ratio", "of_bound"))
+            rows.append([f"{ranks}, {row['elems']:,}", *times, *ratios])
+    head = ["ranks, elements", *IN_PLACE.values(), "the fastest peer over ours", "of the bound"]
+    peers = ", ".join(f"{IN_PLACE[name]} {version}" for name, version in record["peers"].items())
+    return f"{table(head, rows)}\n\nMedians of {record['rounds']}, {where(record)}; {peers}."
 
 
 def messages(record: Record) -> str:

@@ -62,11 +62,14 @@ def forked(folder: Path, code: str) -> Iterator[LocalCluster]:
 
 
 def survivors(
-    cluster: LocalCluster, argv: Sequence[Sequence[str]], number: int = signal.SIGKILL
+    cluster: LocalCluster,
+    argv: Sequence[Sequence[str]],
+    number: int = signal.SIGKILL,
+    main: str = "a_rank:rank",
 ) -> tuple[list[Message], list[Message]]:
     """What the two survivors say, and what else ranks say. The victim gets this signal where it is `here`."""
     for rank, arguments in enumerate(argv):
-        cluster.start(f"rank-{rank}", arguments, main="a_rank:rank")
+        cluster.start(f"rank-{rank}", arguments, main=main)
     said: dict[str, Message] = {}
     others: list[Message] = []
     running = len(argv)

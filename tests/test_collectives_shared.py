@@ -16,11 +16,12 @@ import torch
 from gradstream.collectives import shared_barrier, shared_core, shared_sum
 from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.shared import SharedGroup
-from gradstream.collectives.shared_board import DTYPES, SLOT_BYTES, available
-from gradstream.collectives.shared_core import SharedCore
+from gradstream.collectives.shared_assembly import COUNT, PATIENT
+from gradstream.collectives.shared_board import ARRIVED, ASLEEP, CORE, DTYPES, SLOT_BYTES, available
+from gradstream.collectives.shared_core import BRIEF_BYTES, SharedCore
 from gradstream.collectives.shared_meeting import Party
 from gradstream.collectives.shared_native import native
-from gradstream.collectives.shared_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, plain_sum, weighted_sum
+from gradstream.collectives.shared_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime import RealRuntime
@@ -181,17 +182,17 @@ def test_machine_code_has_the_bits_of_torch(dtype: torch.dtype) -> None:
             ]
             weights = [1.0, 0.3, 1.0, 1 / 3, -7.0][:size]
             found, expected = (torch.full_like(parts[0], torch.nan) for _ in range(2))
-            weighted_sum(parts, weights, found, scratch)
+            WeightedSum(parts, found, scratch)(weights)
             plain_sum(parts, weights, expected, scratch)
             assert torch.equal(found, expected), (elems, size)
-            weighted_sum(parts, weights, parts[-1], scratch)
+            WeightedSum(parts, parts[-1], scratch)(weights)
             assert torch.equal(parts[-1], expected), "in place"
 
 
 def test_the_bits_of_another_order_would_be_noticed() -> None:
     values, weights = zip(*(weighted(LARGE, rank) for rank in (0, 2, 1)), strict=True)
     out, scratch = torch.empty(LARGE), torch.empty(BLOCK_ELEMS)
-    weighted_sum(values, weights, out, scratch)
+    WeightedSum(values, out, scratch)(weights)
     assert not torch.equal(out, in_the_order_of_ranks(LARGE, 3))
 
 
@@ -201,7 +202,7 @@ def test_sums_of_other_buckets_stay_to_be_read(ranks: Ranks) -> None:
         vector.tensor.copy_(part(core.rank, 3 * LARGE))
         buckets = [vector[at : at + LARGE] for at in range(0, 3 * LARGE, LARGE)]
         sums = [core.allreduce_(bucket) for bucket in buckets]
-        core.barrier()
+        core.barrier_()
         return torch.equal(torch.cat([each.tensor for each in sums]), total(3, 3 * LARGE))
 
     assert ranks(3, body) == [True] * 3
@@ -221,7 +222,7 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
             parameters[mine.start : mine.stop].tensor.sub_(mine.tensor)
             core.all_gather_(parameters.all)
         other.tensor[core.rank] = core.rank
-        core.barrier()
+        core.barrier_()
         return [*set(parameters.tensor.tolist()), *other.tensor[:3].tolist()]
 
     assert ranks(3, body) == [[82.0, 0.0, 1.0, 2.0]] * 3
@@ -246,7 +247,7 @@ def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: st
         mine = slice(*slice_of(LARGE, core.rank, 2)) if verb == "reduce_scatter_" else slice(None)
         found = vector.tensor[mine].clone()
         vector.tensor.fill_(-1.0)
-        core.barrier()
+        core.barrier_()
         expected = total(2, LARGE)[mine] if verb == "reduce_scatter_" else part(0, LARGE)
         return torch.equal(found, expected)
 
@@ -290,7 +291,7 @@ def test_ranks_that_do_different_things_are_all_told_so(ranks: Ranks) -> None:
 def test_common_vectors_that_differ_are_refused(ranks: Ranks) -> None:
     def body(core: SharedCore) -> None:
         core.common(SMALL + core.rank, torch.float32, "parameters")
-        core.barrier()
+        core.barrier_()
 
     lost, refused = ranks(2, body)
     assert isinstance(lost, PeerLostError) and lost.peer == "worker-1"
@@ -311,7 +312,7 @@ def test_a_rank_that_leaves_is_named_by_all_also_by_who_comes_late(ranks: Ranks)
             core.allreduce_(span)
         told.set()
         with pytest.raises(PeerLostError) as again:
-            core.barrier()
+            core.barrier_()
         assert again.value is caught.value
         return caught.value.peer
 
@@ -339,12 +340,12 @@ def test_a_silent_rank_is_named_and_waiting_for_it_costs_nothing(ranks: Ranks) -
 
 def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
-        core.barrier()
+        core.barrier_()
         if core.rank == 0:
             for _ in range(8):
                 threading.Event().wait(0.3)  # of which a rank has no sign but its beats
                 core.beat()
-        core.barrier()
+        core.barrier_()
         return "met"
 
     assert ranks(2, body, deadline_s=2.0) == ["met"] * 2  # 2.4 s in all; a busy machine may delay a beat
@@ -352,7 +353,7 @@ def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
 
 def test_close_while_it_waits(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
-        core.barrier()
+        core.barrier_()
         if core.rank == 0:
             threading.Timer(0.05, core.close).start()
         core.allreduce_(core.allocate(LARGE, torch.float32, "gradient").all) if core.rank != 1 else told.wait(
@@ -376,12 +377,14 @@ def test_close_while_it_waits(ranks: Ranks) -> None:
 def test_an_error_in_an_operation_breaks_the_group_at_all_ranks(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(parts: Any, weights: Any, out: torch.Tensor, scratch: torch.Tensor) -> None:
+    add = WeightedSum.__call__
+
+    def failing(self: WeightedSum, weights: Any) -> None:
         if threading.current_thread().name == "rank 1":
             raise MemoryError
-        weighted_sum(parts, weights, out, scratch)
+        add(self, weights)
 
-    monkeypatch.setattr(shared_core, "weighted_sum", failing)
+    monkeypatch.setattr(WeightedSum, "__call__", failing)
 
     def body(core: SharedCore) -> None:
         threading.current_thread().name = f"rank {core.rank}"
@@ -441,13 +444,13 @@ def test_strangers_are_shown_the_door() -> None:
                 stranger.close()
             strangers.append(stranger)
         with SharedCore(replace(party, rank=1), deadline_s=30) as core:
-            core.barrier()
+            core.barrier_()
 
     strangers: list[socket.socket] = []
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second)
         with SharedCore(party, deadline_s=30) as core:
-            core.barrier()
+            core.barrier_()
             other.result()
     for stranger in strangers:
         stranger.close()
@@ -459,19 +462,21 @@ def test_a_meeting_can_be_closed() -> None:
     with pytest.raises(ClosedError):
         core.join()
     with pytest.raises(ClosedError):
-        core.barrier()
+        core.barrier_()
 
 
 # ---- beside a loop --------------------------------------------------------------------------------
 
 
-def groups(size: int, body: Callable[[SharedGroup], Awaitable[Any]], name: str) -> list[Any]:
+def groups(
+    size: int, body: Callable[[SharedGroup], Awaitable[Any]], name: str, *, deadline_s: float = 30.0
+) -> list[Any]:
     """Runs a body on each rank of a group, all on one event loop; results or errors by rank."""
 
     async def one(rank: int) -> Any:
         runtime = RealRuntime(f"worker-{rank}")
         party = Party(f"{os.getpid()}-{name}", [f"worker-{r}" for r in range(size)], rank)
-        group = await SharedGroup.join(runtime, party, deadline_s=30)
+        group = await SharedGroup.join(runtime, party, deadline_s=deadline_s)
         try:
             return await body(group)
         except Exception as error:
@@ -538,3 +543,184 @@ def test_cancelling_an_operation_breaks_the_group_and_waits_for_nobody() -> None
     mine, others = groups(2, body, "cancel")
     assert isinstance(mine, ClosedError)
     assert isinstance(others, PeerLostError) and others.peer == "worker-0"
+
+
+# ---- without a thread, where nobody has to wait ----------------------------------------------------
+
+
+def handed_over(group: SharedGroup) -> list[Any]:
+    """What a group gives to its thread, from now on."""
+    given: list[Any] = []
+    submit = group._thread.submit
+
+    def noted(operation: Any) -> Any:
+        given.append(operation)
+        return submit(operation)
+
+    group._thread.submit = noted  # type: ignore[method-assign, assignment]
+    return given
+
+
+BRIEF = BRIEF_BYTES // 4  # float32 elements
+
+
+@pytest.mark.usefixtures("code")
+@pytest.mark.parametrize("elems", [SMALL, LARGE, BRIEF])
+def test_who_comes_last_needs_no_thread_and_all_get_the_same_bits(elems: int) -> None:
+    """Of a small vector; of others it waits for their sums. An early rank leaves its loop to others."""
+    size = 3
+    coming = asyncio.Event()
+
+    async def body(group: SharedGroup) -> Any:
+        given = handed_over(group)
+        values, weight = weighted(elems, group.rank)
+        span = group.allocate(elems, torch.float32, "gradient").all
+        span.tensor.copy_(values)
+        if group.rank == size - 1:
+            await coming.wait()
+        elif group.rank == 0:
+            asyncio.get_running_loop().call_later(0.1, coming.set)  # the loop goes on while it waits
+        total = (await group.allreduce(span, weight=weight)).tensor.clone()
+        return torch.equal(total, in_the_order_of_ranks(elems, size)), len(given)
+
+    found = groups(size, body, f"last-{elems}-{id(coming)}")
+    assert [right for right, _ in found] == [True] * size
+    early, last = [count for _, count in found[:-1]], found[-1][1]
+    assert early == [1] * (size - 1)  # each went to sleep, on its thread
+    assert last == 0 or elems > SMALL
+
+
+@pytest.mark.parametrize("verb", ["allreduce", "reduce_scatter", "all_gather", "broadcast", "barrier"])
+def test_alone_nothing_brief_goes_to_the_thread(verb: str) -> None:
+    async def body(group: SharedGroup) -> list[int]:
+        given, counts = handed_over(group), []
+        for elems in (SMALL, BRIEF, BRIEF + 1):
+            span = group.allocate(elems, torch.float32, "gradient").all
+            await (group.barrier() if verb == "barrier" else getattr(group, verb)(span))
+            counts.append(len(given))
+        common = await group.common(BRIEF + 1, torch.float32, "parameters")
+        del given[:]
+        await group.all_gather(common.all)
+        return [*counts, len(given)]
+
+    assert groups(1, body, f"alone-{verb}") == [[0, 0, int(verb != "barrier"), 0]]
+
+
+def test_what_is_asked_for_meanwhile_keeps_its_turn() -> None:
+    """A short operation does not overtake one that waits on the thread."""
+    late = asyncio.Event()
+
+    async def body(group: SharedGroup) -> list[float]:
+        large = group.allocate(BRIEF + 1, torch.float32, "large").all
+        small = group.allocate(SMALL, torch.float32, "small").all
+        large.tensor.fill_(group.rank + 1.0)
+        small.tensor.fill_(10.0 * (group.rank + 1))
+        if group.rank:
+            await late.wait()
+        both = asyncio.gather(group.allreduce(large), group.allreduce(small))
+        if not group.rank:
+            asyncio.get_running_loop().call_later(0.05, late.set)
+        return [float(total.tensor.sum() / len(total)) for total in await both]
+
+    assert groups(2, body, "turns") == [[3.0, 30.0]] * 2
+
+
+@pytest.mark.usefixtures("code")
+@pytest.mark.parametrize("elems", [SMALL, LARGE])
+def test_a_silent_rank_is_named_to_a_loop_too(elems: int) -> None:
+    async def body(group: SharedGroup) -> Any:
+        span = group.allocate(elems, torch.float32, "gradient").all
+        await group.allreduce(span)
+        if group.rank == 1:
+            assert group._timer is not None
+            group._timer.cancel()  # it beats no more
+            await done.wait()
+            return "was silent"
+        try:
+            await group.allreduce(span)
+        finally:
+            done.set()
+
+    done = asyncio.Event()
+    silent, told = groups(2, body, f"silent-{elems}-{id(done)}", deadline_s=0.5)
+    assert isinstance(silent, DeadlineError) and silent.peer == "worker-1"
+    assert told == "was silent"
+
+
+def test_operations_that_never_wait_leave_the_loop_to_others() -> None:
+    async def body(group: SharedGroup) -> int:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        span = group.allocate(BRIEF, torch.float32, "gradient").all
+        for _ in range(1000):
+            await group.allreduce(span)
+        task.cancel()
+        return turns
+
+    (turns,) = groups(1, body, "turns of others")
+    assert turns > 10
+
+
+def test_an_operation_that_is_given_up_breaks_the_group(ranks: Ranks) -> None:
+    def body(core: SharedCore) -> None:
+        if core.rank == 0:
+            steps = core.barrier()
+            next(steps)  # rank 1 is waiting for `told`
+            steps.close()
+            told.set()
+        else:
+            assert told.wait(30)
+            core.barrier_()  # to which rank 0 had come
+        core.barrier_()
+
+    told = threading.Event()
+    closed, lost = ranks(2, body)
+    assert isinstance(closed, ClosedError) and isinstance(lost, PeerLostError)
+
+
+@pytest.mark.usefixtures("code")
+def test_patience_lasts_until_it_was_in_vain(ranks: Ranks) -> None:
+    """A rank looks longer after a sleep of another one, and no longer after one that lasted."""
+
+    def body(core: SharedCore) -> Any:
+        found = []
+        for _ in range(2):
+            core.barrier_()
+            if core.rank:
+                words, next_one = core._peers[0].words, core._state.words[COUNT] + 1
+                while not (words[ARRIVED] == next_one and words[ASLEEP]):
+                    threading.Event().wait(0.001)
+                threading.Event().wait(2 * shared_barrier.SHORT_S)
+            core.barrier_()
+            found.append(core._state.words[PATIENT])
+        return found
+
+    assert ranks(2, body) == [[0, 0], [1, 1]]
+
+
+def test_ranks_on_one_core_spread(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[object] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: moved.append(set(cores)))
+
+    def body(core: SharedCore) -> None:
+        core.barrier_()
+        if core.rank == 0:
+            for board, number in zip(core._boards, (0, 0, 1), strict=True):
+                board.words[CORE] = number
+            core._barrier._spread()  # two are here and one is there: no better the other way round
+            core._boards[2].words[CORE] = 0
+            core._barrier._spread_at = 0.0
+            core._barrier._spread()
+            core._barrier._spread()  # just moved
+        core.barrier_()
+
+    assert ranks(3, body) == [None] * 3
+    assert moved[:2] == [{1}, {0, 1}]

@@ -15,11 +15,15 @@ from gradstream.collectives.shared_board import available
 pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory, or not x86-64")
 
 RANK = """
+import asyncio
 import torch
 from gradstream.collectives import shared_core
+from gradstream.collectives.shared import SharedGroup
+from gradstream.collectives.shared_assembly import LOOKS, LOOKS_NS
 from gradstream.collectives.shared_core import SharedCore
 from gradstream.collectives.shared_meeting import Party
 from gradstream.errors import GradstreamError
+from gradstream.runtime import RealRuntime
 
 ELEMS = 100_000
 
@@ -40,11 +44,11 @@ def rank(argv):
         if victim and phase == "between halves":
             core.all_gather_ = here
         if victim and phase == "between":
-            shared_core.weighted_sum = here
+            shared_core.WeightedSum.__call__ = here
         if not victim and phase == "careless":
             careless(core)
         if victim and phase == "careless":
-            shared_core.weighted_sum = here
+            shared_core.WeightedSum.__call__ = here
         try:
             sums.append(allreduce(core, gradient, 2, halves=phase == "between halves"))
             if victim:
@@ -54,6 +58,32 @@ def rank(argv):
             found = named(error)
     del gradient, core
     say(sums=sums, left=still_mapped(), **found)
+
+def looking(argv):
+    "The victim ends while the others look for it, on their loops."
+    party = Party(argv[0], NAMES, int(argv[1]))
+    found = asyncio.run(beside_a_loop(party, int(argv[2]), float(argv[3])))
+    say(left=still_mapped(), **found)
+
+async def beside_a_loop(party, elems, deadline_s):
+    runtime = RealRuntime(party.me)
+    group = await SharedGroup.join(runtime, party, deadline_s=deadline_s)
+    gradient, sums = group.allocate(elems, torch.float32, "gradient"), []
+    for times in (1, 2):
+        if times == 2:
+            if party.rank == 2:
+                here()
+            words = group._core._state.words
+            words[LOOKS], words[LOOKS_NS] = 1 << 40, 500_000_000
+        fill(gradient.tensor, party.rank, times)
+        try:
+            sums.append(extent((await group.allreduce(gradient.all)).tensor))
+        except GradstreamError as error:
+            found = named(error)
+    await group.close()
+    runtime.close()
+    group._thread.shutdown()  # it may be about to let go of what it has done
+    return dict(sums=sums, **found)
 
 def allreduce(core, gradient, times, halves=False):
     fill(gradient.tensor, core.rank, times)
@@ -74,10 +104,10 @@ def child(core, gradient, tell):
 def careless(core):
     "A planted fault: the second barrier is left out."
     wait, calls = core._barrier.wait, []
-    def first_only(doing):
+    def first_only(doing, **_):
         calls.append(doing)
         if len(calls) % 2:
-            wait(doing)
+            yield from wait(doing)
     core._barrier.wait = first_only
 """
 
@@ -108,6 +138,16 @@ def test_a_rank_that_is_killed_is_named_and_no_partial_sum_is_returned(
         check_survivor(survivor, "PeerLostError")
         assert len(survivor["sums"]) == (2 if phase == "after" else 1)
         assert "its process ended" in survivor["text"]
+
+
+@pytest.mark.parametrize("elems", [1000, 100_000])
+def test_a_rank_that_is_killed_while_others_look_for_it_is_named(cluster: LocalCluster, elems: int) -> None:
+    job = f"{os.getpid()}-looking-{elems}"
+    argv = [[job, str(rank), str(elems), "30"] for rank in range(3)]
+    said, _ = survivors(cluster, argv, main="a_rank:looking")
+    for survivor in said:
+        check_survivor(survivor, "PeerLostError")
+        assert len(survivor["sums"]) == 1
 
 
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(cluster: LocalCluster) -> None:

@@ -156,7 +156,10 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
     beside = "of_side_by_side"
     shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
     slow, rows = result(repository, "slow-worker")["median_ratio"], result(repository, "row_sparse")
-    shared, gloo, openmpi = (allreduce_ms(repository, how) for how in ("shared", "gloo", "openmpi"))
+    shared, gloo, *mpi = (
+        f"{allreduce_ms(repository, how):.0f}"
+        for how in ("as called", "gloo", "openmpi", "mpich", "intel mpi")
+    )
     ours, gloos = (over_tcp_ms(repository, how) for how in ("ours", "gloo"))
     ratios = [result(repository, "hogwild")[problem]["ratios"] for problem in ("sparse", "sparser")]
     hogwild = [
@@ -168,7 +171,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"{large['ddp'][beside]:.2f} |",
         f"| {cnn['allreduce'][beside]:.2f}; DDP {cnn['ddp'][beside]:.2f} |",
         f"| {large['one']['of_plain']:.2f}; {cnn['one']['of_plain']:.2f} |",
-        f"| {shared:.0f} ms; gloo {gloo:.0f}, OpenMPI in place {openmpi:.0f} |",
+        f"| {shared} ms; gloo {gloo}, OpenMPI {mpi[0]}, MPICH {mpi[1]}, Intel MPI {mpi[2]} |",
         f"| {' · '.join(ours)} ms; gloo {' · '.join(gloos)} |",
         f"| {shm:.2f}; {tcp:.2f} |",
         f"| {result(repository, 'server-bulk-20000000')['ratio']:.2f} | |",
@@ -184,7 +187,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
 
 
 def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> None:
-    shared, read = (allreduce_ms(repository, how) for how in ("shared", "only read"))
+    shared, read = (allreduce_ms(repository, how) for how in ("as called", "only read"))
     beside = {
         model: result(repository, f"data-parallel-{model}")["rows"]["allreduce"]["of_side_by_side"]
         for model in ("large", "cnn")
@@ -226,8 +229,13 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
 
 
 def test_sentences_of_collectives_have_the_recorded_figures(repository: Path) -> None:
-    found = result(repository, "allreduce-shared-default-allocator")["by_ranks"]
-    two, four = ([row["ratio"] for row in found[ranks]["rows"][-2:]] for ranks in ("2", "4"))
+    rows = result(repository, "allreduce-shared")["by_ranks"]
+    small_us = [1e6 * rows["2"]["rows"][0]["median_s"][how] for how in ("as called", "core")]
+    bounds = [row["of_bound"] for found in rows.values() for row in found["rows"][-2:]]
+    waiting = max(found["waiting"] for found in rows.values())
     text = " ".join((repository / "docs/collectives.md").read_text().split())
-    assert f"is {two[0]:.1f} and {two[1]:.1f} times as fast" in text
-    assert f"{four[0]:.1f} and {four[1]:.1f} times with 4 ranks" in text
+    assert f"takes {small_us[0]:.0f} µs, of which the core takes {small_us[1]:.0f}" in text
+    assert f"at {min(bounds):.2f} to {max(bounds):.2f} of the bound" in text
+    large = rows["4"]["rows"][2]["median_s"]
+    assert f"{1e3 * large['as called']:.1f} ms, the core {1e3 * large['core']:.1f}" in text
+    assert f"takes {max(waiting, 1e-4):.2%} of a core" in text

@@ -1,21 +1,25 @@
 """`SharedGroup`: collectives in place between processes of one host, beside backprop.
 
-`SharedCore` does the work and blocks; here it has a thread of its own, on which operations run in the order
-in which they were asked for, while the node's loop and its arithmetic go on.
+`SharedCore` does the work, in the order in which it was asked for. A short operation runs where it is called,
+as long as nobody has to wait: a hop to another thread and back takes ten times as long. What is long, what
+others have not come to within some microseconds, and what is asked for meanwhile, goes on on a thread, while
+the node's loop and its arithmetic go on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from gradstream.collectives.shared_core import SharedCore
 from gradstream.collectives.shared_meeting import Party
-from gradstream.memory import Loans, Span, Vector
+from gradstream.collectives.shared_steps import Steps, finish
+from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Timer
 from gradstream.runtime.tasks import finish_despite_cancel
 
@@ -24,6 +28,8 @@ __all__ = ["SharedGroup"]
 T = TypeVar("T")
 
 BEATS_PER_DEADLINE = 8
+HOLD_NS = 1_000_000
+"""How long operations may hold the loop in all before it turns to others for once."""
 
 
 class SharedGroup:
@@ -49,6 +55,8 @@ class SharedGroup:
         # Of the group's own vectors: where their sums have been handed out, if they have.
         self._sums: dict[Vector, Vector | None] = {}
         self._timer: Timer | None = None
+        self._running: Future[Any] | None = None  # what was given to the thread last
+        self._held_ns = 0
 
     @classmethod
     async def join(cls, runtime: Runtime, party: Party, *, deadline_s: float) -> SharedGroup:
@@ -66,7 +74,7 @@ class SharedGroup:
         """
         group = cls(runtime, SharedCore(party, deadline_s=deadline_s), deadline_s / BEATS_PER_DEADLINE)
         try:
-            await group._run(group._core.join)
+            await group._threaded(group._core.join)
         except BaseException:
             await group.close()
             raise
@@ -83,16 +91,21 @@ class SharedGroup:
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `Group.common`, and `SharedCore.common`: one vector of zeros that all ranks have."""
-        return await self._run(lambda: self._core.common(elems, dtype, name))
+        return await self._threaded(lambda: self._core.common(elems, dtype, name))
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.allreduce`, and `SharedCore.allreduce_` for how long the result stays."""
         sums = self._sums.get(span.vector)
-        with Loans() as loans:
-            loans.add(span, write=True, to="allreduce")
-            if sums is not None:  # who still reads what was handed out
-                loans.add(sums[span.start : span.stop], write=True, to="allreduce")
-            result = await self._run(lambda: self._core.allreduce_(span, weight=weight))
+        loan = span.vector.borrow(span.start, span.stop, write=True, to="allreduce")
+        try:
+            steps, brief = self._core.allreduce(span, weight=weight), self._core.is_brief(span)
+            if sums is None:
+                result = await self._run(steps, brief)
+            else:  # somebody may still read what was handed out
+                with sums[span.start : span.stop].borrowed(write=True, to="allreduce"):
+                    result = await self._run(steps, brief)
+        finally:
+            span.vector.give_back(loan)
         if span.vector in self._sums and result.vector is not span.vector:
             self._sums[span.vector] = result.vector
         return result
@@ -100,21 +113,23 @@ class SharedGroup:
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.reduce_scatter`."""
         with span.borrowed(write=True, to="reduce-scatter"):
-            return await self._run(lambda: self._core.reduce_scatter_(span, weight=weight))
+            steps = self._core.reduce_scatter(span, weight=weight)
+            return await self._run(steps, self._core.is_brief(span))
 
     async def all_gather(self, span: Span) -> None:
         """See `Group.all_gather`. In a common vector nothing is moved: it only waits for all ranks."""
         with span.borrowed(write=True, to="all-gather"):
-            await self._run(lambda: self._core.all_gather_(span))
+            await self._run(self._core.all_gather(span), self._core.is_brief(span, moves=True))
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """See `Group.broadcast`. In a common vector nothing is moved: it only waits for all ranks."""
         with span.borrowed(write=True, to="broadcast"):
-            await self._run(lambda: self._core.broadcast_(span, root=root))
+            steps = self._core.broadcast(span, root=root)
+            await self._run(steps, self._core.is_brief(span, moves=True))
 
     async def barrier(self) -> None:
         """Returns once all ranks have called it: what they wrote before can be read."""
-        await self._run(self._core.barrier)
+        await self._run(self._core.barrier(), brief=True)
 
     async def close(self) -> None:
         """See `Group.close`. Vectors stay for as long as somebody holds them."""
@@ -124,8 +139,28 @@ class SharedGroup:
         self._sums.clear()
         self._thread.shutdown(wait=False)
 
-    async def _run(self, operation: Callable[[], T]) -> T:
-        future = asyncio.get_running_loop().run_in_executor(self._thread, operation)
+    async def _run(self, steps: Steps[T], brief: bool) -> T:
+        """Here if it is brief and the thread has nothing, until it has to wait; else there."""
+        if brief and (self._running is None or self._running.done()):
+            begun_ns = self._runtime.now()
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                await self._held(self._runtime.now() - begun_ns)
+                return result
+        return await self._threaded(partial(finish, steps))
+
+    async def _held(self, duration_ns: int) -> None:
+        """Lets others have the loop, which they would not have between operations that never wait."""
+        self._held_ns += duration_ns
+        if self._held_ns > HOLD_NS:
+            self._held_ns = 0
+            await self._runtime.sleep(0)
+
+    async def _threaded(self, operation: Callable[[], T]) -> T:
+        self._running = running = self._thread.submit(operation)
+        future = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

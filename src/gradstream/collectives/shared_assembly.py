@@ -1,8 +1,8 @@
 """The innermost loops of an allreduce inside a host, in LLVM's own language.
 
-`come` is the barrier; `sum.f32` adds up vectors; `small.f32` is all of an allreduce of a small vector;
-`.f64` does the same for double precision. A sum is p₀·w₀ first, and then one fused multiply-add for each
-further rank, as torch's kernels do it, so that the bits are the same.
+`come` is the barrier, `look` what it waits with; `sum.f32` adds up vectors; `small.f32` is all of an
+allreduce of a small vector; `.f64` does the same for double precision. A sum is p₀·w₀ first, and then one
+fused multiply-add for each further rank, as torch's kernels do it, so that the bits are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from gradstream.collectives.shared_board import (
     ASLEEP,
     CALL_BYTES,
     CALLS_AT,
+    CORE,
     SLOT_BYTES,
     SLOTS_AT,
     Operation,
@@ -23,13 +24,17 @@ __all__ = [
     "BOARDS",
     "COUNT",
     "DONE",
+    "LOOKS",
+    "LOOKS_NS",
     "NOT_DONE",
+    "PATIENT",
     "RANK",
     "RANKS",
     "RING",
-    "SPINS",
+    "SHARE",
+    "SPREAD",
     "TURN",
-    "YIELD_MASK",
+    "YIELDS",
     "assembly",
 ]
 
@@ -38,90 +43,154 @@ NOT_DONE = 1
 """Somebody has not come in time, or asks for something else: see to it."""
 RING = 2
 """Done; this rank came last, and others sleep: ring for them."""
+SPREAD = 3
+"""Done; but more ranks are on this core than have to be: go to another."""
 
-COUNT, TURN, RANK, RANKS, SPINS, YIELD_MASK = range(6)
-"""Words of a rank's state: how often it came, whose turn the next call is, and what does not change."""
-BOARDS = 8
+COUNT, TURN, PATIENT, RANK, RANKS, LOOKS, LOOKS_NS, YIELDS, SHARE = range(9)
+"""Words of a rank's state: how often it came, whose turn the next call is, whether it is worth while to
+look longer for others; and what does not change."""
+BOARDS = 9
 """From this word on: addresses of all boards, then as many of parts, then as many weights."""
+
+AHEAD_BYTES = 1024
+"""How far ahead of a sum its parts are asked for: the processor itself stops at the end of a page."""
 
 _COMMON = f"""
 declare i32 @sched_yield()
-declare void @llvm.x86.sse2.pause()
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare i32 @sched_getcpu()
+declare i32 @clock_gettime(i32, ptr)
 declare void @llvm.x86.sse.sfence()
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
-define i64 @come(ptr %state) {{
-entry:
+define i64 @come(ptr %state) {{  ; arrives, and looks for a moment whether the others have
   %old = load i64, ptr %state
   %count = add i64 %old, 1
   store i64 %count, ptr %state
   %rank.at = getelementptr i64, ptr %state, i64 {RANK}
   %rank = load i64, ptr %rank.at
-  %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
-  %ranks = load i64, ptr %ranks.at
-  %spins.at = getelementptr i64, ptr %state, i64 {SPINS}
-  %spins = load i64, ptr %spins.at
-  %mask.at = getelementptr i64, ptr %state, i64 {YIELD_MASK}
-  %mask = load i64, ptr %mask.at
   %boards = getelementptr i64, ptr %state, i64 {BOARDS}
   %mine.at = getelementptr ptr, ptr %boards, i64 %rank
   %mine = load ptr, ptr %mine.at
   %arrived = getelementptr i64, ptr %mine, i64 {ARRIVED}
+  %core.number = call i32 @sched_getcpu()
+  %core.word = zext i32 %core.number to i64
+  %core = getelementptr i64, ptr %mine, i64 {CORE}
+  store i64 %core.word, ptr %core
   store atomic i64 %count, ptr %arrived release, align 8
   fence seq_cst
+  %looks.at = getelementptr i64, ptr %state, i64 {LOOKS}
+  %looks = load i64, ptr %looks.at
+  %ns.at = getelementptr i64, ptr %state, i64 {LOOKS_NS}
+  %ns = load i64, ptr %ns.at
+  %yields.at = getelementptr i64, ptr %state, i64 {YIELDS}
+  %yields = load i64, ptr %yields.at
+  %status = call i64 @look(ptr %state, i64 %looks, i64 %ns, i64 %yields)
+  ret i64 %status
+}}
+
+; At most so often, and for so long. The clock paces it, or the system where looks yield the core. No PAUSE: a
+; hypervisor takes some in a row for a lock that nobody opens, and takes the core away for microseconds.
+; Whoever is waited for and came last on this very core needs it, too, though others may be idle.
+define i64 @look(ptr %state, i64 %looks, i64 %ns, i64 %yields) {{
+entry:
+  %count = load i64, ptr %state
+  %ranks.at = getelementptr i64, ptr %state, i64 {RANKS}
+  %ranks = load i64, ptr %ranks.at
+  %boards = getelementptr i64, ptr %state, i64 {BOARDS}
+  %rank.at = getelementptr i64, ptr %state, i64 {RANK}
+  %rank = load i64, ptr %rank.at
+  %mine.at = getelementptr ptr, ptr %boards, i64 %rank
+  %mine = load ptr, ptr %mine.at
+  %core.at = getelementptr i64, ptr %mine, i64 {CORE}
+  %core = load i64, ptr %core.at
   br label %other
 
 other:  ; has everybody come?
   %o = phi i64 [ 0, %entry ], [ %o.next, %come ]
-  %left = phi i64 [ %spins, %entry ], [ %left.now, %come ]
+  %left = phi i64 [ %looks, %entry ], [ %left.now, %come ]
+  %until = phi i64 [ 0, %entry ], [ %until.now, %come ]
   %o.at = getelementptr ptr, ptr %boards, i64 %o
   %o.board = load ptr, ptr %o.at
   %o.arrived = getelementptr i64, ptr %o.board, i64 {ARRIVED}
-  br label %look
-look:
-  %left.now = phi i64 [ %left, %other ], [ %left.less, %pause ], [ %left.less, %yield ]
+  %o.core.at = getelementptr i64, ptr %o.board, i64 {CORE}
+  br label %again
+again:
+  %left.now = phi i64 [ %left, %other ], [ %left.less, %wait ], [ %left.less, %yield ]
+  %until.now = phi i64 [ %until, %other ], [ %until.set, %wait ], [ %until.set, %yield ]
   %o.count = load atomic i64, ptr %o.arrived acquire, align 8
   %o.is = icmp uge i64 %o.count, %count
   br i1 %o.is, label %come, label %not.yet
-not.yet:
+not.yet:  ; the clock begins with the first look that is in vain
+  %now = call i64 @now()
+  %first = icmp eq i64 %until.now, 0
+  %end = add i64 %now, %ns
+  %until.set = select i1 %first, i64 %end, i64 %until.now
+  %late = icmp ugt i64 %now, %until.set
   %left.less = sub i64 %left.now, 1
-  %over = icmp eq i64 %left.now, 0
-  br i1 %over, label %late, label %again
-again:
-  %masked = and i64 %left.now, %mask
-  %yields = icmp eq i64 %masked, 0
-  br i1 %yields, label %yield, label %pause
+  %tired = icmp eq i64 %left.now, 0
+  %over = or i1 %late, %tired
+  br i1 %over, label %missing, label %wait
+wait:
+  %o.core = load atomic i64, ptr %o.core.at monotonic, align 8
+  %same = icmp eq i64 %o.core, %core
+  %always = icmp ne i64 %yields, 0
+  %gives = or i1 %same, %always
+  br i1 %gives, label %yield, label %again
 yield:
   %ignored = call i32 @sched_yield()
-  br label %look
-pause:
-  call void @llvm.x86.sse2.pause()
-  br label %look
+  br label %again
 come:
   %o.next = add i64 %o, 1
   %o.more = icmp ult i64 %o.next, %ranks
-  br i1 %o.more, label %other, label %done
-done:  ; who comes last, and so waits for nobody, looks for those who sleep
-  %last = icmp eq i64 %left.now, %spins
-  br i1 %last, label %sleeper, label %passed
-sleeper:
-  %s = phi i64 [ 0, %done ], [ %s.next, %awake ]
+  br i1 %o.more, label %other, label %sleeper
+
+sleeper:  ; does anybody sleep? how many ranks below this one are on its core?
+  %s = phi i64 [ 0, %come ], [ %s.next, %sleeper ]
+  %some = phi i64 [ 0, %come ], [ %some.now, %sleeper ]
+  %below = phi i64 [ 0, %come ], [ %below.now, %sleeper ]
   %s.at = getelementptr ptr, ptr %boards, i64 %s
   %s.board = load ptr, ptr %s.at
   %s.asleep = getelementptr i64, ptr %s.board, i64 {ASLEEP}
   %s.word = load atomic i64, ptr %s.asleep monotonic, align 8
-  %s.is = icmp ne i64 %s.word, 0
-  br i1 %s.is, label %ring, label %awake
-awake:
+  %some.now = or i64 %some, %s.word
+  %s.core.at = getelementptr i64, ptr %s.board, i64 {CORE}
+  %s.core = load atomic i64, ptr %s.core.at monotonic, align 8
+  %s.same = icmp eq i64 %s.core, %core
+  %s.lower = icmp ult i64 %s, %rank
+  %s.below = and i1 %s.same, %s.lower
+  %s.one = zext i1 %s.below to i64
+  %below.now = add i64 %below, %s.one
   %s.next = add i64 %s, 1
   %s.more = icmp ult i64 %s.next, %ranks
   br i1 %s.more, label %sleeper, label %passed
-passed:
-  ret i64 {DONE}
-ring:
-  ret i64 {RING}
-late:
+passed:  ; who comes last, and so has waited for nobody, rings
+  %patient.at = getelementptr i64, ptr %state, i64 {PATIENT}
+  %patient.old = load i64, ptr %patient.at
+  %patient = or i64 %patient.old, %some.now
+  store i64 %patient, ptr %patient.at
+  %last = icmp eq i64 %until.now, 0
+  %some.sleep = icmp ne i64 %some.now, 0
+  %rings = and i1 %last, %some.sleep
+  %share.at = getelementptr i64, ptr %state, i64 {SHARE}
+  %share = load i64, ptr %share.at
+  %crowded = icmp uge i64 %below.now, %share
+  %passed.status = select i1 %crowded, i64 {SPREAD}, i64 {DONE}
+  %status = select i1 %rings, i64 {RING}, i64 %passed.status
+  ret i64 %status
+missing:
   ret i64 {NOT_DONE}
+}}
+
+define internal i64 @now() {{  ; ns of the monotonic clock
+  %time = alloca [2 x i64]
+  %ignored = call i32 @clock_gettime(i32 1, ptr %time)
+  %s = load i64, ptr %time
+  %ns.at = getelementptr i64, ptr %time, i64 1
+  %ns = load i64, ptr %ns.at
+  %s.ns = mul i64 %s, 1000000000
+  %sum = add i64 %s.ns, %ns
+  ret i64 %sum
 }}
 """
 
@@ -145,7 +214,7 @@ w{n}.head:
   br i1 %w{n}.fits, label %w{n}.first, label %{after}
 w{n}.first:
   %w{n}.p0 = getelementptr {type}, ptr %first, i64 %w{n}.i
-  %w{n}.x0 = load <{n} x {type}>, ptr %w{n}.p0, align {align}
+{ahead0}  %w{n}.x0 = load <{n} x {type}>, ptr %w{n}.p0, align {align}
   %w{n}.s0 = insertelement <{n} x {type}> poison, {type} %w0, i64 0
   %w{n}.v0 = shufflevector <{n} x {type}> %w{n}.s0, <{n} x {type}> poison, <{n} x i32> zeroinitializer
   %w{n}.a0 = fmul <{n} x {type}> %w{n}.x0, %w{n}.v0
@@ -159,7 +228,7 @@ w{n}.add:
   %w{n}.q.at = getelementptr ptr, ptr %parts, i64 %w{n}.r
   %w{n}.q = load ptr, ptr %w{n}.q.at
   %w{n}.p = getelementptr {type}, ptr %w{n}.q, i64 %w{n}.i
-  %w{n}.x = load <{n} x {type}>, ptr %w{n}.p, align {align}
+{ahead}  %w{n}.x = load <{n} x {type}>, ptr %w{n}.p, align {align}
   %w{n}.d.at = getelementptr double, ptr %weights, i64 %w{n}.r
   %w{n}.d = load double, ptr %w{n}.d.at
   {weight}
@@ -283,6 +352,14 @@ def assembly(types: Mapping[int, tuple[str, str]]) -> str:
     return "\n".join(["!0 = !{i32 1}", _COMMON, *codes])
 
 
+def _ahead(at: str) -> str:
+    """Asks for what will be read soon; beyond a vector's end that is nothing."""
+    return (
+        f"  %{at}.ahead = getelementptr i8, ptr %{at}, i64 {AHEAD_BYTES}\n"
+        f"  call void @llvm.prefetch.p0(ptr %{at}.ahead, i32 0, i32 3, i32 1)\n"
+    )
+
+
 def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
     """The weighted sum and the small allreduce of one type; `dtype` is its number on boards."""
     line = 64 // itemsize_bytes
@@ -296,6 +373,8 @@ def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
             name=name,
             align=itemsize_bytes,
             past_align=64 if n == widths[0] else itemsize_bytes,
+            ahead0=_ahead(f"w{n}.p0") if n == widths[0] else "",
+            ahead=_ahead(f"w{n}.p") if n == widths[0] else "",
             streams="%streams" if n == widths[0] else "false",
             weight=f"%w{n}.w = {narrow.format(f'%w{n}.d')}",
             begin="0" if at == 0 else f"%w{widths[at - 1]}.i",

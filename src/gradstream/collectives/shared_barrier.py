@@ -4,6 +4,10 @@ A rank comes to the barrier by counting up a word on its board; it may pass once
 have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one
 rings, or a socket ends. The last one to come, who finds all others there, rings for those who sleep.
 
+To wake takes longer than to look. So a rank looks longer where others can be expected soon: between the two
+barriers of an operation; and after a sleep, its own or another's, until it has slept for long itself. Else
+one would sleep when the other comes, and the other when it is awake, in turns for ever.
+
 Whoever finds the group broken says so on its board and rings for all, so that every survivor names the
 same rank, also where the survivors end one after the other.
 """
@@ -16,22 +20,40 @@ import os
 import select
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from gradstream.collectives.shared_assembly import COUNT, DONE, RING
-from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, TROUBLE, Board, fence
+from gradstream.collectives.shared_assembly import (
+    COUNT,
+    DONE,
+    LOOKS,
+    LOOKS_NS,
+    NOT_DONE,
+    PATIENT,
+    RING,
+    SPREAD,
+)
+from gradstream.collectives.shared_board import ARRIVED, ASLEEP, BEATS, CORE, TROUBLE, Board, fence
 from gradstream.collectives.shared_meeting import MESSAGE_BYTES
 from gradstream.collectives.shared_native import State, native
+from gradstream.collectives.shared_steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.unix import recv_descriptors
 
 __all__ = ["Barrier", "Peer", "Trouble"]
 
-SPINS = 40
-"""Looks at a word, each with a yield of the core, before a rank goes to sleep: some 20 microseconds."""
-NATIVE_SPINS = 800
-"""The same of machine code, which mostly waits a moment instead, or always yields where cores are fewer."""
+WITH_CORES = 1 << 20, 20_000
+"""How often a rank looks at most whether others have come, and for how many ns, before it goes to sleep."""
+CROWDED = 40, 500_000
+"""The same where ranks are more than cores: each look yields the core, which the others may then use."""
+EXPECTED = 1000, 250_000
+"""The same for those who are expected soon. They may need this very core: each look yields it."""
+
+SPREAD_S = 1e-3
+"""Between two moves to another core."""
+SHORT_S = 5e-4
+"""A sleep that was not worth it."""
 
 _NAP_S = 0.5  # between two looks at the beats of those who are awaited
 _RING = b"\0"
@@ -135,16 +157,16 @@ class Barrier:
         self._words = board.words
         self._peers = peers
         boards = {peer.rank: peer.board.address for peer in peers} | {rank: board.address}
-        crowded = len(names) > len(os.sched_getaffinity(0))
-        self.state = State(
-            rank,
-            [boards[rank] for rank in range(len(names))],
-            SPINS if crowded else NATIVE_SPINS,
-            0 if crowded else 63,
-        )
+        cores = len(os.sched_getaffinity(0))
+        crowded = len(names) > cores
+        looks = CROWDED if crowded else WITH_CORES
+        share = -(-len(names) // cores)
+        self._expected = EXPECTED[0], EXPECTED[1] * share
+        self.state = State(rank, [boards[rank] for rank in range(len(names))], looks, crowded, share)
         self._native = native()
         self._deadline_s = deadline_s
         self._looked_at = 0.0
+        self._spread_at = 0.0
         self._stop = stop
         self._lock = Lock()
         self._poll = select.poll()
@@ -153,41 +175,76 @@ class Barrier:
             self._poll.register(peer.connection.fileno(), select.POLLIN)
         self._by_fd = {peer.connection.fileno(): peer for peer in peers}
 
-    def wait(self, doing: object) -> None:
-        """Comes to the barrier; returns once all others have.
+    def wait(self, doing: object, *, soon: bool = False) -> Steps[None]:
+        """Comes to the barrier; done once all others have.
 
         Args:
             doing: what for, in messages.
+            soon: the others do just what this rank has done.
 
         Raises:
             PeerLostError, DeadlineError: naming the rank that is dead or silent; the same at all ranks.
             ClosedError: this rank was closed meanwhile.
         """
-        if self._native is not None:
-            status = self._native.come(self.state.address)
-            if status != DONE:
-                self.finish(status, doing)
-            return
-        count = self.state.words[COUNT] + 1
-        self.state.words[COUNT] = self._words[ARRIVED] = count
-        fence(self._lock)
-        missing = [peer for peer in self._peers if peer.words[ARRIVED] < count]
-        if not missing:
-            self._ring()
-        elif not all(self._spin(peer.words, count) for peer in missing):
-            self._sleep(doing)
+        status = self._come() if self._native is None else self._native.come(self.state.address)
+        if status != DONE:
+            yield from self.finish(status, doing, soon=soon)
 
-    def finish(self, status: int, doing: object) -> None:
-        """What machine code leaves of a `wait`: to ring for others, or to sleep. Raises as `wait`."""
+    def finish(self, status: int, doing: object, *, soon: bool = False) -> Steps[None]:
+        """What `come` leaves of a `wait`: to ring for others, or to look longer, or to sleep."""
+        if status == NOT_DONE and (soon or self.state.words[PATIENT]):
+            status = self._look(*self._expected)
         if status == RING:
             self._ring()
-        else:
+        elif status == SPREAD:
+            self._spread()
+        elif status == NOT_DONE:
+            yield
             self._sleep(doing)
+
+    def _come(self) -> int:
+        """Machine code's `come`, without it."""
+        self.state.words[COUNT] += 1
+        self._words[ARRIVED] = self.state.words[COUNT]
+        fence(self._lock)
+        return self._look(self.state.words[LOOKS], self.state.words[LOOKS_NS])
+
+    def _look(self, looks: int, ns: int) -> int:
+        """Whether all have come, as DONE, NOT_DONE or RING; looks so often, and for so long, at most."""
+        if self._native is not None:
+            return self._native.look(self.state.address, looks, ns, True)
+        count, until_ns = self.state.words[COUNT], 0
+        for peer in self._peers:
+            while peer.words[ARRIVED] < count:
+                until_ns = until_ns or time.monotonic_ns() + ns
+                if not looks or time.monotonic_ns() > until_ns:
+                    return NOT_DONE
+                looks -= 1
+                os.sched_yield()
+        sleepers = any(peer.words[ASLEEP] for peer in self._peers)
+        self.state.words[PATIENT] |= sleepers
+        return RING if sleepers and not until_ns else DONE
 
     def _ring(self) -> None:
         for peer in self._peers:
             if peer.words[ASLEEP]:
                 peer.ring()
+
+    def _spread(self) -> None:
+        """Moves this thread to the core with the fewest ranks; the system may move it again as it likes.
+
+        Who rings draws the other onto its own core, and two that never sleep are left there for long.
+        """
+        now = time.monotonic()
+        if now - self._spread_at < SPREAD_S:
+            return
+        self._spread_at, mine = now, self._words[CORE]
+        ranks = Counter([mine, *(peer.words[CORE] for peer in self._peers)])
+        cores = os.sched_getaffinity(0)
+        best = min(sorted(cores), key=lambda core: ranks[core])
+        if ranks[best] + 1 < ranks[mine]:
+            os.sched_setaffinity(0, [best])
+            os.sched_setaffinity(0, cores)
 
     def give_up(self, trouble: Trouble, culprit: int) -> None:
         """Says on the board why the group is broken, and wakes all; the first reason stands."""
@@ -224,17 +281,10 @@ class Barrier:
                 self._raise_silence("for it to read letters", [peer.rank])
             room.poll(_RETRY_MS)
 
-    def _spin(self, words: memoryview[int], count: int) -> bool:
-        for _ in range(SPINS):
-            os.sched_yield()
-            if words[ARRIVED] >= count:
-                return True
-        return False
-
     def _sleep(self, doing: object) -> None:
         count = self.state.words[COUNT]
-        self._looked_at = time.monotonic()
-        heard_at = dict.fromkeys((peer.rank for peer in self._peers), self._looked_at)
+        begun = self._looked_at = time.monotonic()
+        heard_at = dict.fromkeys((peer.rank for peer in self._peers), begun)
         self._words[ASLEEP] = 1
         try:
             while True:
@@ -250,6 +300,7 @@ class Barrier:
                 heard_at.update(self._nap(awaited, doing))
         finally:
             self._words[ASLEEP] = 0
+            self.state.words[PATIENT] = time.monotonic() - begun < SHORT_S
 
     def _nap(self, awaited: dict[int, float], doing: object) -> dict[int, float]:
         """Sleeps until something is heard, or for a while; when each awaited rank was heard last, by rank."""

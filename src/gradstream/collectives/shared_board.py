@@ -24,6 +24,7 @@ __all__ = [
     "BOARD_BYTES",
     "CALLS_AT",
     "CALL_BYTES",
+    "CORE",
     "DTYPES",
     "SLOTS_AT",
     "SLOT_BYTES",
@@ -37,6 +38,8 @@ __all__ = [
 
 ARRIVED = 0
 """Barriers that this rank has come to."""
+CORE = 1
+"""The processor's core on which it came last, as machine code says."""
 ASLEEP = 8
 """Whether it sleeps, and has to be rung for."""
 BEATS = 16

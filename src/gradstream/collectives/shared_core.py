@@ -1,6 +1,7 @@
 """Collectives in place between processes of one host: a rank reads the others' vectors where they lie.
 
-`SharedCore` blocks its thread, so that any loop can call it; `SharedGroup` runs it beside backprop.
+`SharedCore` carries operations out, step by step (`Steps`), or blocks until they are done (`allreduce_`);
+`SharedGroup` runs them beside backprop.
 
 An allreduce of a large vector: each rank says on its board where its part lies and comes to the barrier;
 adds up its own slice of all parts into that slice of a result which lies beside rank 0's vector, for all to
@@ -16,15 +17,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from gradstream.collectives.group import slice_of
-from gradstream.collectives.shared_assembly import DONE, RING, TURN
+from gradstream.collectives.shared_assembly import DONE, NOT_DONE, TURN
 from gradstream.collectives.shared_barrier import Barrier, Peer, Trouble
 from gradstream.collectives.shared_board import (
     BEATS,
@@ -37,7 +39,8 @@ from gradstream.collectives.shared_board import (
 )
 from gradstream.collectives.shared_meeting import Party, meet
 from gradstream.collectives.shared_native import State, native
-from gradstream.collectives.shared_sum import BLOCK_ELEMS, weighted_sum
+from gradstream.collectives.shared_steps import Steps, finish
+from gradstream.collectives.shared_sum import BLOCK_ELEMS, WeightedSum
 from gradstream.collectives.shared_vectors import Vectors, number_of
 from gradstream.errors import ClosedError, ConfigError, GradstreamError
 from gradstream.memory import Span, Vector
@@ -45,11 +48,17 @@ from gradstream.segments import Segment
 
 __all__ = ["SharedCore"]
 
+BRIEF_BYTES = 1 << 20
+"""What is summed up of vectors up to this size takes a rank less than a tenth of a millisecond."""
+
 _MAX_KEPT = 256
 
 
 class SharedCore:
-    """The ranks of a host, from one of them. Blocks; one thread at a time, except for `close` and `beat`.
+    """The ranks of a host, from one of them. One thread at a time, except for `close` and `beat`.
+
+    Operations come twice: as steps, and as what blocks until these are done (`allreduce` and `allreduce_`).
+    One that has begun holds the core until its steps are done; an abandoned one breaks the group.
 
     Every rank calls the same operations in the same order, with the same lengths. An error of an operation
     breaks the group, at all ranks: every operation after that raises the same.
@@ -86,6 +95,7 @@ class SharedCore:
         self._vectors: Vectors
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
         self._quick: dict[tuple[Vector, int, int], Callable[[float], int]] = {}  # small allreduces by span
+        self._sums: dict[tuple[Span, Span | None], tuple[list[Any], WeightedSum, Span]] = {}
         self._views: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
         self._failure: GradstreamError | None = ClosedError(f"{party.me}: its group has not been joined")
         self._closed = False
@@ -163,6 +173,7 @@ class SharedCore:
         self._boards.clear()
         self._views.clear()
         self._quick.clear()
+        self._sums.clear()
 
     # ---- memory ----------------------------------------------------------------------------------
 
@@ -192,12 +203,12 @@ class SharedCore:
 
     # ---- operations ------------------------------------------------------------------------------
 
-    def barrier(self) -> None:
-        """Returns once all ranks have called it. Raises as `allreduce_`."""
+    def barrier(self) -> Steps[None]:
+        """Done once all ranks have called it. Raises as `allreduce`."""
         with self._guard:
-            self._come(Call(Operation.BARRIER, 0, 0))
+            yield from self._come(Call(Operation.BARRIER, 0, 0))
 
-    def allreduce_(self, span: Span, *, weight: float = 1.0) -> Span:
+    def allreduce(self, span: Span, *, weight: float = 1.0) -> Steps[Span]:
         """Σ_r weight_r · span_r over all ranks, in their order; the same bits at each.
 
         Args:
@@ -214,102 +225,126 @@ class SharedCore:
             ConfigError: ranks ask for different things.
             ClosedError: the group has been closed.
         """
-        with self._lock:  # the short way, for what has been here before: microseconds count
-            quick = self._quick.get((span.vector, span.start, span.stop))
-            if quick is not None and (status := quick(weight)) == DONE:
-                return span
+        quick = self._quick.get((span.vector, span.start, span.stop))
         if quick is None:
             self._check_sum(span, weight)
         with self._guard:
             if quick is None:
-                return self._allreduce(span, weight)
-            self._finish_small(span, status)
+                return (yield from self._allreduce(span, weight))
+            yield from self._finish_small(span, quick(weight))
             return span
 
-    def reduce_scatter_(self, span: Span, *, weight: float = 1.0) -> Span:
-        """As `allreduce_`, but this rank gets only its own `slice_of` the sum, in its own span."""
+    def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Steps[Span]:
+        """As `allreduce`, but this rank gets only its own `slice_of` the sum, in its own span."""
         self._check_sum(span, weight)
         with self._guard:
-            return self._reduce_scatter(span, weight)
+            return (yield from self._reduce_scatter(span, weight))
 
-    def all_gather_(self, span: Span) -> None:
+    def all_gather(self, span: Span) -> Steps[None]:
         """Each rank's own `slice_of` the span, to every rank. In a common vector it only waits for all."""
         with self._guard:
-            self._all_gather(span)
+            yield from self._all_gather(span)
 
-    def broadcast_(self, span: Span, *, root: int = 0) -> None:
+    def broadcast(self, span: Span, *, root: int = 0) -> Steps[None]:
         """The span of rank `root`, into that of every rank. In a common vector it only waits for all."""
         if not 0 <= root < self.size:
             raise ConfigError(f"broadcast from rank {root} of {self.size}")
         with self._guard:
-            self._broadcast(span, root)
+            yield from self._broadcast(span, root)
+
+    def barrier_(self) -> None:
+        """`barrier`, to its end."""
+        finish(self.barrier())
+
+    def allreduce_(self, span: Span, *, weight: float = 1.0) -> Span:
+        """`allreduce`, to its end."""
+        return finish(self.allreduce(span, weight=weight))
+
+    def reduce_scatter_(self, span: Span, *, weight: float = 1.0) -> Span:
+        """`reduce_scatter`, to its end."""
+        return finish(self.reduce_scatter(span, weight=weight))
+
+    def all_gather_(self, span: Span) -> None:
+        """`all_gather`, to its end."""
+        finish(self.all_gather(span))
+
+    def broadcast_(self, span: Span, *, root: int = 0) -> None:
+        """`broadcast`, to its end."""
+        finish(self.broadcast(span, root=root))
+
+    def is_brief(self, span: Span, *, moves: bool = False) -> bool:
+        """Whether what an operation on this span does beside waiting takes some microseconds.
+
+        Args:
+            moves: it moves elements from one rank to another, which it need not in a common vector.
+        """
+        if moves and self._vectors.is_common(span.vector):
+            return True
+        return self._is_small(span) or (
+            _size_bytes(span) <= BRIEF_BYTES and self._vectors.is_own(span.vector)
+        )
 
     def beat(self) -> None:
         """A sign of life, for those who wait for this rank while it computes. From any thread."""
         self._board.words[BEATS] += 1
 
-    def _allreduce(self, span: Span, weight: float) -> Span:
+    def _allreduce(self, span: Span, weight: float) -> Steps[Span]:
         if self._is_small(span):
-            self._allreduce_small(span, weight)
+            yield from self._allreduce_small(span, weight)
             return span
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         place = self._vectors.place(span, 0, elems)
-        calls = self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
-        first = calls[0]
-        result = self._vectors.sums(first)
-        start, stop = slice_of(elems, self.rank, self.size)
-        parts = [self._vectors.elements(call)[start:stop] for call in calls]
-        weights = [call.weight for call in calls]
-        weighted_sum(parts, weights, result.tensor[start:stop], self._room(result.tensor.dtype))
-        self._barrier.wait(first)
+        calls = yield from self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
+        add, result = self._prepared(calls, span)
+        add([call.weight for call in calls])
+        yield from self._barrier.wait(calls[0], soon=True)
         return result
 
-    def _allreduce_small(self, span: Span, weight: float) -> None:
+    def _allreduce_small(self, span: Span, weight: float) -> Steps[None]:
         mine, elems = _tensor(span), len(span)
         if (code := self._small.get(mine.dtype)) is not None:
             quick = partial(code, self._state.address, mine.data_ptr(), elems)
             if self._vectors.is_own(span.vector) and len(self._quick) < _MAX_KEPT:
                 self._quick[span.vector, span.start, span.stop] = quick
-            self._finish_small(span, quick(weight))
+            yield from self._finish_small(span, quick(weight))
             return
         slots = self._slots(self._state.words[TURN], elems, mine.dtype)
         slots[self.rank].copy_(mine)
-        calls = self._come(Call(Operation.ALLREDUCE, number_of(mine.dtype), elems, weight=weight))
-        weighted_sum(slots, [call.weight for call in calls], mine, self._room(mine.dtype))
+        calls = yield from self._come(Call(Operation.ALLREDUCE, number_of(mine.dtype), elems, weight=weight))
+        WeightedSum(slots, mine, self._room(mine.dtype))([call.weight for call in calls])
 
-    def _finish_small(self, span: Span, status: int) -> None:
+    def _finish_small(self, span: Span, status: int) -> Steps[None]:
         """What machine code leaves of a small allreduce."""
         if status == DONE:
             return
         turn, mine = 1 - self._state.words[TURN], _tensor(span)
-        self._barrier.finish(status, self._board.read(turn))
-        if status != RING:
+        yield from self._barrier.finish(status, self._board.read(turn))
+        if status == NOT_DONE:
             weights = [call.weight for call in self._calls(turn)]
-            weighted_sum(self._slots(turn, len(span), mine.dtype), weights, mine, self._room(mine.dtype))
+            WeightedSum(self._slots(turn, len(span), mine.dtype), mine, self._room(mine.dtype))(weights)
 
-    def _reduce_scatter(self, span: Span, weight: float) -> Span:
-        elems, number = len(span), number_of(span.vector.tensor.dtype)
+    def _reduce_scatter(self, span: Span, weight: float) -> Steps[Span]:
+        elems, dtype = len(span), span.vector.tensor.dtype
         start, stop = slice_of(elems, self.rank, self.size)
-        own = span.vector[span.start + start : span.start + stop]
-        small = self._is_small(span)
-        if small:
-            slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
+        own, number = span.vector[span.start + start : span.start + stop], number_of(dtype)
+        if self._is_small(span):
+            slots = self._slots(self._state.words[TURN], elems, dtype)
             slots[self.rank].copy_(_tensor(span))
-            calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
-        else:
-            place = self._vectors.place(span, 0, elems)
-            calls = self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
-            slots = [self._vectors.elements(call) for call in calls]
-        parts = [slot[start:stop] for slot in slots]
-        weighted_sum(parts, [call.weight for call in calls], own.tensor, self._room(own.tensor.dtype))
-        if not small:
-            self._barrier.wait(calls[0])  # others have read this rank's part
+            calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
+            add = WeightedSum([slot[start:stop] for slot in slots], own.tensor, self._room(dtype))
+            add([call.weight for call in calls])
+            return own
+        place = self._vectors.place(span, 0, elems)
+        calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
+        add, _ = self._prepared(calls, span, own)
+        add([call.weight for call in calls])
+        yield from self._barrier.wait(calls[0], soon=True)  # others have read this rank's part
         return own
 
-    def _all_gather(self, span: Span) -> None:
+    def _all_gather(self, span: Span) -> Steps[None]:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         if self._vectors.is_common(span.vector):
-            self._come(Call(Operation.ALL_GATHER_COMMON, number, elems, span.start))
+            yield from self._come(Call(Operation.ALL_GATHER_COMMON, number, elems, span.start))
             return
         mine = _tensor(span)
         start, stop = slice_of(elems, self.rank, self.size)
@@ -317,21 +352,21 @@ class SharedCore:
         if small:
             slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             slots[self.rank][start:stop].copy_(mine[start:stop])
-            self._come(Call(Operation.ALL_GATHER, number, elems))
+            yield from self._come(Call(Operation.ALL_GATHER, number, elems))
         else:
             place = self._vectors.place(span, start, stop)
-            calls = self._come(Call(Operation.ALL_GATHER, number, elems, 0, *place))
+            calls = yield from self._come(Call(Operation.ALL_GATHER, number, elems, 0, *place))
             slots = [self._vectors.elements(call) for call in calls]
         for rank in self._peers:
             start, stop = slice_of(elems, rank, self.size)
             mine[start:stop].copy_(slots[rank][start:stop])
         if not small:
-            self._barrier.wait(calls[0])
+            yield from self._barrier.wait(calls[0], soon=True)
 
-    def _broadcast(self, span: Span, root: int) -> None:
+    def _broadcast(self, span: Span, root: int) -> Steps[None]:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         if self._vectors.is_common(span.vector):
-            self._come(Call(Operation.BROADCAST_COMMON, number, elems, root, start=span.start))
+            yield from self._come(Call(Operation.BROADCAST_COMMON, number, elems, root, start=span.start))
             return
         mine = _tensor(span)
         small = self._is_small(span)
@@ -339,25 +374,47 @@ class SharedCore:
             slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             if self.rank == root:
                 slots[root].copy_(mine)
-            self._come(Call(Operation.BROADCAST, number, elems, root))
+            yield from self._come(Call(Operation.BROADCAST, number, elems, root))
             source = slots[root]
         else:
             place = self._vectors.place(span, 0, elems) if self.rank == root else (-1, -1, 0)
-            calls = self._come(Call(Operation.BROADCAST, number, elems, root, *place))
+            calls = yield from self._come(Call(Operation.BROADCAST, number, elems, root, *place))
             source = self._vectors.elements(calls[root])
         if self.rank != root:
             mine.copy_(source)
         if not small:
-            self._barrier.wait(calls[root])
+            yield from self._barrier.wait(calls[root], soon=True)
+
+    def _prepared(
+        self, calls: Sequence[Call], span: Span, own: Span | None = None
+    ) -> tuple[WeightedSum, Span]:
+        """This rank's slice of the sum, which goes to `own`, or to where all read the result; and that.
+
+        Kept for the group's own vectors: they are summed again and again, and to find their parts takes as
+        long as to add up some ten thousand elements.
+        """
+        key, asked = (span, own), [call[:-1] for call in calls]  # all but the weights
+        if (kept := self._sums.get(key)) is not None and kept[0] == asked:
+            return kept[1:]
+        start, stop = slice_of(calls[0].elems, self.rank, self.size)
+        result = own or self._vectors.sums(calls[0])
+        out = own.tensor if own else result.tensor[start:stop]
+        parts = [self._vectors.elements(call)[start:stop] for call in calls]
+        add = WeightedSum(parts, out, self._room(out.dtype))
+        if self._vectors.is_own(span.vector):
+            if len(self._sums) == _MAX_KEPT:
+                self._sums.clear()
+            self._sums[key] = asked, add, result
+        return add, result
 
     # ---- parts of all operations -------------------------------------------------------------------
 
-    def _come(self, call: Call) -> list[Call]:
+    def _come(self, call: Call) -> Steps[list[Call]]:
         """Posts a call and waits for all; what each rank has asked for."""
         turn = self._state.words[TURN]
         self._state.words[TURN] = 1 - turn
         self._board.write(turn, call)
-        self._barrier.wait(call)
+        yield from self._barrier.wait(call)
         return self._calls(turn)
 
     def _calls(self, turn: int) -> list[Call]:
@@ -385,7 +442,7 @@ class SharedCore:
         return scratch
 
     def _is_small(self, span: Span) -> bool:
-        return len(span) * span.vector.tensor.itemsize <= SLOT_BYTES
+        return _size_bytes(span) <= SLOT_BYTES
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -402,6 +459,7 @@ class SharedCore:
     def break_(self, error: BaseException) -> None:
         """After an error in an operation the group is broken, here and at the others."""
         self._quick.clear()
+        self._sums.clear()
         if self._failure is None:
             self._barrier.give_up(Trouble.LEFT, self.rank)  # unless another reason stands already
             self._failure = (
@@ -434,6 +492,10 @@ class _Guard:
         if error is not None:
             self._core.break_(error)
         self._core._lock.release()
+
+
+def _size_bytes(span: Span) -> int:
+    return len(span) * span.vector.tensor.itemsize
 
 
 def _tensor(span: Span) -> torch.Tensor:

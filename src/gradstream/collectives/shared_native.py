@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 
-from gradstream.collectives.shared_assembly import BOARDS, RANK, RANKS, SPINS, YIELD_MASK, assembly
+from gradstream.collectives.shared_assembly import (
+    BOARDS,
+    LOOKS,
+    LOOKS_NS,
+    RANK,
+    RANKS,
+    SHARE,
+    YIELDS,
+    assembly,
+)
 from gradstream.collectives.shared_board import DTYPES
 
 __all__ = ["Native", "State", "native"]
@@ -33,13 +42,18 @@ class State:
     Args:
         rank: this one.
         boards: addresses of all ranks' boards.
-        spins: how often to look whether a rank has come.
-        yield_mask: the core is yielded at looks whose number has none of these bits.
+        looks: how often `come` looks at most whether others have come, and for how many ns.
+        yields: whether each look yields the core.
+        share: ranks that there have to be on one core.
     """
 
-    def __init__(self, rank: int, boards: list[int], spins: int, yield_mask: int) -> None:
+    def __init__(
+        self, rank: int, boards: list[int], looks: tuple[int, int], yields: bool, share: int
+    ) -> None:
         words = (ctypes.c_int64 * (BOARDS + 3 * len(boards)))()
-        words[RANK], words[RANKS], words[SPINS], words[YIELD_MASK] = rank, len(boards), spins, yield_mask
+        words[RANK], words[RANKS], words[YIELDS] = rank, len(boards), yields
+        words[LOOKS], words[LOOKS_NS] = looks
+        words[SHARE] = share
         for other, address in enumerate(boards):
             words[BOARDS + other] = address
         self._words = words
@@ -52,13 +66,16 @@ class Native:
     """The functions.
 
     Args:
-        come: (state) → DONE, NOT_DONE or RING; keeps the GIL, since it is short.
-        small: by dtype: (state, data, elems, weight) → DONE, NOT_DONE or RING.
+        come: (state) → DONE, NOT_DONE, RING or SPREAD; keeps the GIL, since it is short.
+        look: (state, how often, for how many ns, whether it yields the core) → the same, for who has come
+            already; lets the GIL go.
+        small: by dtype: (state, data, elems, weight) → the same as `come`.
         sum: by dtype: (out, parts, weights, ranks, elems, whether past the cache); lets the GIL go.
         engine: keeps the code.
     """
 
     come: Callable[[int], int]
+    look: Callable[[int, int, int, int], int]
     small: dict[torch.dtype, Callable[[int, int, int, float], int]]
     sum: dict[torch.dtype, Callable[[int, Any, Any, int, int, int], None]]
     engine: object
@@ -85,10 +102,12 @@ def native() -> Native | None:
     engine.finalize_object()
     word, address, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
     come = ctypes.PYFUNCTYPE(word, address)
+    look = ctypes.CFUNCTYPE(word, address, word, word, word)
     small = ctypes.PYFUNCTYPE(word, address, address, word, real)
     sum_ = ctypes.CFUNCTYPE(None, address, address, address, word, word, word)
     return Native(
         come=come(engine.get_function_address("come")),
+        look=look(engine.get_function_address("look")),
         small={
             dtype: small(engine.get_function_address(f"small.{name}")) for dtype, (name, _) in _TYPES.items()
         },

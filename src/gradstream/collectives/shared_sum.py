@@ -9,7 +9,7 @@ import torch
 
 from gradstream.collectives.shared_native import native
 
-__all__ = ["BLOCK_ELEMS", "plain_sum", "weighted_sum"]
+__all__ = ["BLOCK_ELEMS", "WeightedSum", "plain_sum"]
 
 BLOCK_ELEMS = 1 << 16
 """Of what is added at once: a block of float32 of two ranks and the sum stay in a core's own cache.
@@ -21,37 +21,48 @@ PAST_CACHE_BYTES = 4 << 20
 """From this size on a sum is stored past the cache: it would not stay there until it is used."""
 
 
-def weighted_sum(
-    parts: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, scratch: torch.Tensor
-) -> None:
-    """Writes Σ_r weights[r] · parts[r], in the order of ranks, with the bits of a parameter server's sum.
+class WeightedSum:
+    """Σ_r weights[r] · parts[r] into `out`, in the order of ranks, with the bits of a parameter server's sum.
 
-    Each element of the parts is read once, each of `out` written once.
+    Each element of the parts is read once, each of `out` written once. It can be called again and again: to
+    prepare it takes as long as to add up some ten thousand elements.
 
     Args:
         parts: (n,) each.
         out: (n,); may be one of the parts, but overlap none of them otherwise.
         scratch: (BLOCK_ELEMS,) of the same dtype, for sums that are not complete.
     """
-    code = native()
-    if code is None or (add := code.sum.get(out.dtype)) is None:
-        plain_sum(parts, weights, out, scratch)
-        return
-    at = out.data_ptr()
-    add(
-        at,
-        (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
-        (ctypes.c_double * len(parts))(*weights),
-        len(parts),
-        out.numel(),
-        at % 64 == 0 and out.nbytes >= PAST_CACHE_BYTES,
-    )
+
+    def __init__(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
+        self._parts = parts
+        self._out = out
+        self._scratch = scratch
+        code = native()
+        self._add = None if code is None else code.sum.get(out.dtype)
+        at = out.data_ptr()
+        self._weights = (ctypes.c_double * len(parts))()
+        self._given = (
+            at,
+            (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
+            self._weights,
+            len(parts),
+            out.numel(),
+            at % 64 == 0 and out.nbytes >= PAST_CACHE_BYTES,
+        )
+
+    def __call__(self, weights: Sequence[float]) -> None:
+        """Adds up."""
+        if self._add is None:
+            plain_sum(self._parts, weights, self._out, self._scratch)
+        else:
+            self._weights[:] = list(weights)
+            self._add(*self._given)
 
 
 def plain_sum(
     parts: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """`weighted_sum` by torch's kernels, with the same bits."""
+    """`WeightedSum` by torch's kernels, with the same bits."""
     if len(parts) == 1:
         if weights[0] != 1.0:
             torch.mul(parts[0], weights[0], out=out)
