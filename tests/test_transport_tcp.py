@@ -526,7 +526,7 @@ def test_a_near_peer_is_not_sent_to_by_bbr(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_near_peer_is_found_out_once_the_line_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that was made in a full line looks like one to a far peer."""
-    round_trips_s = iter([0.03, 0.02, 2e-4])
+    round_trips_s = iter([0.3, 0.2, 2e-4])
     monkeypatch.setattr(tcp, "_shortest_round_trip_s", lambda connected: next(round_trips_s))
     monkeypatch.setattr(tcp, "LOOK_AGAIN_S", (0.0, 0.0, 0.0))
 

@@ -9,9 +9,11 @@ waits for it; the system ends a connection after `Deadlines.connection_s` of sil
 How much the system puts on the network at once is its own choice, but for one case. BBR (Cardwell et al.,
 2016) sends at the rate that it believes the path to have, which is good over long paths that lose packets.
 Between near machines that send in turns it believes too little: a ring at 100 Mbit/s got 86 to 90 % of the
-network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it. A connection made
-while the line is full finds a queue and takes its peer for a far one; beside others by CUBIC it then gets half
-of its share. So each is looked at again, for the shortest way that it has found by then.
+network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it. Nor may one of
+a run's connections alone: among others by CUBIC, which keep the queues full, it gets a third of its share, and
+all that its worker does waits for it. A connection that is made while a queue is full takes its peer for a farther
+one. So near is all that is nearer than a full queue makes it seem, and each connection is looked at again, for the
+shortest way that it has found by then.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from gradstream.transport.sockets import SocketEndpoint
 __all__ = ["TcpEndpoint", "choose_congestion_control"]
 
 BACKLOG = 512
-NEAR_S = 5e-3  # there and back; a network of one room, or of one town
+NEAR_S = 0.1  # there and back; on one continent, or in one room behind queues of 50 ms each way
 LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # after one another: how near a peer is
 
 _SHORTEST_AT = 148  # `tcpi_min_rtt` in Linux's `tcp_info`, which is older than BBR: microseconds
