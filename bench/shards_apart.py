@@ -21,7 +21,7 @@ Beside samples/s as measured, by:
 
 Samples count from when each worker has done two steps until the first of them has done its last. All machines
 share this one's cores, so each node computes with one thread: teams of threads of more nodes than there are
-cores wait for one another by spinning, which took three quarters of the speed. If `cores_used` is near the
+cores wait for one another by spinning, which took more than half of the speed. If `cores_used` is near the
 number of cores, these are the limit and not the cards: `--mbit 250` then tells more.
 
 Prints figures, and keeps them in bench/results/shards-apart.json: a row takes the place of the one with the
