@@ -177,12 +177,16 @@ class Network:
 
     def link_between(self, source: str, target: str) -> Link:
         """The link in this direction."""
-        near = self.machine(source) == self.machine(target)
+        near = self.on_one_machine(source, target)
         return self.links.get((source, target), _NEAR if near else self.link)
 
     def machine(self, node: str) -> str:
         """The machine that a node is on."""
         return self.machines.get(node, node)
+
+    def on_one_machine(self, source: str, target: str) -> bool:
+        """Whether two nodes share a machine."""
+        return source != target and self.machine(source) == self.machine(target)
 
     def card_bytes_s(self, machine: str) -> float:
         """Bandwidth of each direction of a machine's card."""

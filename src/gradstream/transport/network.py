@@ -202,13 +202,16 @@ class VirtualNetwork:
 
     def cards(self, source: str, target: str) -> tuple[_Card, _Card]:
         """The card that sends, and the one that receives, what passes between two nodes."""
-        machines = self.world.machine(source), self.world.machine(target)
-        if machines[0] == machines[1] and source != target:
+        if self.world.on_one_machine(source, target):
             return self._made(math.inf)  # memory
-        for machine in machines:
-            if machine not in self._cards:
-                self._cards[machine] = self._made(self.world.card_bytes_s(machine))
-        return self._cards[machines[0]][0], self._cards[machines[1]][1]
+        return self._of(source)[0], self._of(target)[1]
+
+    def _of(self, node: str) -> tuple[_Card, _Card]:
+        """The cards of a node's machine, (sending, receiving)."""
+        machine = self.world.machine(node)
+        if machine not in self._cards:
+            self._cards[machine] = self._made(self.world.card_bytes_s(machine))
+        return self._cards[machine]
 
     def _made(self, bandwidth_bytes_s: float) -> tuple[_Card, _Card]:
         sending = _Card(self.clock, bandwidth_bytes_s, self._left, Lane.leaving)
