@@ -9,11 +9,11 @@ waits for it; the system ends a connection after `Deadlines.connection_s` of sil
 How much the system puts on the network at once is its own choice, but for one case. BBR (Cardwell et al.,
 2016) sends at the rate that it believes the path to have, which is good over long paths that lose packets.
 Between near machines that send in turns it believes too little: a ring at 100 Mbit/s got 86 to 90 % of the
-network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it. Nor may a single
-connection of a run: the others, by CUBIC, keep queues full, it gets a third of its share, and all that its
-worker does waits for it. A connection that is made while a queue is full takes its peer for a farther one. So
-near is all that is nearer than a full queue makes it seem, and each connection is looked at again, for the
-shortest way that it has found by then.
+network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it. Nor may one
+of a run alone: others by CUBIC keep queues full, it gets a third of its share, and all that its worker does
+waits for it. A connection that is made while a queue is full takes its peer for a farther one. So near is
+all that is nearer than a full queue makes it seem, and each connection is looked at again, for the shortest
+way that it has found by then.
 """
 
 from __future__ import annotations
