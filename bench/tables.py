@@ -200,6 +200,7 @@ def shards_apart() -> Places:
         "of the bound",
         "plain sockets",
         "simulated",
+        "cores used",
     ]
     last = max(kept, key=lambda one: str(one["date"]))
     state = f"Four machines {where(last)}."
