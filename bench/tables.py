@@ -175,9 +175,42 @@ def of_others(records: Mapping[str, Record]) -> str:
     return table(["`plain` by two over", *PROBLEMS.values()], rows)
 
 
+# ---- shards on machines of their own -------------------------------------------------------------
+
+
+def shards_apart() -> Places:
+    """What a shard on each machine brings."""
+    rows, kept = [], recorded("shards-apart")["rows"]
+    for row in sorted(kept, key=lambda one: (one["carrier"] != "tcp", -one["mbit"])):
+        rows.append(
+            [
+                f"{row['strategy']}, {row['shards']}",
+                f"`{row['carrier']}`" + ("" if row["insecure"] else ", TLS"),
+                f"{row['mbit']:,}",
+                f"{row['samples_per_s']:,.0f}",
+                *(f"{100 * row[name]:.0f} %" for name in ("of_bound", "bare_of_bound", "simulated_of_bound")),
+                f"{row['cores_used']:.1f}",
+            ]
+        )
+    head = [
+        "strategy, shards",
+        "carrier",
+        "Mbit/s",
+        "samples/s",
+        "of the bound",
+        "plain sockets",
+        "simulated",
+        "cores used",
+    ]
+    last = max(kept, key=lambda one: str(one["date"]))
+    state = f"Four machines {where(last)}."
+    return {"shards-apart": f"{table(head, rows)}\n\n{state}"}
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/choose.md": carriers,
     "docs/collectives.md": collectives,
+    "docs/scaling.md": shards_apart,
     "docs/strategies/hogwild.md": hogwild,
 }
 

@@ -133,6 +133,14 @@ def test_nothing_outlives_a_killed_launcher_or_forkserver(tmp_path: Path, victim
         driver.communicate()
 
 
+def test_threads_spin_only_where_no_shard_needs_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert node_environment(1, shards=True)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in node_environment(1)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert node_environment(1, shards=True)["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's
+
+
 def test_the_machine_is_described_in_json() -> None:
     described = describe_machine(node_environment(workers=1))
     assert json.loads(json.dumps(described)) == described

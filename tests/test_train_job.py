@@ -228,6 +228,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert "epochs = 10  # linear.py" in config
     assert "seed = 0  # default" in config
     assert run.info["node_environment"]["OMP_NUM_THREADS"]
+    assert run.info["node_environment"]["OMP_WAIT_POLICY"]  # there are shards beside the workers
     assert run.info.keys() >= {"argv", "git_commit", "machine", "versions"}
     assert set(os.listdir("kept")) == {
         ".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"

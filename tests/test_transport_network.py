@@ -100,6 +100,20 @@ def test_one_sender_to_many_shares_its_own_card() -> None:
     )
 
 
+def test_nodes_of_one_machine_share_its_cards() -> None:
+    """Two nodes send and two receive; what passes between the two of a machine waits for no card."""
+    machines = {"worker-0": "m0", "shard-0": "m0", "worker-1": "m1", "shard-1": "m1"}
+    network = Network(bandwidth_bytes_s=BANDWIDTH, link=Link(latency_s=LATENCY_S), machines=machines)
+    sends = [
+        ("worker-0", "shard-1", Priority.BULK, 1_000_000, 0.0),
+        ("shard-0", "worker-1", Priority.BULK, 1_000_000, 0.0),
+        ("worker-0", "shard-0", Priority.BULK, 1_000_000, 0.0),
+    ]
+    *apart, beside = lanes_arrivals(network, sends)
+    assert sorted(apart) == pytest.approx([LATENCY_S + 1e-3, LATENCY_S + 2e-3], abs=1e-8)
+    assert beside == 0.0
+
+
 def test_pairs_do_not_share() -> None:
     sends = [(f"a{k}", f"b{k}", Priority.BULK, 1_000_000, 0.0) for k in range(4)]
     assert lanes_arrivals(plain(), sends) == pytest.approx([LATENCY_S + 1e-3] * 4, abs=2e-9)

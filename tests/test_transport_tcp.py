@@ -524,6 +524,36 @@ def test_a_near_peer_is_not_sent_to_by_bbr(monkeypatch: pytest.MonkeyPatch) -> N
         assert congestion_control(connected) == "reno"
 
 
+def test_a_near_peer_is_found_out_once_the_line_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was made in a full line looks like one to a far peer."""
+    round_trips_s = iter([0.3, 0.2, 2e-4])
+    monkeypatch.setattr(tcp, "_shortest_round_trip_s", lambda connected: next(round_trips_s))
+    monkeypatch.setattr(tcp, "LOOK_AGAIN_S", (0.0, 0.0, 0.0))
+
+    async def main() -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()) as connected,
+        ):
+            try:
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            except OSError:
+                pytest.skip("this system has no BBR, or does not let this user have it")
+            endpoint()._admit(connected)
+            assert congestion_control(connected) == "bbr"
+            await until(lambda: congestion_control(connected) in ("cubic", "reno"))
+
+    asyncio.run(main())
+
+
+def test_the_shortest_round_trip_on_loopback_is_short() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connected,
+    ):
+        assert 0 < tcp._shortest_round_trip_s(connected) < 1
+
+
 def test_no_connection_on_loopback_has_bbr() -> None:
     async def main() -> str:
         async with serving("echo", echo) as server:

@@ -107,7 +107,7 @@ class Launcher:
     def run(self) -> None:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
         here = self._listening.workers_per_machine if self._listening else self._job.workers
-        environment = {} if self._as_threads else node_environment(here)
+        environment = {} if self._as_threads else node_environment(here, shards=self._cast.servers > 0)
         made = self._prepared(environment)
         try:
             with self._signals, made as cluster:

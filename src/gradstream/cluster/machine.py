@@ -39,6 +39,12 @@ KEEP_PAGES = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
+# Threads of one node wait for one another by spinning, which is best where each has a core. Those of a shard
+# and a worker together are more than the cores: one then spins on the core that another needs (a worker and
+# a shard on two cores, over TCP: 460 samples/s, and 830 like this; a worker alone: 3,400, and 2,750 like
+# this).
+YIELD = {"OMP_WAIT_POLICY": "PASSIVE"}
+
 # gRPC's own preparations for a fork end the processes that a data loader forks from a node. They use no gRPC.
 NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 
@@ -48,7 +54,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def node_environment(workers: int) -> dict[str, str]:
+def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
     """Variables that must be set before a node loads numpy, torch or gRPC.
 
     Arithmetic threads: each worker has its share of the cores, at least one. Variables that the
@@ -56,10 +62,11 @@ def node_environment(workers: int) -> dict[str, str]:
 
     Args:
         workers: how many workers share the cores of this machine.
+        shards: whether shards of the server share them too.
     """
     threads = str(max(1, num_cores() // max(1, workers)))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-    wanted = dict.fromkeys(names, threads) | KEEP_PAGES | NO_FORK_HANDLERS
+    wanted = dict.fromkeys(names, threads) | KEEP_PAGES | NO_FORK_HANDLERS | (YIELD if shards else {})
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

@@ -104,7 +104,7 @@ class Trial(ABC):
         """What it is about to run."""
         cast = self.cast
         if self.job.spec is not None:  # it loads torch while the next checks are made
-            environment = node_environment(self.job.workers)
+            environment = node_environment(self.job.workers, shards=cast.servers > 0)
             self._cluster = self._stack.enter_context(LocalCluster(self._run_dir / "logs", environment))
         names = f"{type(cast.strategy).__name__.lower()}, {self.rule()}"
         return f"{names}, {count(cast.workers, 'worker')}, {count(cast.servers, 'server')}"

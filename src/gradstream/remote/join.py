@@ -168,7 +168,8 @@ class _Machine:
         run_dir = self._make_run_dir(grant.machine)
         (run_dir / "nodes.json").write_text(json.dumps(self._spec(grant, run_dir), indent=2) + "\n")
         num_workers = sum(name.startswith("worker") for name in names)
-        with LocalCluster(run_dir / "logs", node_environment(num_workers)) as cluster:
+        shards = any(name.startswith("shard") for name in names)
+        with LocalCluster(run_dir / "logs", node_environment(num_workers, shards=shards)) as cluster:
             order = await self._order(stream)
             if order.HasField("go"):
                 coordinator = self._joining.address.at(order.go.port)

@@ -125,6 +125,10 @@ class Link:
         _at_least_0(self, "latency_s", "jitter_s", "loss", "duplicate")
 
 
+_NEAR = Link(latency_s=0.0)
+"""Between nodes of one machine."""
+
+
 @dataclass(frozen=True, slots=True)
 class Partition:
     """Between `start_s` and `stop_s` nothing passes from a node of `sources` to one of `targets`.
@@ -142,13 +146,16 @@ class Partition:
 class Network:
     """Network cards and links.
 
-    Each direction of each node's card is one shared resource of `bandwidth_bytes_s` (or its
+    Each direction of each machine's card is one shared resource of `bandwidth_bytes_s` (or its
     own value in `cards`): p workers that send n bytes each to one server take p·n/bandwidth.
+    Each node is a machine of its own, unless `machines` puts several on one: what these send each
+    other needs no card and no time.
 
     Args:
         bandwidth_bytes_s: of every card and direction; math.inf for none.
         link: default link; `links` overrides by (source, target).
-        cards: bandwidth by node name.
+        cards: bandwidth by machine.
+        machines: by node name, the machine that a node is on; one of the node's own name where missing.
         partitions: cuts in time.
         header_bytes: what a frame costs on a card besides its payload.
     """
@@ -157,6 +164,7 @@ class Network:
     link: Link = Link()
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     cards: Mapping[str, float] = field(default_factory=dict)
+    machines: Mapping[str, str] = field(default_factory=dict)
     partitions: Sequence[Partition] = ()
     header_bytes: int = 64
 
@@ -169,11 +177,20 @@ class Network:
 
     def link_between(self, source: str, target: str) -> Link:
         """The link in this direction."""
-        return self.links.get((source, target), self.link)
+        near = self.on_one_machine(source, target)
+        return self.links.get((source, target), _NEAR if near else self.link)
 
-    def card_bytes_s(self, node: str) -> float:
-        """Bandwidth of each direction of a node's card."""
-        return self.cards.get(node, self.bandwidth_bytes_s)
+    def machine(self, node: str) -> str:
+        """The machine that a node is on."""
+        return self.machines.get(node, node)
+
+    def on_one_machine(self, source: str, target: str) -> bool:
+        """Whether two nodes share a machine."""
+        return source != target and self.machine(source) == self.machine(target)
+
+    def card_bytes_s(self, machine: str) -> float:
+        """Bandwidth of each direction of a machine's card."""
+        return self.cards.get(machine, self.bandwidth_bytes_s)
 
     def cut(self, source: str, target: str, now_s: float) -> bool:
         """Whether a partition swallows what `source` sends to `target` now."""

@@ -9,7 +9,8 @@ A frame of n bytes from a to b passes three stages::
 Cut through: the receiving card takes a frame in while it still comes, so a lone frame needs
 latency + n / bandwidth in all, and p senders of n bytes to one receiver need p·n / bandwidth. A
 card takes CONTROL frames before BULK frames and serves the streams of either in turn, frame by
-frame; it does not interrupt a frame.
+frame; it does not interrupt a frame. Nodes of one machine share its cards, and need none for what they
+send each other.
 
 A `Lane` is one direction of one stream and keeps its frames' order at every stage. A lane that
 has lost a frame (`Link.loss`, a partition) is silent from there on, and nobody is told.
@@ -47,7 +48,7 @@ class Packet:
 
 
 class _Card:
-    """One direction of one node's network card: a server of queues, one queue per lane.
+    """One direction of one machine's network card: a server of queues, one queue per lane.
 
     Args:
         done: called when a frame was served.
@@ -133,8 +134,7 @@ class Lane:
         self._landed_ns = 0  # when the last of them gets to the receiving card
         self._silent = False
         self._shut = False
-        source_card, target_card = network.cards(source)[0], network.cards(target)[1]
-        self._sending, self._receiving = source_card, target_card
+        self._sending, self._receiving = network.cards(source, target)
 
     def send(self, packet: Packet) -> None:
         """Queues a frame at the sending card."""
@@ -200,14 +200,22 @@ class VirtualNetwork:
         self._duplicates = cluster.random("network/duplicates")
         self._cards: dict[str, tuple[_Card, _Card]] = {}
 
-    def cards(self, node: str) -> tuple[_Card, _Card]:
-        """A node's card, (sending, receiving)."""
-        if node not in self._cards:
-            bandwidth = self.world.card_bytes_s(node)
-            sending = _Card(self.clock, bandwidth, self._left, Lane.leaving)
-            receiving = _Card(self.clock, bandwidth, Lane.arrive)
-            self._cards[node] = (sending, receiving)
-        return self._cards[node]
+    def cards(self, source: str, target: str) -> tuple[_Card, _Card]:
+        """The card that sends, and the one that receives, what passes between two nodes."""
+        if self.world.on_one_machine(source, target):
+            return self._made(math.inf)  # memory
+        return self._of(source)[0], self._of(target)[1]
+
+    def _of(self, node: str) -> tuple[_Card, _Card]:
+        """The cards of a node's machine, (sending, receiving)."""
+        machine = self.world.machine(node)
+        if machine not in self._cards:
+            self._cards[machine] = self._made(self.world.card_bytes_s(machine))
+        return self._cards[machine]
+
+    def _made(self, bandwidth_bytes_s: float) -> tuple[_Card, _Card]:
+        sending = _Card(self.clock, bandwidth_bytes_s, self._left, Lane.leaving)
+        return sending, _Card(self.clock, bandwidth_bytes_s, Lane.arrive)
 
     def _left(self, lane: Lane, packet: Packet) -> None:
         self.sent_bytes[lane.source] = self.sent_bytes.get(lane.source, 0) + packet.size_bytes

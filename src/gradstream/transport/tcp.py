@@ -9,7 +9,11 @@ waits for it; the system ends a connection after `Deadlines.connection_s` of sil
 How much the system puts on the network at once is its own choice, but for one case. BBR (Cardwell et al.,
 2016) sends at the rate that it believes the path to have, which is good over long paths that lose packets.
 Between near machines that send in turns it believes too little: a ring at 100 Mbit/s got 86 to 90 % of the
-network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it.
+network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it. Nor may one
+of a run alone: others by CUBIC keep queues full, it gets a third of its share, and all that its worker does
+waits for it. A connection that is made while a queue is full takes its peer for a farther one. So near is
+all that is nearer than a full queue makes it seem, and each connection is looked at again, for the shortest
+way that it has found by then.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ import asyncio
 import math
 import socket
 import struct
+from collections.abc import Sequence
+from functools import partial
 
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
@@ -29,9 +35,10 @@ from gradstream.transport.sockets import SocketEndpoint
 __all__ = ["TcpEndpoint", "choose_congestion_control"]
 
 BACKLOG = 512
-NEAR_S = 5e-3  # there and back; a network of one room, or of one town
+NEAR_S = 0.1  # there and back; on one continent, or in one room behind queues of 50 ms each way
+LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # after one another: how near a peer is
 
-_ROUND_TRIP_AT = 68  # `tcpi_rtt` in Linux's `tcp_info`: microseconds
+_SHORTEST_AT = 148  # `tcpi_min_rtt` in Linux's `tcp_info`, which is older than BBR: microseconds
 
 
 class TcpEndpoint(SocketEndpoint):
@@ -112,31 +119,39 @@ class TcpEndpoint(SocketEndpoint):
         ):
             if hasattr(socket, name):  # not all systems have all of them
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        choose_congestion_control(connected)
+        self._choose(connected, LOOK_AGAIN_S)
+
+    def _choose(self, connected: socket.socket, pauses_s: Sequence[float]) -> None:
+        """How a connection is sent over: now, and after each pause while it uses BBR."""
+        if choose_congestion_control(connected) and pauses_s:
+            self.runtime.call_later(pauses_s[0], partial(self._choose, connected, pauses_s[1:]))
 
 
-def choose_congestion_control(connected: socket.socket) -> None:
-    """Takes a near peer's connection off BBR, where the system would use that."""
+def choose_congestion_control(connected: socket.socket) -> bool:
+    """Takes a near peer's connection off BBR, where the system would use that. Whether it is on BBR still."""
     if not (hasattr(socket, "TCP_CONGESTION") and hasattr(socket, "TCP_INFO")):
-        return
+        return False
     try:
         used = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        if not used.startswith(b"bbr") or _round_trip_s(connected) > NEAR_S:
-            return
+        if not used.startswith(b"bbr"):
+            return False
+        if _shortest_round_trip_s(connected) > NEAR_S:
+            return True
     except OSError:
-        return  # already gone again
+        return False  # already gone again
     for name in (b"cubic", b"reno"):  # not every user may choose the first one; the second one is everybody's
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
-            return
+            return False
         except OSError:
             continue
+    return True
 
 
-def _round_trip_s(connected: socket.socket) -> float:
-    """As the system has measured it, first when the connection was made."""
-    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP_AT + 4)
-    return float(struct.unpack_from("=I", info, _ROUND_TRIP_AT)[0]) / 1e6
+def _shortest_round_trip_s(connected: socket.socket) -> float:
+    """Of those that the system has measured, the first of them when the connection was made."""
+    info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST_AT + 4)
+    return float(struct.unpack_from("=I", info, _SHORTEST_AT)[0]) / 1e6
 
 
 def _family(host: str) -> socket.AddressFamily:
