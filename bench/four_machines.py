@@ -28,6 +28,7 @@ from typing import Any
 from gradstream.cluster.machine import describe_machine, git_commit
 from gradstream.run import Run
 from gradstream.testing.machines import Machine, Machines, unavailable
+from gradstream.train import load_job
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "examples" / "caltech101.py"
@@ -72,6 +73,7 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
     ):
         options += ["--set", f"strategy.{setting}"]
     options += ["--insecure"] if given.insecure else []
+    job = load_job(f"{JOB}:{given.model}")
     run = run_on(machines, folder, f"{JOB}:{given.model}", *options)
     kept = (
         "steps",
@@ -87,7 +89,7 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
     return {
         "joined": [event["who"] for event in run.events if event["event"] == "machine"],
         **{name: run.summary[name] for name in kept},
-        "accuracy": run.evaluate().accuracy,
+        "accuracy": Run.load(folder / "run", model=job.model, data=job.data).evaluate().accuracy,
         "peak_own_bytes": run.summary["peak_own_bytes"],
         "peak_machine_bytes": {machine.name: machine.peak_memory_bytes() for machine in machines.machines},
     }
