@@ -207,10 +207,57 @@ def shards_apart() -> Places:
     return {"shards-apart": f"{table(head, rows)}\n\n{state}"}
 
 
+ROWS = {
+    "plain": "plain loop, 2 threads",
+    "side-by-side": "two loops side by side that exchange nothing",
+    "allreduce": "`allreduce`, 2 × 256 a round",
+    "synchronous": "`synchronous`, 2 × 256 a round",
+    "allreduce-half": "`allreduce`, 2 × 128 a round (the plain loop's batch)",
+    "synchronous-half": "`synchronous`, 2 × 128 a round",
+    "downpour-10": "`downpour`, period 10",
+    "downpour-1": "`downpour`, period 1",
+}
+
+
+def caltech() -> Places:
+    """The smaller dense network on this machine, and the large one on four of them."""
+    small, four = recorded("caltech101-small"), recorded("four-machines")
+    plain = small["rows"]["plain"]["samples_per_s"]
+    rows = [
+        [
+            title,
+            f"{row['samples_per_s']:,.0f}",
+            f"{row['samples_per_s'] / plain:.2f}",
+            f"{row['train_s']:.0f}",
+            f"{100 * row['accuracy']:.1f} %",
+        ]
+        for name, title in ROWS.items()
+        for row in [small["rows"][name]]
+    ]
+    head = ["10,805,651 parameters, batch 256", "samples/s", "of plain", "seconds", "test accuracy"]
+    asked = four["asked"]
+    said = (
+        f"{asked['epochs']} epochs on {asked['machines']} machines, each with a worker and a shard, cards of "
+        f"{asked['rate']}, TLS, Downpour that talks every {asked['period']} steps: "
+        f"{four['samples_per_s']:,.0f} samples/s, {four['train_s']:.0f} s, {100 * four['accuracy']:.1f} % of "
+        f"the test images; {four['pushed_bytes'] / 1e9:.1f} GB pushed and as much fetched. "
+        f"The machines share two cores; {where(four)}."
+    )
+    return {
+        "caltech-small": f"{table(head, rows)}\n\nOne run each {where(small)}.",
+        "four-machines": said,
+    }
+
+
+def scaling() -> Places:
+    """Machines that are not simulated."""
+    return {**shards_apart(), **caltech()}
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/choose.md": carriers,
     "docs/collectives.md": collectives,
-    "docs/scaling.md": shards_apart,
+    "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
 }
 

@@ -241,25 +241,11 @@ def test_percentages_in_the_text_are_in_the_tables(repository: Path, name: str) 
     assert set(PERCENT.findall(TABLE.sub("", page))) <= set(PERCENT.findall(tables))
 
 
-def test_what_other_pages_say_of_the_study_is_in_its_tables(repository: Path) -> None:
-    folder = repository / "docs" / "strategies"
-    tables = "".join(found[0] for found in TABLE.finditer((folder / "study.md").read_text()))
-    pages = [page for page in folder.glob("*.md") if page.stem not in ("index", "study", "distbelief")]
-    about = [
-        paragraph
-        for page in pages
-        for paragraph in page.read_text().split("\n\n")
-        if "async_study.py" in paragraph and "](study.md)" in paragraph
-    ]
-    assert len(about) == 8
-    for paragraph in about:
-        assert PERCENT.findall(paragraph)
-        assert set(PERCENT.findall(paragraph)) <= set(PERCENT.findall(tables)), paragraph
-
-
-@pytest.mark.parametrize("name", ["study", "distbelief"])
-def test_the_page_says_what_the_record_says(study: Modules, repository: Path, name: str) -> None:
+def test_pages_say_what_the_record_says(study: Modules, repository: Path) -> None:
     record = json.loads((repository / "bench" / "results" / "async-study.json").read_text())
-    page = (repository / "docs" / "strategies" / f"{name}.md").read_text()
-    for place, text in study.page.tables(record)[name].items():
-        assert f"<!-- begin: {place} -->\n{text}\n<!-- end: {place} -->" in page, place
+    pages = study.page.tables(record)
+    assert len(pages) == 2 + len(study.page.OWN)
+    for name, tables in pages.items():
+        page = (repository / "docs" / "strategies" / f"{name}.md").read_text()
+        for place, text in tables.items():
+            assert f"<!-- begin: {place} -->\n{text}\n<!-- end: {place} -->" in page, (name, place)

@@ -67,15 +67,15 @@ class Unit:
 
 def units(scene: Scene, rows: Rows) -> list[Unit]:
     """Of a scene; those with another budget of epochs are there once it is known how fast they are."""
-    whole = [Unit(scene, method, scene.epochs) for method in scene.methods]
-    time_s = equal_s(scene, rows)
-    timed = []
-    for unit in whole:
+    time_s, found = equal_s(scene, rows), []
+    for method in scene.methods:
+        unit = Unit(scene, method, scene.epochs)
+        found.append(unit)
         pace = pace_s(unit, rows)
-        if unit.method.name in scene.timed and time_s is not None and pace is not None:
+        if method.name in scene.timed and time_s is not None and pace is not None:
             epochs = round(time_s / pace / TRAIN_SAMPLES, 2)
-            timed.append(Unit(scene, unit.method, epochs, timed=True))
-    return whole + timed
+            found.append(Unit(scene, method, epochs, timed=True))
+    return found
 
 
 def equal_s(scene: Scene, rows: Rows) -> float | None:

@@ -35,7 +35,7 @@ SAME = "="
 
 def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """By page, the tables by the name of their place on it."""
-    scenes, target = record["scenes"], record["target"]
+    scenes, target = {name: _begun(scene) for name, scene in record["scenes"].items()}, record["target"]
     equal = scenes["equal"]
     study = {
         "state": _state(record),
@@ -62,6 +62,16 @@ def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "figure-5": _figure_5(scenes["figure-5"]["units"], target),
         }
     return pages
+
+
+def _begun(scene: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the methods of which nothing was run yet."""
+    units = {name: one for name, one in scene["units"].items() if one["by_rate"] or one["accuracies"]}
+    return {**scene, "units": units}
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return table(head, rows) if rows else "Not run yet."
 
 
 def _together(scenes: Mapping[str, Any], *names: str) -> Units:
@@ -105,7 +115,7 @@ def _accuracy(scene: Mapping[str, Any], beside: str) -> str:
         ]
         for one in units.values()
     ]
-    return table(head, rows)
+    return _rows(head, rows)
 
 
 def _by_clock(scene: Mapping[str, Any]) -> str:
@@ -139,7 +149,7 @@ def _by_clock(scene: Mapping[str, Any]) -> str:
         ]
         for one in sorted(in_time.values(), key=lambda one: -one.get("accuracy", 0.0))
     ]
-    return table(head, rows)
+    return _rows(head, rows)
 
 
 def _time(units: Units, target: float) -> str:
@@ -173,7 +183,7 @@ def _time(units: Units, target: float) -> str:
                 _number(one["moved_bytes"] / 1e3 if "moved_bytes" in one else None, ".0f"),
             ]
         )
-    return table(head, rows)
+    return _rows(head, rows)
 
 
 def _own(units: Units, target: float) -> str:
@@ -199,7 +209,7 @@ def _own(units: Units, target: float) -> str:
         ]
         for one in units.values()
     ]
-    return table(head, rows)
+    return _rows(head, rows)
 
 
 def _reached(one: Found) -> str:
@@ -217,7 +227,7 @@ def _rates(units: Units, rates: Sequence[float]) -> str:
             accuracy = _percent(one["by_rate"].get(name))
             cells.append(f"{accuracy} ✗" if name in one["failed"] else accuracy)
         rows.append([one["title"], *cells])
-    return table(["rate:", *names], rows)
+    return _rows(["rate:", *names], rows)
 
 
 def _exponents(units: Units, rates: Sequence[float]) -> str:
@@ -230,7 +240,7 @@ def _exponents(units: Units, rates: Sequence[float]) -> str:
             tuned = [_percent(one["by_rate"].get(name)) for name in names]
             accuracy, deviation = _percent(one.get("accuracy")), _points(one.get("deviation"))
             rows.append([f"{exponent:g}", _rate(one), accuracy, deviation, *tuned])
-    return table(["p", "best rate", "accuracy", "± of seeds", *(f"at {name}" for name in names)], rows)
+    return _rows(["p", "best rate", "accuracy", "± of seeds", *(f"at {name}" for name in names)], rows)
 
 
 def _figure_4(units: Units) -> str:
@@ -258,16 +268,16 @@ def _figure_4(units: Units) -> str:
         ]
         for one in units.values()
     ]
-    return table(head, rows)
+    return _rows(head, rows)
 
 
 def _figure_5(units: Units, target: float) -> str:
     rows = []
-    for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad")):
+    for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad")) if units else ():
         found = [units.get(f"{rule}-{count}") for count in COUNTS]
         rows.append([title, *(_seconds(one) for one in found)])
         rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
-    return table([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
+    return _rows([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
 
 
 def _seconds(one: Found | None) -> str:
