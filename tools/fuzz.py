@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         left = None if given.inputs is None else given.inputs - sum(part["inputs"] for part in parts)
         if left is None or left > 0:
             works.append((name, given.seed + len(parts), left, given.seconds))
+    # Asked before there are processes: one that is forked meanwhile would hold the pipe of the answer open.
+    commit, machine = git_commit(Path.cwd()), describe_machine({})
     # A fresh process for each decoder: its memory is its own.
     context = multiprocessing.get_context("fork")  # what is imported takes long
     with context.Pool(given.processes, maxtasksperchild=1) as pool:
@@ -69,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             if given.into is not None:  # each time: a fuzzing that is cut off has taken hours, too
                 seed = next(work[1] for work in works if work[0] == outcome.decoder)
-                record.setdefault(outcome.decoder, []).append(_part(outcome, seed))
-                given.into.write_text(json.dumps(_whole(record), indent=1) + "\n")
+                record.setdefault(outcome.decoder, []).append(_part(outcome, seed, commit))
+                given.into.write_text(json.dumps(_whole(record, machine), indent=1) + "\n")
     outcomes.sort(key=lambda one: one.decoder)
     print(table(outcomes))
     for finding in (finding for one in outcomes for finding in one.findings):
@@ -85,11 +87,11 @@ def _read(path: Path | None) -> dict[str, list[dict[str, Any]]]:
     return {one["decoder"]: one["parts"] for one in json.loads(path.read_text())["decoders"]}
 
 
-def _whole(record: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def _whole(record: Mapping[str, Sequence[Mapping[str, Any]]], machine: Mapping[str, Any]) -> dict[str, Any]:
     """The record: totals by decoder, and their parts."""
     summed = ("inputs", "accepted", "refused", "faults", "cpu_s")
     return {
-        **describe_machine({}),
+        **machine,
         "decoders": [
             {
                 "decoder": name,
@@ -106,10 +108,10 @@ def _work(work: tuple[str, int, int | None, float | None]) -> Outcome:
     return fuzz(DECODERS[name], seed=seed, inputs=inputs, seconds=seconds)
 
 
-def _part(one: Outcome, seed: int) -> dict[str, Any]:
+def _part(one: Outcome, seed: int, commit: str | None) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": git_commit(Path.cwd()),
+        "commit": commit,
         "seed": seed,
         "inputs": one.inputs,
         "accepted": one.accepted,
