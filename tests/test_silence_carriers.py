@@ -40,8 +40,12 @@ def test_every_carrier_of_a_node_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_system_keeps_a_silent_tcp_connection_for_so_long() -> None:
     runtime = RealRuntime("node")
     endpoint = TcpEndpoint(Identity("job", "node", 1, secret=SECRET), runtime, connection_s=ODD.connection_s)
-    with socket.socket() as one:
+
+    async def admit(one: socket.socket) -> None:
         endpoint._admit(one)
+
+    with socket.socket() as one:
+        asyncio.run(admit(one))
         read = {
             name: one.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
             for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")

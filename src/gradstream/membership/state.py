@@ -44,6 +44,9 @@ MESSAGE_BYTES = 8192
 TRACEBACK_BYTES = 1 << 16
 """Of what a member says about its failure."""
 
+TOLD_OF_EACH = 64
+"""While so many nodes have joined at most, they hear of each that does."""
+
 
 class Membership:
     """The members of one run.
@@ -147,8 +150,9 @@ class Membership:
         out = [] if self.nodes.missing else self._begin(at_s)
         node = request.node
         joined = JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch)
-        # Who waits for the others to join has no use for hearing of each: of n nodes that were n³ / 2 names.
-        return [Emit(joined), *out, Notify()] if out else [Emit(joined)]
+        # Of many nodes, who waits for the others is not told of each: that were n³ / 2 names.
+        told = out or len(self.nodes.names) <= TOLD_OF_EACH
+        return [Emit(joined), *out, Notify()] if told else [Emit(joined)]
 
     def check(self, who: str, beat: v1.Beat) -> None:
         """Raises RefusedError for a beat that says what cannot be. Ask before `beat`, which believes it."""
