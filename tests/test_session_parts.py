@@ -21,6 +21,7 @@ from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
 from gradstream.session.shards import Part, length_of, part_of
 from gradstream.session.torchrun import of_torchrun
+from gradstream.worker.loop import Round
 
 Numbers = np.ndarray[Any, Any]
 
@@ -259,6 +260,10 @@ class Recorded(HeldArrays):
         gradient.fill_(7.0)
 
 
+def round_of(gradient: torch.Tensor) -> Round:
+    return Round(gradient, known=lambda turn: None, report=lambda elems: None)
+
+
 def test_user_and_worker_take_turns() -> None:
     held = Recorded()
     handover = Handover(held)
@@ -267,7 +272,9 @@ def test_user_and_worker_take_turns() -> None:
     def worker() -> None:
         for number in range(3):
             gradient = torch.zeros(2)
-            turns.append((handover.turn(torch.full((2,), float(number)), gradient), gradient.tolist()))
+            turns.append(
+                (handover.turn(torch.full((2,), float(number)), round_of(gradient)), gradient.tolist())
+            )
         handover.finish(torch.full((2,), 9.0), {})
         handover.over(None)
 
