@@ -260,7 +260,7 @@ def test_misuse_is_said() -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="expected a torch Module"):
-            session.wrap(model.parameters(), optimizer)  # type: ignore[arg-type]
+            session.wrap(model.parameters(), optimizer)  # type: ignore[type-var]
         session.wrap(model, optimizer)
         with pytest.raises(ConfigError, match="one run trains one model"):
             session.wrap(model, optimizer)

@@ -272,9 +272,8 @@ def test_user_and_worker_take_turns() -> None:
     def worker() -> None:
         for number in range(3):
             gradient = torch.zeros(2)
-            turns.append(
-                (handover.turn(torch.full((2,), float(number)), round_of(gradient)), gradient.tolist())
-            )
+            turn = handover.turn(torch.full((2,), float(number)), round_of(gradient))
+            turns.append((turn, gradient.tolist()))
         handover.finish(torch.full((2,), 9.0), {})
         handover.over(None)
 
@@ -305,7 +304,7 @@ def test_what_ends_one_side_reaches_the_other() -> None:
     other = Handover(Recorded())
     other.end(UserCodeError("mine"))
     with pytest.raises(UserCodeError, match="mine"):
-        other.turn(torch.zeros(2), torch.zeros(2))
+        other.turn(torch.zeros(2), round_of(torch.zeros(2)))
 
 
 # ---- data -------------------------------------------------------------------------------

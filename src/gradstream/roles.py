@@ -317,7 +317,7 @@ class Cast:
     @property
     def _joint(self) -> bool:
         """Whether gradients alone are exchanged: loops of the user's own make each step, on every worker."""
-        return self.open_ended and self.strategy.gives_mean
+        return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.data).joint
 
     @property
     def shards_optimizer(self) -> Optimizer:

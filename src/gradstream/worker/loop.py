@@ -105,6 +105,7 @@ class OwnData(Protocol):
     """Stands where a job has its data set: every worker's loop brings its own."""
 
     optimizer: str  # the update rule that the loop asks for; "" where the job names it
+    joint: bool  # loops exchange gradients alone, where the strategy gives every worker their mean
 
     def loop(self, rank: int) -> Loop:
         """The loop of a worker."""
