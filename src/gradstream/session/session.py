@@ -24,10 +24,11 @@ from torch import nn
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.registry import text_of_optimizer
+from gradstream.registry import find_strategy, text_of_optimizer
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays, HeldModule
 from gradstream.session.host import Host
+from gradstream.session.loaders_count import SampleCount
 from gradstream.session.node import LoopNode
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.place import Assignment
@@ -152,8 +153,9 @@ class Session:
     def samples(self, count: int) -> None:
         """Says how many samples are behind the next step, where that cannot be seen.
 
-        Otherwise it is the length of the first tensor that the model was called with, in training mode
-        and with gradients on, added up since the last step.
+        Otherwise it is the samples of the minibatches that were taken from `shard`'s loaders since the last
+        step, with gradients on; or else the length of the first tensor that the model was called with, in
+        training mode and with gradients on, added up likewise.
         """
 
     @contextmanager
@@ -231,7 +233,7 @@ class WorkerSession(Session):
         self._node: LoopNode | None = None
         self._rule: Optimizer | None = None
         self._optimizer: DistributedOptimizer | None = None
-        self._counted = self._dealt = 0
+        self._samples = SampleCount()
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
         self._skipped = 0
@@ -258,7 +260,7 @@ class WorkerSession(Session):
         self._skipped += 1
         if self._optimizer is not None:
             self._optimizer.passed()
-        self._counted = self._dealt = 0
+        self._samples.clear()
         return True
 
     @property
@@ -289,7 +291,9 @@ class WorkerSession(Session):
         """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(one, split=split) for one in data)
-        return part_of(data, Part(self.rank, self.world_size, self._seed, split, self._note_dealt))
+        job = self._place.job()
+        aligned = find_strategy(job.strategy, job.strategy_options).data_cut() == "rounds"
+        return part_of(data, Part(self.rank, self.world_size, self._seed, split, self._samples.note, aligned))
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
@@ -316,7 +320,7 @@ class WorkerSession(Session):
         """See `Session.samples`."""
         if count < 1:
             raise ConfigError(f"samples({count}): expected at least 1")
-        self._counted, self._dealt = count, 0
+        self._samples.say(count)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -378,16 +382,11 @@ class WorkerSession(Session):
                 f"this run goes on from step {self._steps_before}, but the script begins its loop again: "
                 "skip what it has done, `if session.skip(): continue`, or look at session.step"
             )
-        samples = self._counted or self._dealt or 1
-        self._counted = self._dealt = 0
-        self._handover.step(samples, lr, loss)
+        self._handover.step(self._samples.take(), lr, loss)
 
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if model.training and torch.is_grad_enabled():
-            self._counted += length_of((*args, *kwargs.values())) or 0
-
-    def _note_dealt(self, batch: Any) -> None:
-        self._dealt += length_of((batch,)) or 0
+            self._samples.see(length_of((*args, *kwargs.values())) or 0)
 
 
 FAREWELL_S = 15.0
