@@ -28,6 +28,7 @@ from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.registry import find_strategy, text_of_optimizer
 from gradstream.session.arrays import ArrayLoop, LoneArrays, rate_of
+from gradstream.session.forward import BeforeForward
 from gradstream.session.gradients import JointGradients
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays, HeldModule
@@ -38,7 +39,7 @@ from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.place import Assignment
 from gradstream.session.replica import Replica
 from gradstream.session.rules import options_of, rule_of
-from gradstream.session.samples import Samples
+from gradstream.session.samples import SampleCount
 from gradstream.session.shards import Part, part_of
 
 __all__ = ["LoneSession", "Session", "WorkerSession", "enter", "running"]
@@ -177,8 +178,9 @@ class Session:
     def samples(self, count: int) -> None:
         """Says how many samples are behind the next step, where that cannot be seen.
 
-        Otherwise it is the length of the first tensor that the model was called with, in training mode
-        and with gradients on, added up since the last step.
+        Otherwise it is the samples of the minibatches that were taken from `shard`'s loaders since the last
+        step, with gradients on; or else the length of the first tensor that the model was called with, in
+        training mode and with gradients on, added up likewise.
         """
 
     @contextmanager
@@ -236,7 +238,7 @@ class WorkerSession(Session):
         self._rule: Optimizer | None = None
         self._arrays: ArrayLoop | None = None
         self._optimizer: DistributedOptimizer | None = None
-        self._samples = Samples()
+        self._samples = SampleCount()
         self._gradients: JointGradients | None = None
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
@@ -266,7 +268,7 @@ class WorkerSession(Session):
         self._skipped += 1
         if self._optimizer is not None:
             self._optimizer.passed()
-        self._samples.taken()
+        self._samples.clear()
         return True
 
     @property
@@ -292,7 +294,7 @@ class WorkerSession(Session):
         wrapped = self._optimizer = DistributedOptimizer(one, rule, self._step)
         held = HeldModule(module, trained)
         self._begin(held, rule.text(held.ranges([group["params"] for group in groups])))
-        module.register_forward_pre_hook(self._samples.forward, with_kwargs=True)
+        module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
         return model, cast(O, wrapped if isinstance(optimizer, torch.optim.Optimizer) else [wrapped])
 
     def _wrap_jointly(
@@ -314,9 +316,9 @@ class WorkerSession(Session):
             names, parameters, vector, self._handover, self._taken_samples, lambda: math.nan
         )
         joint.hello()
+        hook = BeforeForward(self._samples.forward, joint.look)
         for module in modules:
-            module.register_forward_pre_hook(self._samples.forward, with_kwargs=True)
-            module.register_forward_pre_hook(joint.look)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
         for one in optimizers:
             one.register_step_pre_hook(joint.before_step)
             one.register_step_post_hook(joint.after_step)
@@ -334,7 +336,9 @@ class WorkerSession(Session):
         """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(one, split=split) for one in data)
-        return part_of(data, Part(self.rank, self.world_size, self._seed, split, self._samples.dealt))
+        return part_of(
+            data, Part(self.rank, self.world_size, self._seed, split, self._samples.note, self._joint)
+        )
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
@@ -373,7 +377,7 @@ class WorkerSession(Session):
         """See `Session.samples`."""
         if count < 1:
             raise ConfigError(f"samples({count}): expected at least 1")
-        self._samples.said = count
+        self._samples.say(count)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
