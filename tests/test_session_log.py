@@ -238,7 +238,8 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.TemporaryDirectory", lambda: _Kept(path.parent))
-        loop_in_threads(kept)
+        loop_in_threads(kept, trackers=["tensorboard"])
+    assert list((path / "tensorboard").glob("events.out.tfevents.*"))
     return list(read_events(path / "events.jsonl"))
 
 
