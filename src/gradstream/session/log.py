@@ -160,7 +160,10 @@ class _Mean:
 
     def add(self, value: Any) -> None:
         """Raises TypeError for what is no number."""
-        self._sum = self._sum + (value if type(value) is float else _number(value))
+        number = value if type(value) is float else _number(value)
+        if isinstance(number, torch.Tensor) and isinstance(self._sum, torch.Tensor):
+            number = number.to(self._sum.device)  # where a model is spread over several accelerators
+        self._sum = self._sum + number
         self.count += 1
 
     def take(self) -> float:
