@@ -228,8 +228,9 @@ def loop(session: gs.Session) -> None:
     session.log(last=session.rank)
 
 
-@pytest.fixture(scope="module")
-def events(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+@pytest.fixture(scope="module", params=["synchronous", "downpour"])
+def events(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of a run whose loops join gradients, and of one whose loops exchange parameters."""
     path = tmp_path_factory.mktemp("logged") / "run"
 
     def kept(session: gs.Session) -> None:
@@ -238,7 +239,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.TemporaryDirectory", lambda: _Kept(path.parent))
-        loop_in_threads(kept, trackers=["tensorboard"])
+        loop_in_threads(kept, trackers=["tensorboard"], strategy=request.param)
     assert list((path / "tensorboard").glob("events.out.tfevents.*"))
     return list(read_events(path / "events.jsonl"))
 
@@ -270,8 +271,10 @@ def test_the_progress_line_shows_them(events: list[Any]) -> None:
     for event in sorted(events, key=lambda event: event["time_s"]):
         progress.update(event)
         lines.append(progress.line())
-    assert progress.total_steps == STEPS  # of rounds
-    assert f"step {STEPS}/{STEPS} · loss " in lines[-1]
+    in_rounds = next(event for event in events if event["event"] == "started")["in_rounds"]
+    total = STEPS if in_rounds else 2 * STEPS
+    assert progress.total_steps == total
+    assert f"step {total}/{total} · loss " in lines[-1]
     assert " · worst nan · " in lines[-1]
     assert any(" · ETA " in line for line in lines)
 
