@@ -58,6 +58,9 @@ class Scripted:
         self.samples += len(x)
         return Turn(len(x), RATE, float(residual @ residual) / len(x))
 
+    def logged(self) -> tuple[()]:
+        return ()
+
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         self.final = parameters.clone()
 

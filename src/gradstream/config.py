@@ -78,7 +78,9 @@ class Job:
             `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
         until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
         callbacks: objects told of the run in the process that calls `train`, by those of these methods that
-            they have: on_start(info), on_step(event), on_evaluate(event), on_end(run).
+            they have: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run).
+        trackers: where the curves of a run on real machines go besides: "tensorboard", "wandb", "mlflow",
+            "trackio".
         seed: of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
@@ -124,6 +126,7 @@ class Job:
     metrics: Mapping[str, str | Metric] = field(default_factory=dict)
     until: Until | None = None
     callbacks: Sequence[Any] = ()
+    trackers: Sequence[str] = ()
     seed: int = 0
     name: str | None = None
     run_dir: Path | None = None
@@ -167,6 +170,7 @@ class JobOptions(TypedDict, total=False):
     metrics: Mapping[str, str | Metric]
     until: Until | None
     callbacks: Sequence[Any]
+    trackers: Sequence[str]
     seed: int
     name: str | None
     run_dir: Path | None

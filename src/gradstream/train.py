@@ -25,6 +25,7 @@ from gradstream.launcher import Launcher, OnAddress, OnEvent
 from gradstream.registry import check_places
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
+from gradstream.report.trackers import check_trackers, trackers_of
 from gradstream.roles import Cast
 from gradstream.run import Run
 
@@ -113,6 +114,7 @@ def train(
     as_threads = processes is False or spec is None
     if not as_threads:
         check_places(cast.optimizer)
+    check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
     return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
 
@@ -137,7 +139,7 @@ def launch(
         stop: asked now and then whether the run is to stop with a checkpoint, as by Ctrl-C. Such a run is a
             trial: a script that is read again by nodes has not made it.
     """
-    callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": str(run_dir)})
+    callbacks = _callbacks(job, run_dir)
     told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
     try:
         Launcher(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
@@ -162,8 +164,20 @@ def host(job: Job, on_address: OnAddress, *, processes: bool = True) -> None:
         What the run failed with, as `train`.
     """
     job = dataclasses.replace(job, name=job.name or "session")
-    cast, run_dir = cast_of(job, secrets.token_hex(8)), _make_run_dir(job)
-    Launcher(job, cast, run_dir, (), None, as_threads=not processes, on_address=on_address).run()
+    cast = cast_of(job, secrets.token_hex(8))
+    check_trackers(job.trackers)
+    run_dir = _make_run_dir(job)
+    callbacks = _callbacks(job, run_dir)
+    told = callbacks.beside(None)
+    try:
+        Launcher(job, cast, run_dir, (), told, as_threads=not processes, on_address=on_address).run()
+    finally:
+        callbacks.end(lambda: Run.load(run_dir))
+
+
+def _callbacks(job: Job, run_dir: Path) -> Callbacks:
+    given = [*job.callbacks, *trackers_of(job.trackers)]
+    return Callbacks(given, {"name": job.name, "run_dir": str(run_dir)})
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:

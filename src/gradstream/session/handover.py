@@ -15,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from gradstream.errors import ClosedError, UserCodeError
+from gradstream.events import LogEvent
 from gradstream.model.buffers import Buffers
 from gradstream.session.held import Held
+from gradstream.session.log import SessionLog
 from gradstream.worker.loop import LoopReplica, Round, Turn
 
 __all__ = ["Handover"]
@@ -34,12 +36,18 @@ class Handover:
 
     Args:
         held: the parameters that the user holds.
+        log: what the user's loop says of itself; None where it says nothing.
         joint: gradients alone are exchanged: a turn is a backward, and `stepped` says when a step was made.
         on_step: called by `stepped`.
     """
 
     def __init__(
-        self, held: Held, *, joint: bool = False, on_step: Callable[[], None] = lambda: None
+        self,
+        held: Held,
+        log: SessionLog | None = None,
+        *,
+        joint: bool = False,
+        on_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.joint = joint
         self.ended = False
@@ -47,6 +55,7 @@ class Handover:
         self.samples = 0
         self.shown: torch.Tensor | None = None  # the parameters that the user sees
         self._held = held
+        self._log = log
         self._condition = threading.Condition()
         self._whose: Literal["worker", "user"] = "worker"
         self._replica: LoopReplica | None = None
@@ -90,6 +99,10 @@ class Handover:
                 return Turn(0, self._step.lr, math.nan)
             self._held.take(given.gradient)
             return self._step
+
+    def logged(self) -> Iterable[LogEvent]:
+        """See `Loop.logged`."""
+        return () if self._log is None else self._log.take()
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         """See `Loop.finish`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def join(
     chunk_elems: int | None = None,
     checkpoint_every: int | str | None = "10min",
     keep_last: int = 2,
+    trackers: Sequence[str] = (),
     deadlines: Deadlines | None = None,
 ) -> Session:
     """Joins the run that this script was started for, as one of its workers.
@@ -47,7 +48,7 @@ def join(
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
-            deadlines: as of `Job`. `gradstream train` overrides them by its own options.
+            trackers, deadlines: as of `Job`. `gradstream train` overrides them by its own options.
         exchange: who moves the bytes of a strategy without servers: short for an entry of `strategy_options`;
             see `AllReduce`.
         workers: how many `gradstream train` starts; torchrun and python decide for themselves.
@@ -73,6 +74,7 @@ def join(
         chunk_elems=chunk_elems,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        trackers=trackers,
         deadlines=deadlines or Deadlines(),
     )
     intercept(job)

@@ -34,6 +34,7 @@ from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays, HeldModule
 from gradstream.session.host import Host
 from gradstream.session.joint import JointReplica, layout_of
+from gradstream.session.log import SessionLog
 from gradstream.session.node import LoopNode
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.place import Assignment
@@ -183,6 +184,26 @@ class Session:
         training mode and with gradients on, added up likewise.
         """
 
+    def log(self, /, **values: Any) -> None:
+        """Takes figures of the loop, `session.log(loss=loss, accuracy=0.9)`, at any time.
+
+        They are shown while the run goes on and at its end, with the curves of the report and by trackers. Of
+        what comes within a tenth of a second the mean is kept; of more than 64 names, the first 64. Alone,
+        nothing is done.
+
+        Args:
+            values: numbers or tensors of one element, by name. NaN is shown as such.
+
+        Raises:
+            ConfigError: a value is no number.
+        """
+
+    def total(self, steps: int) -> None:
+        """Says how many steps this worker makes in the whole run, such as `epochs * len(loader)`.
+
+        The time that is left can be shown then; else the time that has passed is.
+        """
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Inside, the model has the parameters that are on the servers now.
@@ -243,12 +264,16 @@ class WorkerSession(Session):
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
         self._skipped = 0
+        self._log = SessionLog(place.rank, self._steps_made)
         self._looked = False  # the script has asked where the run goes on
 
     @property
     def step(self) -> int:
         """See `Session.step`."""
         self._looked = True
+        return self._steps_made()
+
+    def _steps_made(self) -> int:
         made = 0 if self._handover is None else self._handover.steps
         return (self._steps_before or 0) + made
 
@@ -313,7 +338,7 @@ class WorkerSession(Session):
         assert self._handover is not None
         parameters = [replica.parameters[name] for name in names]
         joint = self._gradients = JointGradients(
-            names, parameters, vector, self._handover, self._taken_samples, lambda: math.nan
+            names, parameters, vector, self._handover, self._taken_samples, self._log.step
         )
         joint.hello()
         hook = BeforeForward(self._samples.forward, joint.look)
@@ -379,6 +404,14 @@ class WorkerSession(Session):
             raise ConfigError(f"samples({count}): expected at least 1")
         self._samples.say(count)
 
+    def log(self, /, **values: Any) -> None:
+        """See `Session.log`."""
+        self._log.log(**values)
+
+    def total(self, steps: int) -> None:
+        """See `Session.total`."""
+        self._log.total(steps)
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """See `Session.evaluation`."""
@@ -399,6 +432,7 @@ class WorkerSession(Session):
         if self._closed:
             return
         self._closed = True
+        self._log.close()
         if self._handover is not None and self._node is not None:
             assert self._held is not None
             self._held.let_go()
@@ -415,6 +449,7 @@ class WorkerSession(Session):
         if self._closed or self._handover is None or self._node is None:
             return
         self._closed = True
+        self._log.close()
         if self._handover.error is None:
             text = "".join(traceback.format_exception(error))
             message = f"worker-{self.rank}: the script raised {type(error).__name__}: {error}"
@@ -430,14 +465,15 @@ class WorkerSession(Session):
         if self._closed:
             raise ClosedError("the session was closed")
         self._held = held
-        self._handover = Handover(held, joint=self._joint, on_step=held.keep)
+        self._handover = Handover(held, self._log, joint=self._joint, on_step=held.keep)
         self._node = LoopNode(self._place, held, self._handover, rule)
         self._node.start()
         self._handover.first()
+        self._log.open()
 
     def _step(self, lr: float, loss: float) -> None:
         assert self._handover is not None
-        self._handover.step(self._taken_samples(), lr, loss)
+        self._handover.step(self._taken_samples(), lr, self._log.step(loss))
 
     def _taken_samples(self) -> int:
         """Samples behind the gradient that leaves now."""

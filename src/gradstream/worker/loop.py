@@ -8,7 +8,7 @@ was one at all: where the loop has ended instead, the minibatch has no samples a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import GradientError, InternalError
+from gradstream.events import LogEvent
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
@@ -94,6 +95,10 @@ class Loop(Supply, Protocol):
 
         Runs on the arithmetic thread. Nobody writes `parameters` meanwhile.
         """
+        ...
+
+    def logged(self) -> Iterable[LogEvent]:
+        """What the loop has logged since it was asked before."""
         ...
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:

@@ -208,6 +208,7 @@ class WorkerNode:
 
     def _stepped(self, step: StepEvent) -> None:
         self._member.emit(step)
+        self._report_logged()
         if self._balance is not None:
             self._balance.took(step.samples, step.compute_s)
         if self._hand is not None:
@@ -216,6 +217,11 @@ class WorkerNode:
     def _report(self, exchange: Exchange) -> None:
         """Records of traffic since the report before, and of this node's vitals."""
         for event in (*exchange.report(), *self._runtime.vitals("worker")):
+            self._member.emit(event)
+        self._report_logged()
+
+    def _report_logged(self) -> None:
+        for event in () if self._config.loop is None else self._config.loop.logged():
             self._member.emit(event)
 
 
