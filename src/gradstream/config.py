@@ -14,6 +14,8 @@ from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.membership.goal import Until
 from gradstream.model.base import Model
+from gradstream.model.device_model import on_device
+from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
 from gradstream.registry import find_dataset
 from gradstream.server.chunks import CHUNK_ELEMS
@@ -232,9 +234,9 @@ def build_model(job: Job, rank: int = 0) -> Model:
             f"model is {type(job.model).__name__}; expected a Model, or a function that makes one: "
             "wrap yours with gradstream.from_functions or gradstream.from_torch"
         )
-    if job.device != "cpu" and hasattr(model, "on_device"):
-        model = model.on_device(job.device, rank)
-    elif job.device not in ("cpu", "auto"):
+    if job.device != "cpu" and isinstance(model, TorchModel):
+        return on_device(model, job.device, rank)
+    if job.device not in ("cpu", "auto"):
         raise ConfigError(
             f"device={job.device!r}: a {type(model).__name__} computes where it likes, and gradstream cannot "
             "move it; leave device out, or bring the model as gradstream.from_torch"

@@ -54,8 +54,7 @@ class Staging:
         self.streams.pin(gradient)
         landing = Landing(self.streams, self._gradient[: len(gradient)], gradient, report)
         try:
-            with self.streams.current():
-                yield landing
+            yield landing
         finally:
             landing.abandon()
 

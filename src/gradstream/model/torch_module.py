@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from gradstream.errors import ConfigError, GradientError
 from gradstream.model.arrays import for_torch
 from gradstream.model.backprop import Backprop
 from gradstream.model.base import Layout, Reduction
-from gradstream.model.batch import Batch, map_leaves
+from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
-from gradstream.model.devices import Streams, device_of, streams_of
 from gradstream.model.factors import KeptLayers, OuterLayer
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
-from gradstream.model.staging import Staging
 from gradstream.runtime.base import Report
 
-__all__ = ["TorchModel", "from_torch"]
+__all__ = ["Loss", "LossOf", "TorchModel", "finite_loss", "from_torch", "usable"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 LossOf = Literal["outputs", "batch"]
@@ -89,49 +83,24 @@ def from_torch(
 
 
 class TorchModel:
-    """A PyTorch module whose parameters are views of whichever flat vector was given last, or of its copy.
+    """A PyTorch module whose parameters are views of whichever flat vector was given last.
 
     One at a time: not for use from two threads at once. Made by `from_torch`.
+
+    Attributes:
+        given: its arguments: `type(model)(*model.given)` is the same model, not yet built.
+        keeps_factors: whether it has `outer_layers`.
     """
 
-    def __init__(
-        self,
-        build: Build,
-        loss: Loss,
-        reduction: Reduction,
-        loss_of: LossOf,
-        spread: bool,
-        streams: Callable[[], Streams] | None = None,
-    ) -> None:
+    def __init__(self, build: Build, loss: Loss, reduction: Reduction, loss_of: LossOf, spread: bool) -> None:
+        self.given = build, loss, reduction, loss_of, spread
+        self.keeps_factors = True
         self.reduction: Reduction = reduction
         self._build = build
         self._loss = loss
-        self._loss_shape: LossOf = loss_of
+        self._takes_batch = loss_of == "batch"
         self._spread = spread
-        self._streams = streams
-        self._keeps_factors = streams is None
         self._built: BuiltModule | None = None
-        self._staging: Staging | None = None
-
-    def on_device(self, name: str, rank: int = 0) -> TorchModel:
-        """The same model, to be computed on another device. What is given to it stays in main memory.
-
-        Args:
-            name: see `Job.device`.
-            rank: of the worker.
-
-        Raises:
-            ConfigError: torch has no such device here.
-        """
-        device = device_of(name, rank)
-        model = self.staged(partial(streams_of, device))
-        if device.type == "cpu":
-            model._streams = None  # computes as ever, and offers what the workers with a device do
-        return model
-
-    def staged(self, streams: Callable[[], Streams]) -> TorchModel:
-        """The same model, to be computed where `streams()` copies to; called when something is computed."""
-        return TorchModel(self._build, self._loss, self.reduction, self._loss_shape, self._spread, streams)
 
     @property
     def layout(self) -> Layout:
@@ -140,8 +109,8 @@ class TorchModel:
 
     @property
     def outer_layers(self) -> Sequence[OuterLayer]:
-        """Wide linear layers with a weight of their own: see `model.factors`. None on a device."""
-        return self._module().outer_layers if self._keeps_factors else ()
+        """Wide linear layers with a weight of their own: see `model.factors`."""
+        return self._module().outer_layers if self.keeps_factors else ()
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with what `build()` gives under this seed; see `Model.init`."""
@@ -182,66 +151,37 @@ class TorchModel:
             gradient.zero_()
             report(len(gradient))
             return 0.0
-        built.training(True)
-        if self._streams is not None:
-            return self._staged_gradient(built, parameters, batch, gradient, seed, report, rows)
         built.point_at(parameters)
+        built.training(True)
         backprop = Backprop(built.layout, built.parameters, gradient, report, kept, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            loss = _scalar(self._loss_of(built, batch))
-            value = _finite(float(loss.detach()))
-            backprop.run(_differentiable(loss))
+            loss = usable(self._loss_of(built, batch))
+            value = finite_loss(float(loss.detach()))
+            backprop.run(loss)
         backprop.finish()
         return value
-
-    def _staged_gradient(
-        self,
-        built: BuiltModule,
-        parameters: torch.Tensor,
-        batch: Batch,
-        gradient: torch.Tensor,
-        seed: int,
-        report: Report,
-        rows: RowGradient | None,
-    ) -> float:
-        """`gradient` by way of the device. Nothing waits for it there before backprop has been asked for."""
-        built.check(parameters)
-        staging, losses = self._placed(built), list[float]()
-        staging.streams.pin(parameters)
-        with staging.landing(gradient, report) as landing:
-            staging.show(parameters)
-            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, None, rows)
-            generators = staging.streams.generators
-            with torch.enable_grad(), backprop, torch.random.fork_rng(devices=generators):
-                torch.manual_seed(seed)
-                loss = _scalar(self._loss_of(built, batch))
-                landing.scalar(loss.detach(), lambda value: losses.append(_finite(value)))
-                backprop.run(_differentiable(loss))
-            backprop.finish()
-            landing.finish()
-        return losses[0]
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
         """The module's outputs in eval() mode, without a graph; see `Model.outputs`."""
         built = self._module()
+        self._show(built, parameters)
         built.training(False)
-        with torch.no_grad(), self._shown(built, parameters):
-            outputs: torch.Tensor = self._call(built.module, self._tensors(inputs, built.layout.dtype))
-            if self._staging is not None:
-                outputs = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
+        with torch.no_grad():
+            outputs: torch.Tensor = self._call(built.module, self._tensors(inputs))
         return outputs
 
     @property
     def calls_itself(self) -> bool:
         """Whether the loss calls the module, in a way of its own: `loss_of="batch"`."""
-        return self._loss_shape == "batch"
+        return self._takes_batch
 
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
         """The loss in eval() mode, without a graph; see `worker.evaluation`."""
         built = self._module()
+        self._show(built, parameters)
         built.training(False)
-        with torch.no_grad(), self._shown(built, parameters):
+        with torch.no_grad():
             return float(self._loss_of(built, batch))
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -288,40 +228,17 @@ class TorchModel:
             self._built = BuiltModule(build_module(self._build, _BUILD_SEED))
         return self._built
 
-    def _placed(self, built: BuiltModule) -> Staging:
-        """The way to the device. The first use moves the module there, and a loss that is one."""
-        if self._staging is None:
-            assert self._streams is not None
-            staging = Staging(built.layout.elems, built.layout.dtype, self._streams())
-            built.module.to(staging.streams.device)
-            built.point_at(staging.parameters)
-            if isinstance(self._loss, nn.Module):
-                self._loss = copy.deepcopy(self._loss).to(staging.streams.device)
-            self._staging = staging
-        return self._staging
+    def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:
+        """From here on the module has these parameters (E,)."""
+        built.point_at(parameters)
 
-    def _shown(self, built: BuiltModule, parameters: torch.Tensor) -> AbstractContextManager[object]:
-        """The module has these parameters while this is active, and computes on its device."""
-        if self._streams is None:
-            built.point_at(parameters)
-            return nullcontext()
-        built.check(parameters)
-        staging = self._placed(built)
-        staging.show(parameters)
-        return staging.streams.current()
-
-    def _tensors(self, tree: Any, dtype: torch.dtype) -> Any:
-        """The same tree with tensors in place of arrays, on the module's device."""
-        tree, staging = for_torch(tree, dtype), self._staging
-        if staging is None:
-            return tree
-        moved = staging.streams.moved
-        return map_leaves(lambda leaf: moved(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    def _tensors(self, tree: Any) -> Any:
+        """The same tree with tensors in place of arrays, where the module computes."""
+        return for_torch(tree, self._module().layout.dtype)
 
     def _loss_of(self, built: BuiltModule, batch: Batch) -> torch.Tensor:
-        dtype = built.layout.dtype
-        inputs, targets = self._tensors(batch.inputs, dtype), self._tensors(batch.targets, dtype)
-        if self.calls_itself:
+        inputs, targets = self._tensors(batch.inputs), self._tensors(batch.targets)
+        if self._takes_batch:
             return self._loss(built.module, inputs if targets is None else (inputs, targets))
         return self._loss(self._call(built.module, inputs), targets)
 
@@ -333,24 +250,21 @@ class TorchModel:
         return module(inputs)
 
 
-def _scalar(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, if it is one number."""
+def usable(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, if it is one number that can be differentiated. Raises GradientError."""
     if not isinstance(loss, torch.Tensor):
         raise GradientError(f"loss is a {type(loss).__name__}, expected a scalar tensor: do not call .item()")
     if loss.numel() != 1:
         raise GradientError(f"loss has shape {tuple(loss.shape)}, expected a scalar: take its mean or sum")
-    return loss
-
-
-def _finite(loss: float) -> float:
-    if not math.isfinite(loss):
-        raise GradientError(f"loss is {loss}; lower the learning rate or look at the inputs of this batch")
-    return loss
-
-
-def _differentiable(loss: torch.Tensor) -> torch.Tensor:
     if not loss.requires_grad:
         raise GradientError(
             "loss does not depend on any parameter; is there a .detach() or no_grad() on its way?"
         )
     return loss
+
+
+def finite_loss(value: float) -> float:
+    """The number, if it is one to go on from. Raises GradientError."""
+    if not math.isfinite(value):
+        raise GradientError(f"loss is {value}; lower the learning rate or look at the inputs of this batch")
+    return value
