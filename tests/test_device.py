@@ -25,6 +25,7 @@ from gradstream.model.device_model import DeviceModel, on_device
 from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Landing
+from gradstream.reopen import reopen
 from gradstream.runtime.base import Report
 from gradstream.testing.late_streams import LateStreams
 
@@ -361,28 +362,39 @@ def test_layers_are_not_kept_as_factors_where_any_worker_may_have_a_device() -> 
     assert not on_device(wide, "cuda:1").outer_layers
 
 
-def test_auto_trains_where_there_is_no_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    data = gs.from_arrays(np.ones((16, 6)), np.zeros(16, np.int64))
-    found = []
-    for device in ("cpu", "auto"):
-        options: Any = {"steps": 3, "workers": 2, "processes": False, "run_dir": tmp_path / device}
-        found.append(gs.train(net(), data, batch_size=4, device=device, **options).parameters)
-    assert all(np.array_equal(found[1][name], array) for name, array in found[0].items())
+JOB = """
+import numpy as np, gradstream as gs
+from torch import nn
+
+def job():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 2)).astype("float32")
+    data = gs.from_arrays(x[:32], x[:32, :1], x[32:], x[32:, :1])
+    model = gs.from_torch(lambda: nn.Linear(2, 1), nn.functional.mse_loss)
+    return gs.Job(model, data, batch_size=4, steps=3)
+"""
 
 
-def test_the_command_line_and_the_environment_say_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(
-        "import numpy as np, gradstream as gs\nfrom torch import nn\n"
-        "def job():\n"
-        "    model = gs.from_torch(lambda: nn.Linear(2, 1), nn.functional.mse_loss)\n"
-        "    return gs.Job(model, gs.from_arrays(np.zeros((8, 2)), np.zeros((8, 1))), epochs=1)\n"
-    )
+    file.write_text(JOB)
     assert load_job_with(str(file)).device == "cpu"
     monkeypatch.setenv("GRADSTREAM_DEVICE", "auto")
     assert load_job_with(str(file)).device == "auto"
     assert load_job_with(str(file), device="cuda:1").device == "cuda:1"
+
+
+def test_a_run_is_evaluated_again_where_its_device_is_not(tmp_path: Path) -> None:
+    """`auto`, with processes: on the CPU here, where torch has no accelerator."""
+    file, folder = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(JOB)
+    run = gs.train(load_job_with(str(file)), device="auto", run_dir=folder)
+    told = (folder / "nodes.json").read_text()
+    assert '"device": "auto"' in told
+    (folder / "nodes.json").write_text(told.replace('"device": "auto"', '"device": "cuda:7"'))
+    again, _ = reopen(folder)
+    assert again.evaluate().loss == pytest.approx(run.evaluate().loss)
+    assert '"device": "cuda:7"' in (folder / "nodes.json").read_text()
 
 
 def test_memory_is_pinned_in_its_place_where_that_outlives_a_fork() -> None:
