@@ -88,7 +88,7 @@ class TorchModel:
     One at a time: not for use from two threads at once. Made by `from_torch`.
 
     Attributes:
-        given: its arguments: `type(model)(*model.given)` is the same model, not yet built.
+        given: its arguments: `TorchModel(*model.given)` is the same model, not yet built.
         keeps_factors: whether it has `outer_layers`.
     """
 
