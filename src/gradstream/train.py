@@ -205,8 +205,8 @@ def _place(job: Job, processes: bool | None) -> str | None:
 
 
 def _load(path: Path, job: Job) -> Run:
-    model = job.model if hasattr(job.model, "gradient") else None
-    run = Run.load(path, model=model, data=job.data)  # type: ignore[arg-type]
+    model = build_model(job) if hasattr(job.model, "gradient") else None
+    run = Run.load(path, model=model, data=job.data)
     return dataclasses.replace(run, metrics=metrics_of(job))
 
 

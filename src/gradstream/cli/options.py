@@ -45,6 +45,7 @@ def _job_options() -> list[Callable[[Any], Any]]:
         click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
         click.option("--epochs", type=int, help="Passes over the data."),
         click.option("--steps", type=int, help="Minibatches per worker, instead of --epochs."),
+        click.option("--device", metavar="NAME", help="What workers compute on: cpu, cuda, cuda:1, auto."),
         click.option("--carrier", metavar="NAME", help="What chunks travel by: auto, grpc, tcp, shm."),
         click.option("--seed", type=int, help="Of parameters, order of samples and dropout."),
         click.option(
