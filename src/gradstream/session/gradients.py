@@ -212,6 +212,10 @@ class JointGradients:
         self._gradient = None
         self._own_broken |= broken
         mean = self._handover.exchange(self._loss())
+        if not self._handover.counts and vector.differing(mean, [self._rounds - 1]) == []:
+            for index in fired:  # nobody has samples: it is still the mean of the round before
+                self._parameters[index].grad = None
+            return []
         self._check(vector.differing(mean, checks), name)
         found, not_finite = vector.fired(mean), vector.broken(mean)
         for index in found:
