@@ -20,8 +20,9 @@ from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
 from gradstream.model.tree import Tree, leaves
+from gradstream.session.watch import ShownParameters
 
-__all__ = ["Held", "HeldArrays", "HeldModule"]
+__all__ = ["Held", "HeldArrays", "HeldModule", "HeldSteps"]
 
 
 class Held(ABC):
@@ -44,6 +45,16 @@ class Held(ABC):
 
         Raises:
             GradientError: a gradient of another shape or dtype than its parameter.
+        """
+
+    def unchanged(self, where: str) -> None:  # noqa: B027  not all overwrite what the user holds
+        """Looks whether the parameters are those that the user was shown. From the user's thread.
+
+        Args:
+            where: worker and step, for the message.
+
+        Raises:
+            ConfigError: they were changed, which the next `show` would undo.
         """
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -104,8 +115,17 @@ class HeldModule(Held):
         dtypes = {str(parameter.dtype) for parameter in self._parameters}
         if len(dtypes) != 1 or not dtypes <= {"torch.float32", "torch.float64"}:
             got = ", ".join(sorted(dtypes)) or "no parameters that require a gradient"
-            raise ConfigError(f"the optimizer has {got}; expected one dtype, float32 or float64")
+            raise ConfigError(
+                f"the optimizer has {got}; expected one dtype, float32 or float64, in which steps are added "
+                "up: keep the parameters in float32 (model.float()), and compute in bfloat16 or float16 with "
+                "torch.autocast"
+            )
         self.layout = Layout.of(tensors, self._parameters[0].dtype)
+        self.watch = ShownParameters(module, self._parameters, self.layout)
+
+    def unchanged(self, where: str) -> None:
+        """See `Held.unchanged`."""
+        self.watch.check(where)
 
     def ranges(self, groups: Sequence[Iterable[nn.Parameter]]) -> list[tuple[str, int, int]]:
         """(number of the group, start, stop): which parts of the flat vector belong to which group."""
@@ -171,6 +191,7 @@ class HeldModule(Held):
         """See `Held.show`: views, without copying."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
+        self.watch.note(parameters)
 
     def take(self, gradient: torch.Tensor) -> None:
         """See `Held.take`."""
@@ -178,7 +199,39 @@ class HeldModule(Held):
             if parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                sparse = parameter.grad.layout is not torch.strided
+                view.copy_(parameter.grad.to_dense() if sparse else parameter.grad)
+
+
+class HeldSteps(HeldModule):
+    """The same, where the user's optimizer makes the steps: what is handed over is how far each has gone.
+
+    As the gradient of SGD at a rate of 1 that is the step itself, to the rounding of w - (w - w').
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, parameters)
+        self._shown = self._before = torch.empty(0)
+
+    def begin(self) -> None:
+        """The optimizer's step comes next. From the user's thread."""
+        if len(self._before) != len(self._shown):
+            self._before = torch.empty_like(self._shown)
+        self._before.copy_(self._shown)
+
+    def show(self, parameters: torch.Tensor) -> None:
+        """See `Held.show`."""
+        super().show(parameters)
+        self._shown = parameters
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """See `Held.take`: before - after. What was shown is what it was before."""
+        before = self.layout.views(self._before)
+        for parameter, (_, was), (_, view) in zip(
+            self._parameters, before, self.layout.views(gradient), strict=True
+        ):
+            torch.sub(was, parameter.detach(), out=view)
+        self._shown.copy_(self._before)  # whoever computed the step, it is the worker that makes it
 
 
 class HeldArrays(Held):
@@ -206,6 +259,17 @@ class HeldArrays(Held):
         tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
         self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
         self._gradients: dict[str, np.ndarray[Any, Any]] = {}
+        self._shown = torch.empty(0)
+
+    def unchanged(self, where: str) -> None:
+        """See `Held.unchanged`."""
+        for name, view in self.layout.views(self._shown) if len(self._shown) else ():
+            if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
+                raise ConfigError(
+                    f"{where}: array {name!r} was changed since the exchange before, and the next one would "
+                    "undo that: have the update rule do it (weight_decay for one), or do it before the first "
+                    "exchange, or after session.close"
+                )
 
     def check(self, arrays: Tree) -> None:
         """Raises ConfigError unless these are the very arrays that were given first."""
@@ -244,6 +308,7 @@ class HeldArrays(Held):
         """See `Held.show`: copies."""
         for name, view in self.layout.views(parameters):
             self._arrays[name][...] = view.numpy()
+        self._shown = parameters
 
     def take(self, gradient: torch.Tensor) -> None:
         """See `Held.take`."""

@@ -109,5 +109,5 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
         session = WorkerSession(assignment, job.seed, host)
     else:
         session = WorkerSession(torchrun.told(rank, size, job), job.seed)
-    at_the_end(session.close, session.fail)
+    at_the_end(session.finish, session.fail)
     return session

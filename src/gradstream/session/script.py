@@ -63,7 +63,7 @@ def _run(script: Path, name: str, say: Say) -> int:
     if session is None:
         return OK
     try:
-        session.close()
+        session.finish()
     except Interrupted:
         return RESUMABLE
     except GradstreamError as error:

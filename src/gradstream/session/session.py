@@ -24,14 +24,13 @@ from torch import nn
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.registry import text_of_optimizer
+from gradstream.registry import find_strategy, text_of_optimizer
 from gradstream.session.handover import Handover
-from gradstream.session.held import Held, HeldArrays, HeldModule
+from gradstream.session.held import Held, HeldArrays
 from gradstream.session.host import Host
 from gradstream.session.node import LoopNode
-from gradstream.session.optimizer import DistributedOptimizer
+from gradstream.session.optimizer import DistributedOptimizer, WorkerSteps, take_over
 from gradstream.session.place import Assignment
-from gradstream.session.rules import rule_of
 from gradstream.session.shards import Part, length_of, part_of
 
 __all__ = ["LoneSession", "Session", "WorkerSession", "enter", "running"]
@@ -97,7 +96,7 @@ class Session:
         return False
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, fused: bool = True
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The module and an optimizer to use in the place of yours. Once per session.
 
@@ -108,8 +107,13 @@ class Session:
 
         Args:
             model: in main memory, of float32 or float64 parameters.
-            optimizer: `torch.optim.SGD`, `Adam`, `AdamW` or `Adagrad`, before its first step. The update
-                is made on the servers, with the learning rate that `param_groups` has at each step.
+            optimizer: any but LBFGS. Of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad` the servers make
+                the update, with the learning rate that `param_groups` has at each step; such a one is wrapped
+                before its first step. Any other runs on each worker: its step is what is pushed, and it is
+                given back as it is, with state and options of its own. Some strategies cannot do with that.
+            fused: False has any optimizer run on each worker.
+
+        What a script does to its parameters besides, the exchange would undo: the step after it is refused.
 
         Raises:
             ConfigError: an optimizer or a model that cannot be taken over; says what to use.
@@ -230,7 +234,7 @@ class WorkerSession(Session):
         self._handover: Handover | None = None
         self._node: LoopNode | None = None
         self._rule: Optimizer | None = None
-        self._optimizer: DistributedOptimizer | None = None
+        self._optimizer: DistributedOptimizer | WorkerSteps | None = None
         self._counted = self._dealt = 0
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
@@ -267,7 +271,7 @@ class WorkerSession(Session):
         return self._node is not None and self._node.aborted
 
     def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, fused: bool = True
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """See `Session.wrap`."""
         for given, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer)):
@@ -276,14 +280,20 @@ class WorkerSession(Session):
                     f"wrap: got {type(given).__name__}, expected a torch {kind.__name__}; "
                     "for numpy arrays there is session.exchange"
                 )
-        rule = rule_of(optimizer)
-        groups = optimizer.param_groups
-        trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        wrapped = self._optimizer = DistributedOptimizer(optimizer, rule, self._step)
-        held = HeldModule(model, trained)
-        self._begin(held, rule.text(held.ranges([group["params"] for group in groups])))
+        self._check_unused()
+        job = self._place.job()
+        self._optimizer, held, rule = take_over(
+            model,
+            optimizer,
+            find_strategy(job.strategy, job.strategy_options),
+            self.world_size,
+            self._step,
+            self._where,
+            fused=fused,
+        )
+        self._begin(held, rule)
         model.register_forward_pre_hook(self._count, with_kwargs=True)
-        return model, wrapped
+        return model, self._optimizer if isinstance(self._optimizer, DistributedOptimizer) else optimizer
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""
@@ -306,6 +316,7 @@ class WorkerSession(Session):
         if type(rule) is not type(self._rule) or _without_lr(rule) != _without_lr(self._rule):
             raise ConfigError(f"exchange: the rule was {self._rule}, now it is {rule}; only lr may change")
         held.check(parameters)
+        self._unchanged()
         held.give(gradients)
         if samples is not None:
             self.samples(samples)
@@ -325,6 +336,7 @@ class WorkerSession(Session):
         if held is None or handover is None or self._closed:
             yield
             return
+        self._unchanged()
         own = handover.shown
         held.show(handover.fetch())
         try:
@@ -334,7 +346,22 @@ class WorkerSession(Session):
                 held.show(own)
 
     def close(self) -> None:
-        """See `Session.close`. Raises what the run has ended with, if not well."""
+        """See `Session.close`. Raises what the run has ended with, if not well.
+
+        Raises:
+            ConfigError: the script has changed parameters since its last step. The run has ended well.
+        """
+        changed = None
+        try:
+            self._unchanged()
+        except ConfigError as error:
+            changed = error
+        self.finish()
+        if changed is not None:
+            raise changed
+
+    def finish(self) -> None:
+        """Ends the session of a script that has ended: nobody looks at its parameters any more."""
         if self._closed:
             return
         self._closed = True
@@ -361,11 +388,24 @@ class WorkerSession(Session):
         if self._host is not None:
             self._host.join(FAREWELL_S)
 
-    def _begin(self, held: Held, rule: str) -> None:
+    def _check_unused(self) -> None:
         if self._handover is not None:
             raise ConfigError("wrap: this session has parameters already; one run trains one model")
         if self._closed:
             raise ClosedError("the session was closed")
+
+    def _where(self) -> str:
+        made = 0 if self._handover is None else self._handover.batches
+        return f"worker-{self.rank}, step {(self._steps_before or 0) + made}"
+
+    def _unchanged(self) -> None:
+        """Raises ConfigError where the script has changed what the exchange would overwrite."""
+        over = self._handover is None or self._closed or self._handover.error is not None
+        if self._held is not None and not over:
+            self._held.unchanged(self._where())
+
+    def _begin(self, held: Held, rule: str) -> None:
+        self._check_unused()
         self._held, self._handover = held, Handover(held)
         self._node = LoopNode(self._place, held, self._handover, rule)
         self._node.start()
