@@ -258,6 +258,11 @@ def drop(model: nn.Sequential, optimizer: Made) -> None:
             add,
             "group 0, of shape .1,., has a gradient and is",
         ),
+        (
+            lambda m: torch.optim.RMSprop(m.parameters()),
+            add,
+            "group 0, of shape .1,., has a gradient and is",
+        ),
         (momentum, drop, "groups of the optimizer have other parameters"),
     ],
 )

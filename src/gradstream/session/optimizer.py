@@ -181,7 +181,8 @@ class WorkerSteps:
 
     Its `step` does what it did, closures, hooks and skipped parameters included, and only then is it made
     known how far that has gone. So it may be any optimizer, and may change its options and forget or load
-    its state as it likes.
+    its state as it likes. Checkpoints of the run do not have that state: a script that is to be resumed saves
+    and loads it itself.
 
     Args:
         inner: the user's optimizer; its `step` is replaced.

@@ -184,8 +184,7 @@ class ShownParameters:
         return ConfigError(
             f"{where}: parameter {name!r} {what} since it was shown to the script. This strategy sets all "
             f"parameters at each step, and would undo that: {INSTEAD}; or change it before session.wrap or "
-            "after session.close; or, for a while, in `with session.evaluation():`, which puts back what was "
-            "there"
+            "after session.close. To evaluate with others, change it and back in `with session.evaluation():`"
         )
 
 
