@@ -22,7 +22,7 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.tree import Tree, leaves
 from gradstream.session.watch import ShownParameters
 
-__all__ = ["Held", "HeldArrays", "HeldModule", "HeldSteps"]
+__all__ = ["Held", "HeldArrays", "HeldModule"]
 
 
 class Held(ABC):
@@ -201,37 +201,6 @@ class HeldModule(Held):
             else:
                 sparse = parameter.grad.layout is not torch.strided
                 view.copy_(parameter.grad.to_dense() if sparse else parameter.grad)
-
-
-class HeldSteps(HeldModule):
-    """The same, where the user's optimizer makes the steps: what is handed over is how far each has gone.
-
-    As the gradient of SGD at a rate of 1 that is the step itself, to the rounding of w - (w - w').
-    """
-
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(module, parameters)
-        self._shown = self._before = torch.empty(0)
-
-    def begin(self) -> None:
-        """The optimizer's step comes next. From the user's thread."""
-        if len(self._before) != len(self._shown):
-            self._before = torch.empty_like(self._shown)
-        self._before.copy_(self._shown)
-
-    def show(self, parameters: torch.Tensor) -> None:
-        """See `Held.show`."""
-        super().show(parameters)
-        self._shown = parameters
-
-    def take(self, gradient: torch.Tensor) -> None:
-        """See `Held.take`: before - after. What was shown is what it was before."""
-        before = self.layout.views(self._before)
-        for parameter, (_, was), (_, view) in zip(
-            self._parameters, before, self.layout.views(gradient), strict=True
-        ):
-            torch.sub(was, parameter.detach(), out=view)
-        self._shown.copy_(self._before)  # whoever computed the step, it is the worker that makes it
 
 
 class HeldArrays(Held):

@@ -6,9 +6,6 @@ on the workers  the user's own          step: its own, then before - after â”€â”
 
 from __future__ import annotations
 
-import functools
-import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +14,13 @@ from torch import nn
 
 from gradstream.errors import ConfigError
 from gradstream.registry import text_of_optimizer
-from gradstream.session.held import HeldModule, HeldSteps
+from gradstream.session.held import HeldModule
 from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, options_of, rule_for
 from gradstream.session.watch import ShownParameters
+from gradstream.session.worker_steps import HeldSteps, Step, WorkerSteps, loss_of
 from gradstream.strategies.base import Strategy
 
-__all__ = ["DistributedOptimizer", "WorkerSteps", "take_over"]
-
-Step = Callable[[float, float], None]
+__all__ = ["DistributedOptimizer", "take_over"]
 
 
 def take_over(
@@ -118,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check()
         self.passed()
-        self._step(self._rule.rate(self.param_groups), _number(loss))
+        self._step(self._rule.rate(self.param_groups), loss_of(loss))
         return loss
 
     def _check(self) -> None:
@@ -176,51 +172,5 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups = groups
 
 
-class WorkerSteps:
-    """Has every step of an optimizer handed over. It stays the user's own, with torch's state and hooks.
-
-    Its `step` does what it did, closures, hooks and skipped parameters included, and only then is it made
-    known how far that has gone. So it may be any optimizer, and may change its options and forget or load
-    its state as it likes. Checkpoints of the run do not have that state: a script that is to be resumed saves
-    and loads it itself.
-
-    Args:
-        inner: the user's optimizer; its `step` is replaced.
-        held: the parameters.
-        step: called with the learning rate, 1, and the loss, NaN where unknown.
-        where: names worker and step, for messages.
-    """
-
-    def __init__(
-        self, inner: torch.optim.Optimizer, held: HeldSteps, step: Step, where: Callable[[], str]
-    ) -> None:
-        self.inner = inner
-        made = inner.step
-
-        @functools.wraps(made)  # with the mark of a scheduler that was there first
-        def stepped(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            at = where()
-            held.unchanged(at)
-            held.begin()
-            found = made(*args, **kwargs)
-            held.watch.check_groups(at, inner.param_groups)
-            step(STEPS.lr, _number(found))  # type: ignore[arg-type]  # a schedule it is not
-            return found
-
-        inner.step = types.MethodType(stepped, inner)  # type: ignore[method-assign]
-
-    def passed(self) -> None:
-        """See `DistributedOptimizer.passed`."""
-        self.inner._opt_called = True  # type: ignore[attr-defined]
-
-
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def _number(found: Any) -> float:
-    """A loss, of whatever a step may return."""
-    try:
-        return float(found.detach() if isinstance(found, torch.Tensor) else found)
-    except (TypeError, ValueError, RuntimeError):
-        return math.nan

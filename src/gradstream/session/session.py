@@ -29,9 +29,10 @@ from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays
 from gradstream.session.host import Host
 from gradstream.session.node import LoopNode
-from gradstream.session.optimizer import DistributedOptimizer, WorkerSteps, take_over
+from gradstream.session.optimizer import DistributedOptimizer, take_over
 from gradstream.session.place import Assignment
 from gradstream.session.shards import Part, length_of, part_of
+from gradstream.session.worker_steps import WorkerSteps
 
 __all__ = ["LoneSession", "Session", "WorkerSession", "enter", "running"]
 
