@@ -16,7 +16,8 @@ from gradstream.session import place, torchrun
 from gradstream.session.exits import at_the_end
 from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop, ScriptModel
-from gradstream.session.session import LoneSession, Session, WorkerSession, enter, running
+from gradstream.session.session import LoneSession, Session
+from gradstream.session.worker_session import WorkerSession, enter, running
 from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
 
@@ -111,5 +112,5 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
         session = WorkerSession(assignment, job.seed, host)
     else:
         session = WorkerSession(torchrun.told(rank, size, job), job.seed)
-    at_the_end(session.close, session.fail)
+    at_the_end(session.finish, session.fail)
     return session
