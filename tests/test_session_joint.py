@@ -324,15 +324,14 @@ def test_what_only_a_worker_without_samples_went_through_counts_nothing() -> Non
     """A repeated minibatch takes a branch that no other does: its gradient is no gradient."""
 
     def loop(session: gs.Session) -> State:
-        model = Branched()
-        nn.init.ones_(model.branch.weight)
+        model = made(session)
         _, optimizer = session.wrap(model, sgd(model))
         for number in range(4):
             if number != 2:  # there the gradients of the minibatch before are kept
                 optimizer.zero_grad()
             if session.world_size > 1:
                 session._samples.note(4 - 4 * session.rank)  # type: ignore[attr-defined]
-            backward(model(torch.ones(4, 4), branch=session.rank == 1 or number == 1).sum())
+            backward(model(torch.ones(4, 4).double(), branch=session.rank == 1 or number == 1).sum())
             optimizer.step()
         session.close()
         return dict(model.state_dict())
