@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,22 @@ def test_everything_that_the_model_holds_is_made_equal_at_wrap() -> None:
 
     for strategy in STRATEGIES:
         assert loop_in_threads(loop, strategy=strategy) == [[1.0] * 4] * 2
+
+
+def test_a_wrapped_model_can_be_copied_and_saved_whole(tmp_path: Path) -> None:
+    def loop(session: gs.Session) -> bool:
+        model = nn.Linear(4, 2)
+        _, optimizer = session.wrap(model, torch.optim.Adam(model.parameters()))
+        backward(model(torch.ones(3, 4)).sum())
+        optimizer.step()
+        path = tmp_path / f"{session.rank}.pt"
+        torch.save((model, optimizer), path)
+        loaded, again = torch.load(path, weights_only=False)
+        copied = copy.deepcopy(model)
+        assert again.state_dict()["state"][0]["step"] == 1
+        return all(torch.equal(one(torch.eye(4)), model(torch.eye(4))) for one in (loaded, copied))
+
+    assert loop_in_threads(loop) == [True, True]
 
 
 def test_accumulating_without_sync_makes_one_exchange_for_all() -> None:

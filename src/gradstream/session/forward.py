@@ -31,9 +31,13 @@ class BeforeForward:
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return nothing
 
-    def __reduce__(self) -> str:
-        return "nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied, ()
 
 
 def nothing(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """In the place of a hook that was copied."""
+
+
+def _copied() -> Callable[..., None]:
+    return nothing
