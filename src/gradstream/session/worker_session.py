@@ -77,6 +77,7 @@ class WorkerSession(Session):
         self._rule: Optimizer | None = None
         self._arrays: ArrayLoop | None = None
         self._optimizer: DistributedOptimizer | WorkerSteps | None = None
+        self._stepped: Sequence[torch.optim.Optimizer] = ()  # by the loop itself
         self._samples = SampleCount()
         self._gradients: JointGradients | None = None
         self._closed = False
@@ -111,6 +112,8 @@ class WorkerSession(Session):
         self._skipped += 1
         if self._optimizer is not None:
             self._optimizer.passed()
+        for optimizer in self._stepped:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         self._samples.clear()
         return True
 
@@ -151,6 +154,7 @@ class WorkerSession(Session):
                     "this worker's samples alone: workers would take different steps. Use SGD, Adam or an "
                     "other optimizer that makes its step of the gradient"
                 )
+        self._stepped = optimizers
         replica = Replica(modules, optimizers)
         names, vector = layout_of(replica)
         self._begin(JointReplica(replica, vector), _named(*optimizers))
@@ -299,7 +303,7 @@ class WorkerSession(Session):
         if self._handover is not None:
             raise ConfigError("wrap: this session has parameters already; one run trains one model")
         if self._closed:
-            raise ClosedError("the session was closed")
+            raise ClosedError("the session was closed: it trains one model, once")
 
     def _where(self) -> str:
         made = 0 if self._handover is None else self._handover.batches
