@@ -144,6 +144,12 @@ class Session:
         """
         yield
 
+    def barrier(self) -> None:
+        """Waits until all workers have come here. Call it between steps, where gradients are joined.
+
+        Other strategies do not wait; nor does a session before `wrap`.
+        """
+
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """This worker's part of data that was made for one process.
 
@@ -356,6 +362,11 @@ class WorkerSession(Session):
             return
         with self._gradients.no_sync():
             yield
+
+    def barrier(self) -> None:
+        """See `Session.barrier`."""
+        if self._gradients is not None and not self._closed:
+            self._gradients.hello()
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""
