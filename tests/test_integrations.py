@@ -158,6 +158,12 @@ tell(
 """
 
 
+def needs(library: str) -> None:
+    """Skips the test without the library, or without transformers, which has the model."""
+    for name in {library: None, "transformers": None}:
+        pytest.importorskip(name, reason=f"needs pip install 'gradstream[{name}]'")
+
+
 def run(folder: Path, *words: str, script: str, samples: int = SAMPLES) -> SimpleNamespace:
     """What each process has told, by rank, after a command in a new folder."""
     folder.mkdir()
@@ -241,7 +247,7 @@ def test_each_process_of_accelerate_has_a_gpu_of_its_own(monkeypatch: pytest.Mon
 
 @pytest.mark.limit_s(300)
 def test_a_trainer_of_transformers_ends_as_under_ddp(tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="needs pip install 'gradstream[transformers]'")
+    needs("transformers")
     ours, theirs = joint(tmp_path / "ours", TRANSFORMERS), ddp(tmp_path / "theirs", TRANSFORMERS)
     for model in ours.models:
         assert_same(model, theirs.models[0])
@@ -255,7 +261,7 @@ def test_a_trainer_of_transformers_ends_as_under_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.limit_s(300)
 def test_a_loop_on_an_accelerator_ends_as_under_ddp(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="needs pip install 'gradstream[accelerate]'")
+    needs("accelerate")
     ours, theirs = joint(tmp_path / "ours", ACCELERATE), ddp(tmp_path / "theirs", ACCELERATE)
     for model in ours.models:
         assert_same(model, theirs.models[0])
@@ -272,7 +278,7 @@ def test_a_loop_on_an_accelerator_ends_as_under_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.limit_s(300)
 def test_a_trainer_of_lightning_ends_as_under_ddp(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="needs pip install 'gradstream[lightning]'")
+    needs("lightning")
     ours, theirs = joint(tmp_path / "ours", LIGHTNING), ddp(tmp_path / "theirs", LIGHTNING)
     for model in ours.models:
         assert_same(model, theirs.models[0])
@@ -286,7 +292,7 @@ def test_a_trainer_of_lightning_ends_as_under_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.limit_s(300)
 def test_minibatches_that_do_not_come_out_even_are_those_of_one_process(tmp_path: Path) -> None:
-    pytest.importorskip("lightning", reason="needs pip install 'gradstream[lightning]'")
+    needs("lightning")
     ours = joint(tmp_path / "ours", LIGHTNING, samples=22)
     alone = run(tmp_path / "alone", "script.py", script=LIGHTNING, samples=22)
     for model in ours.models:
