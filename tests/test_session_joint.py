@@ -320,6 +320,28 @@ def test_accumulating_without_sync_makes_one_exchange_for_all() -> None:
     torch.testing.assert_close(first[0, 0], torch.tensor(1 - 0.1 * gradients).double())
 
 
+def test_a_repeat_that_is_accumulated_adds_nothing() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        _, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        session._samples.note(4)  # type: ignore[attr-defined]
+        backward(model(torch.ones(4, 1)).mean())
+        optimizer.zero_grad()
+        session._samples.note(4 * (session.rank == 0))  # type: ignore[attr-defined]
+        with session.no_sync():
+            backward(model(torch.full((4, 1), 1.0 + 99 * session.rank)).mean())
+        session._samples.note(4)  # type: ignore[attr-defined]
+        backward(model(torch.full((4, 1), 2.0)).mean())
+        optimizer.step()
+        session.close()
+        return model.weight.detach().clone()
+
+    first, second = loop_in_threads(loop)
+    assert torch.equal(first, second)
+    assert first.item() == pytest.approx(1 - (8 * 3.0 + 4 * 2.0) / 12)
+
+
 def test_replicas_that_drift_apart_are_found_out() -> None:
     def loop(session: gs.Session) -> None:
         model = nn.Linear(4, 2).double()

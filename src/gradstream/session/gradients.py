@@ -75,13 +75,21 @@ class JointGradients:
     # ---- what the loop's thread calls ---------------------------------------------------
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds this worker's own gradients up; the next one outside joins the sum."""
+    def no_sync(self, *, nothing: bool = False) -> Iterator[None]:
+        """Inside, backward adds this worker's own gradients up; the next one outside joins the sum.
+
+        Args:
+            nothing: the minibatch counts no samples, so its gradients are none.
+        """
         before, self._alone = self._alone, True
+        trained = [parameter for parameter in self._parameters if nothing and parameter.requires_grad]
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             self._alone = before
+            for hook in hooks:
+                hook.remove()
 
     def look(self, *_: Any) -> None:
         """Finds parameters that require a gradient by now."""

@@ -53,6 +53,11 @@ class SampleCount:
         """The model was called with so many."""
         self._seen += samples
 
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the minibatch that was taken last counts no samples."""
+        return [*self._noted, *self._taken][-1:] == [0]
+
     def clear(self) -> None:
         """Forgets what came since the last exchange: it was made before."""
         self._taken, self._noted, self._looked_at, self._said, self._seen = [], [], 0, 0, 0

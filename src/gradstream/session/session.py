@@ -114,6 +114,12 @@ class Session:
         """
         yield
 
+    def barrier(self) -> None:
+        """Waits until all workers have come here. Call it between steps, where gradients are joined.
+
+        Other strategies do not wait; nor does a session before `wrap`.
+        """
+
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """This worker's part of data that was made for one process.
 

@@ -177,8 +177,13 @@ class WorkerSession(Session):
         if self._gradients is None:
             yield
             return
-        with self._gradients.no_sync():
+        with self._gradients.no_sync(nothing=self._samples.is_repeat):
             yield
+
+    def barrier(self) -> None:
+        """See `Session.barrier`."""
+        if self._gradients is not None and not self._closed:
+            self._gradients.hello()
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""

@@ -1,0 +1,113 @@
+"""Loops on an `accelerate.Accelerator` whose gradients gradstream joins, in the place of torch.distributed.
+
+    session = gradstream.join()
+    set_process(session)
+    accelerator = Accelerator()
+    model, optimizer, loader = prepare(session, accelerator, model, optimizer, loader)
+
+accelerate then knows the worker's rank, so only worker 0 is its main process, but believes that the process
+is the only one. So it wraps nothing in DistributedDataParallel, and divides no data; `prepare` lets it divide
+the data of training, as it would among its own processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from gradstream.integrations import wrap
+from gradstream.session.session import Session
+
+__all__ = ["one_of", "prepare", "set_process", "set_rank"]
+
+
+def set_process(session: Session) -> None:
+    """Keeps accelerate from starting torch.distributed, and gives the worker a GPU of its own.
+
+    Call it before the first `Accelerator`, `PartialState` or `TrainingArguments`. It removes RANK and the
+    like from the environment. Where the machine has several GPUs, it leaves one in CUDA_VISIBLE_DEVICES.
+    """
+    if session.world_size == 1:
+        return
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    if (devices := torch.cuda.device_count()) > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[session.rank % devices]
+
+
+def prepare(session: Session, accelerator: Any, *objects: Any, seed: int = 0) -> Any:
+    """`accelerator.prepare` for what is trained with; joins the gradients. Once per session.
+
+    Loaders are divided among the workers as accelerate divides them, so pass those of training only; give
+    those of an evaluation to `accelerator.prepare`, and every worker goes through all of them. Of
+    `accelerator`, `no_sync`, `accumulate` and `wait_for_everyone` work across workers; `gather`, `reduce` and
+    `broadcast` leave values as they are.
+
+    Args:
+        session: of this worker.
+        accelerator: an `Accelerator`.
+        objects: models, optimizers, loaders and schedulers.
+        seed: of the order in which a loader shuffles that has no generator of its own.
+
+    Returns:
+        What `accelerator.prepare` returns.
+
+    Raises:
+        ConfigError: see `Session.wrap`; or the strategy does not join gradients.
+    """
+    if session.world_size == 1:
+        return accelerator.prepare(*objects)
+    set_rank(session, accelerator)
+    with one_of(session), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # each sampler without a generator gets one that is seeded from here
+        prepared = accelerator.prepare(*objects)
+    several = prepared if isinstance(prepared, tuple) else (prepared,)
+    for one in several:
+        if isinstance(one, AcceleratedScheduler):
+            one.step = _called_as_one_of(session, one.step)  # it makes as many steps as there are processes
+    models = [one for one in several if isinstance(one, nn.Module)]
+    wrap(session, models, [one.optimizer for one in several if isinstance(one, AcceleratedOptimizer)])
+    return prepared
+
+
+def set_rank(session: Session, accelerator: Any) -> None:
+    """Tells accelerate which worker this is, and an accelerator how workers accumulate and wait."""
+    for state in (PartialState._shared_state, AcceleratorState._shared_state):
+        state["distributed_type"], state["num_processes"] = DistributedType.NO, 1
+        state["process_index"] = state["local_process_index"] = session.rank
+    accelerator.dataloader_config.dispatch_batches = False  # worker 0 cannot send others its minibatches
+    accelerator.no_sync = lambda model: session.no_sync()
+    accelerator.wait_for_everyone = session.barrier
+
+
+@contextmanager
+def one_of(session: Session) -> Iterator[None]:
+    """Inside, accelerate divides data as one of the session's workers."""
+    states = (PartialState._shared_state, AcceleratorState._shared_state)
+    for state in states:
+        state["num_processes"] = session.world_size
+    try:
+        yield
+    finally:
+        for state in states:
+            state["num_processes"] = 1
+
+
+def _called_as_one_of(session: Session, called: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(called)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with one_of(session):
+            return called(*args, **kwargs)
+
+    return call
