@@ -94,8 +94,8 @@ def train(
         return _load(kept, job)
     if is_script(job):
         check_script(job)
-        if processes is False or listen is not None:
-            raise ConfigError("a script with a training loop of its own runs as processes of one machine")
+        if processes is False:
+            raise ConfigError("a script with a training loop of its own runs as processes, not as threads")
     spec = _place(job, processes if listen is None else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, name=name)

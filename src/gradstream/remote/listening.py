@@ -23,8 +23,8 @@ class Listening:
 
     Args:
         address: of this machine, at which the others reach it. With port P, the machines enrol
-            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; with port 0 all take
-            free ones.
+            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; a script with S shards
+            that makes a process group of its own meets at P + 2 + S. With port 0 all take free ones.
         machines: how many take part, this one included.
         workers_per_machine: how many workers each has.
         servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
@@ -96,6 +96,10 @@ class Listening:
         if not first or role == "worker":
             return 0
         return first + 1 if role == "coordinator" else first + 2 + int(rank)
+
+    def meeting_port(self, shards: int) -> int:
+        """The port of this machine for process groups of a script's own; 0 takes a free one."""
+        return self.address.port and self.address.port + 2 + shards
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:

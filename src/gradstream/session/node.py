@@ -16,7 +16,6 @@ from gradstream.errors import GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
 from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.node import SWITCH_INTERVAL_S, take_part
-from gradstream.roles import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held
@@ -77,9 +76,7 @@ class LoopNode:
         own = OwnLoop(self._handover, self._rule)
         parts: dict[str, Any] = {"model": self._held, "data": own}
         job = dataclasses.replace(place.job(), **parts)
-        name = worker_name(place.rank)
-        given = ["--spec", place.spec, "--coordinator", place.coordinator, "--credentials", place.credentials]
-        await take_part(job, ["--name", name, *given])
+        await take_part(job, place.arguments)
 
 
 def _as_it_happened(error: RunAbortedError) -> GradstreamError:

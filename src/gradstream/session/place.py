@@ -24,6 +24,8 @@ class Assignment:
         spec: file with what all nodes of the run are told.
         coordinator: its address.
         credentials: as the launcher has handed them out.
+        listen: the address of this machine at which other nodes reach the worker.
+        insecure: plain text on other interfaces than loopback.
     """
 
     rank: int
@@ -31,6 +33,17 @@ class Assignment:
     spec: str
     coordinator: str
     credentials: str = field(repr=False)
+    listen: str = "127.0.0.1:0"
+    insecure: bool = False
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the worker's node."""
+        return [
+            *("--spec", self.spec, "--name", worker_name(self.rank), "--coordinator", self.coordinator),
+            *("--listen", self.listen, "--credentials", self.credentials),
+            *(["--insecure"] if self.insecure else []),
+        ]
 
     def told(self) -> NodeSpec:
         """What all nodes of the run are told."""

@@ -1,0 +1,146 @@
+"""Loops of the user's own on several machines, and what else a script finds there, in real processes.
+
+Machines are network namespaces; skipped with the reason where none can be made.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import gradstream as gs
+from gradstream.run import FINAL_MODEL
+from gradstream.testing.machines import Machine, Machines, unavailable
+
+SOURCE = str(Path(gs.__file__).resolve().parents[1])
+
+SCRIPT = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+import torch.distributed as dist
+import gradstream
+
+dist.init_process_group("gloo")  # a group of the script's own
+session = gradstream.join("synchronous", checkpoint_every=5)
+everybody = torch.tensor([float(session.rank + 1), 1.0])
+dist.all_reduce(everybody)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
+loader = session.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+model, optimizer = session.wrap(model, optimizer)
+for epoch in range(5):
+    for x, y in loader:
+        if session.skip():
+            continue
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+session.close()
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK".split()
+told = [os.environ.get(name, "-") for name in names]
+Path(f"told-{session.rank}").write_text(" ".join(told + [str(everybody.tolist())]))
+print("rank", session.rank, "is done")
+dist.destroy_process_group()
+"""
+
+
+class Program:
+    """A command line of Python on one of the machines, or without one on this."""
+
+    def __init__(
+        self,
+        machine: Machine | None,
+        folder: Path,
+        *arguments: str,
+        script: str = SCRIPT,
+        **environment: str,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "own.py").write_text(script)
+        options: Mapping[str, Any] = {
+            "cwd": folder,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        said = {"PYTHONPATH": SOURCE, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
+        words = [sys.executable, "-m", *arguments]
+        if machine is None:
+            self.process = subprocess.Popen(words, env={**os.environ, **said}, text=True, **options)
+        else:
+            self.process = machine.start(words, env=said, **options)
+        self.said = ""
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """The first line from here on in which the pattern is found."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(self.said)
+
+    def end(self) -> tuple[int, str]:
+        """Status, and all that it has said."""
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.read()
+        return self.process.wait(), self.said
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    with Machines(2) as made:
+        yield made
+
+
+@pytest.mark.limit_s(300)
+def test_a_loop_on_two_machines_ends_as_on_one(machines: Machines, tmp_path: Path) -> None:
+    a, b = machines[0], machines[1]
+    alone = Program(a, tmp_path / "alone", "gradstream", "train", "own.py", "--run-dir", "run")
+    status, said = alone.end()
+    assert status == 0, said
+
+    arguments = ("gradstream", "train", "own.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
+    launcher = Program(a, tmp_path / "a", *arguments)
+    words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+    joined = Program(b, tmp_path / "b", *words, "--name", "b")
+    status, said = joined.end()
+    assert status == 0, said + launcher.end()[1]
+    assert "in as b, with shard-1, worker-1" in said
+    status, said = launcher.end()
+    assert status == 0, said
+    assert "rank 0 is done" in said and "rank 1 is done" not in said
+
+    # `print` of worker 1 is in the log of its own machine.
+    (run_b,) = (tmp_path / "b" / "runs").iterdir()
+    assert "rank 1 is done" in (run_b / "logs" / "worker-1.log").read_text()
+    assert (tmp_path / "a" / "told-0").read_text() == "0 0 2 1 0 0 [3.0, 2.0]"
+    assert (tmp_path / "b" / "told-1").read_text() == "1 0 2 1 1 1 [3.0, 2.0]"
+    assert (tmp_path / "alone" / "told-1").read_text() == "1 1 2 2 0 0 [3.0, 2.0]"
+    check_same(tmp_path / "alone" / "run", tmp_path / "a" / "run")
+    assert list((tmp_path / "a" / "run" / "checkpoints").iterdir())
+
+
+def check_same(one: Path, other: Path) -> None:
+    """Two runs have ended with the same bytes, and all samples."""
+    before, after = load_file(one / FINAL_MODEL), load_file(other / FINAL_MODEL)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    made = [gs.Run.load(path).summary["samples_accounted"] for path in (one, other)]
+    assert made == [5 * 96, 5 * 96]
