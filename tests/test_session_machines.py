@@ -137,6 +137,52 @@ def test_a_loop_on_two_machines_ends_as_on_one(machines: Machines, tmp_path: Pat
     assert list((tmp_path / "a" / "run" / "checkpoints").iterdir())
 
 
+PLAIN = (
+    SCRIPT.replace('dist.init_process_group("gloo")', "")
+    .replace("dist.all_reduce(everybody)", "")
+    .replace("dist.destroy_process_group()", "")
+)
+
+
+def torchrun(machine: Machine, folder: Path, number: int, first: Machine, **environment: str) -> Program:
+    """The same command on each of two machines, but for its number."""
+    there = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
+    at = ("--master-addr", first.address, "--master-port", "29500")  # of a network of its own
+    return Program(
+        machine, folder, "torch.distributed.run", *there, *at, "own.py", script=PLAIN, **environment
+    )
+
+
+@pytest.mark.limit_s(300)
+def test_torchrun_on_two_machines(machines: Machines, tmp_path: Path) -> None:
+    a, b = machines[0], machines[1]
+    refused = [torchrun(one, tmp_path / f"no-{one.name}", i, a) for i, one in enumerate((a, b))]
+    for status, said in [program.end() for program in refused]:
+        assert status != 0
+        assert "GRADSTREAM_TOKEN_FILE=gradstream.token torchrun" in said, said
+    assert not (tmp_path / "no-a" / "runs").exists()
+
+    alone = Program(
+        None, tmp_path / "alone", "gradstream", "train", "own.py", "--run-dir", "run", script=PLAIN
+    )
+    status, said = alone.end()
+    assert status == 0, said
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    both = [
+        torchrun(a, tmp_path / "a", 0, a, GRADSTREAM_TOKEN_FILE=str(token)),
+        torchrun(b, tmp_path / "b", 1, a, GRADSTREAM_TOKEN=token.read_text()),
+    ]
+    ended = [program.end() for program in both]
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert "rank 1 is done" in ended[1][1]
+    assert "the run has finished: 480 samples in 60 minibatches" in ended[0][1]
+    (run_dir,) = (tmp_path / "a" / "runs").iterdir()
+    assert not (tmp_path / "b" / "runs").exists()
+    check_same(tmp_path / "alone" / "run", run_dir)
+    assert list((run_dir / "checkpoints").iterdir())
+
+
 def check_same(one: Path, other: Path) -> None:
     """Two runs have ended with the same bytes, and all samples."""
     before, after = load_file(one / FINAL_MODEL), load_file(other / FINAL_MODEL)

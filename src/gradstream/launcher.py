@@ -11,7 +11,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Launcher", "OnAddress", "OnEvent"]
 
-OnAddress = Callable[[Path, str], None]
+OnAddress = Callable[[Path, str, Sequence[str]], None]
 
 MESSAGE_BYTES = 1024
 """Of what is shown of a node's message."""
@@ -210,7 +210,9 @@ class Launcher:
     @property
     def _per_machine(self) -> int:
         """How many workers this machine has, and each of the others."""
-        return self._listening.workers_per_machine if self._listening else self._job.workers
+        if self._listening is None or self._on_address is not None:
+            return self._job.workers
+        return self._listening.workers_per_machine
 
     @contextmanager
     def _held_port(self) -> Iterator[None]:
@@ -270,20 +272,23 @@ class Launcher:
         if self._gathering is not None:
             self._gathering.enrolment.go(int(address.rpartition(":")[2]))
         if self._on_address is not None:
-            self._handed_out = self._credentials.save(self._run_dir)
-            self._on_address(self._run_dir / "nodes.json", address)
+            if self._gathering is None:
+                self._handed_out = self._credentials.save(self._run_dir)
+            self._on_address(self._run_dir / "nodes.json", address, self._network(worker_name(0)))
         for name in self._others:
             if self._gathering is None or self._gathering.is_here(name):
                 self._start_node(name, "--coordinator", address)
 
     def _start_node(self, name: str, *arguments: str) -> None:
-        spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
-        if self._gathering is None:
-            spec += ["--credentials", str(self._credentials)]
-        else:
-            spec += self._gathering.arguments(name)
+        spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments, *self._network(name)]
         is_loop = is_script(self._job) and name.startswith("worker")
         self._cluster.start(name, spec, main=SCRIPT if is_loop else NODE)
+
+    def _network(self, name: str) -> list[str]:
+        """What a node of this machine is told about its network."""
+        if self._gathering is None:
+            return ["--credentials", str(self._credentials)]
+        return self._gathering.arguments(name)
 
     def _take_back(self) -> None:
         """Nobody needs the file of credentials any more."""

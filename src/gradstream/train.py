@@ -150,20 +150,27 @@ def launch(
     return _load(run_dir, job)
 
 
-def host(job: Job, on_address: OnAddress, *, processes: bool = True) -> None:
+def host(
+    job: Job, on_address: OnAddress, *, processes: bool = True, listening: Listening | None = None
+) -> Run:
     """Runs coordinator and shards of a run whose workers somebody else starts, until it is over.
 
     Args:
         job: open-ended (see `gradstream.session`).
-        on_address: called with the file that nodes are told by, and the coordinator's address.
+        on_address: called with the file that nodes are told by, the coordinator's address, and what a worker
+            of this machine is told about its network.
         processes: whether they are processes, or threads of this one.
+        listening: how workers of other machines come in; None where there are none.
 
     Raises:
         What the run failed with, as `train`.
     """
-    job = dataclasses.replace(job, name=job.name or "session")
+    job = dataclasses.replace(job, name=job.name or Path(job.spec or "session").stem)
+    if listening is not None:
+        listening.check(job, earlier=False)
     cast, run_dir = cast_of(job, secrets.token_hex(8)), _make_run_dir(job)
-    Launcher(job, cast, run_dir, (), None, as_threads=not processes, on_address=on_address).run()
+    Launcher(job, cast, run_dir, (), None, not processes, listening, on_address=on_address).run()
+    return Run.load(run_dir)
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:

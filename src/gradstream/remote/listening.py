@@ -34,6 +34,9 @@ class Listening:
         token: what machines must know; None makes one.
         wait_s: how long the others have to come.
         on_invitation: is given the line that joins a machine; None prints it to stderr.
+        on_open: is given address and certificate's fingerprint instead, and tells them to processes that
+            somebody else has started, torchrun for one. Each of these is a worker, and what is called a
+            machine here; this process is worker 0. See `RankRoster`.
     """
 
     address: Address
@@ -44,6 +47,7 @@ class Listening:
     token: str | None = None
     wait_s: float = 600.0
     on_invitation: Callable[[str], None] | None = None
+    on_open: Callable[[str, str], None] | None = None
 
     def check(self, job: Job, *, earlier: bool) -> None:
         """Raises ConfigError where machines and job do not fit, or this machine cannot listen there."""

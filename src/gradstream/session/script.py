@@ -39,8 +39,9 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     master, own = Address.parse(spec.meeting, "meeting"), Address.parse(given.listen, "--listen")
     set_environment(rank, size, spec.per_machine, (master.host, master.port), own.host)
-    told = (str(given.spec), given.coordinator, given.credentials, given.listen, given.insecure)
-    assign(Assignment(rank, size, *told))
+    network = ["--listen", given.listen, "--credentials", given.credentials]
+    network += ["--insecure"] if given.insecure else []
+    assign(Assignment(rank, size, str(given.spec), given.coordinator, network))
     if rank == 0:
         sys.stdout = _Shown(sys.stdout, say)
     sys.argv = [spec.script]
