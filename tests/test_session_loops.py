@@ -69,9 +69,6 @@ def alone(**options: Any) -> Parameters:
 )
 def test_synchronous_with_two_workers_is_one_process_with_the_joined_batch(options: dict[str, Any]) -> None:
     both = loop_in_threads(lambda session: train(session, **options))
-    if options.get("num_samples") == 56:  # the rounds go on over the end of the epoch: 4 and 3 batches
-        assert torch.equal(both[0]["weight"], both[1]["weight"])
-        return
     one = alone(**{"batch_size": 16, **options})
     for name, parameter in one.items():
         assert torch.equal(both[0][name], both[1][name])
@@ -260,7 +257,7 @@ def test_misuse_is_said() -> None:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="expected a torch Module"):
-            session.wrap(model.parameters(), optimizer)  # type: ignore[arg-type]
+            session.wrap(model.parameters(), optimizer)  # type: ignore[type-var]
         session.wrap(model, optimizer)
         with pytest.raises(ConfigError, match="one run trains one model"):
             session.wrap(model, optimizer)

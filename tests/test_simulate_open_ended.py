@@ -17,7 +17,7 @@ from gradstream.errors import InternalError
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.loop import LoopReplica, Turn
+from gradstream.worker.loop import LoopReplica, Round, Turn
 
 RATE = 1 / 64
 
@@ -40,7 +40,11 @@ class Scripted:
         self.skip = replica.step
         self.begin_at = sum(self.sizes[: self.skip])
 
-    def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
+    joint = False
+    behind = None
+
+    def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
+        gradient = given.gradient
         if self.skip + self.batches == len(self.sizes):
             self.ended = True
             gradient.zero_()
@@ -54,8 +58,15 @@ class Scripted:
         self.samples += len(x)
         return Turn(len(x), RATE, float(residual @ residual) / len(x))
 
+    def logged(self) -> tuple[()]:
+        return ()
+
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         self.final = parameters.clone()
+
+
+def round_of(gradient: torch.Tensor) -> Round:
+    return Round(gradient, known=lambda turn: None, report=lambda elems: None)
 
 
 @dataclass
@@ -64,6 +75,7 @@ class Own:
 
     sizes: list[list[int]]
     optimizer: str = ""
+    joint: bool = False
     name: str = "own"
     num_samples: int = 0
     num_test_samples: int = 0
@@ -97,7 +109,7 @@ def test_uneven_loops_under_synchronous_are_rounds_of_whoever_has_samples(overla
         parts = []
         for loop in loops.values():
             into = torch.zeros_like(w)
-            turn = loop.turn(w, into)
+            turn = loop.turn(w, round_of(into))
             parts.append((turn.samples, into))
             total += turn.samples
         for samples, part in parts:
@@ -132,7 +144,7 @@ def test_downpour_with_one_loop_is_plain_sgd() -> None:
     run, own = run_of([[8] * 6], gs.Downpour(overlap=False))
     plain, w = own.loop(0), torch.zeros(5, dtype=torch.float64)
     gradient = torch.zeros_like(w)
-    while plain.turn(w, gradient).samples:
+    while plain.turn(w, round_of(gradient)).samples:
         w.add_(gradient, alpha=-RATE)
     np.testing.assert_array_equal(run.parameters["w"], w.numpy())
 

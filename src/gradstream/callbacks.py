@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "Callbacks", "check_callbacks"]
 
-METHODS = ("on_start", "on_step", "on_evaluate", "on_end")
-"""Each may be left out: on_start(info), on_step(event), on_evaluate(event), on_end(run)."""
+METHODS = ("on_start", "on_step", "on_evaluate", "on_log", "on_end")
+"""Each may be left out: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run)."""
 
-METHOD_OF_EVENT = {"started": "on_start", "step": "on_step", "evaluated": "on_evaluate"}
+METHOD_OF_EVENT = {"started": "on_start", "step": "on_step", "evaluated": "on_evaluate", "log": "on_log"}
 
 QUEUE_EVENTS = 4096
 PATIENCE_S = 30.0
@@ -74,7 +74,8 @@ class Callbacks:
             return
         told = {**event, **self._info} if method == "on_start" else event
         for listener in self._listeners:
-            listener.tell(method, told)
+            for call, what in listener.condensed(method, told):
+                listener.tell(call, what)
 
     def beside(self, on_event: Callable[[EventDict], None] | None) -> Callable[[EventDict], None]:
         """A function that tells the callbacks of an event, and `on_event` too."""
@@ -121,6 +122,11 @@ class _Listener:
     @property
     def name(self) -> str:
         return type(self._callback).__name__
+
+    def condensed(self, method: str, told: Any) -> list[tuple[str, Any]]:
+        """The calls that an event becomes, made before they queue: of our own trackers, points."""
+        condense = getattr(self._callback, "condense", None)
+        return [(method, told)] if condense is None else condense(method, told)
 
     def tell(self, method: str, told: Any) -> None:
         self._call(method, told)

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 from gradstream.callbacks import check_callbacks
 from gradstream.checkpoint.manifest import Resume
-from gradstream.config import Job, is_open_ended
+from gradstream.config import Job, build_model, is_open_ended
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.membership.goal import Until
+from gradstream.model.devices import device_of
 from gradstream.names import check_name
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -56,6 +57,9 @@ def check(job: Job) -> None:
         raise ConfigError(f"assignment={job.assignment!r}: expected 'queue' or 'partitions'")
     if job.carrier not in CHOICES:
         raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
+    device_of(job.device)
+    if job.device != "cpu" and hasattr(job.model, "gradient"):
+        build_model(job)  # says whether it can be moved there
     _check_evaluation(job)
     check_callbacks(job.callbacks)
 
@@ -220,6 +224,7 @@ _OF_THE_LOOP = (
     "accumulate",
     "clip_norm",
     "clip_value",
+    "device",
     "epochs",
     "steps",
     "evaluate_every",

@@ -14,6 +14,8 @@ from gradstream.deadlines import Deadlines
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.membership.goal import Until
 from gradstream.model.base import Model
+from gradstream.model.device_model import on_device
+from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
 from gradstream.registry import find_dataset
 from gradstream.server.chunks import CHUNK_ELEMS
@@ -78,7 +80,9 @@ class Job:
             `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
         until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
         callbacks: objects told of the run in the process that calls `train`, by those of these methods that
-            they have: on_start(info), on_step(event), on_evaluate(event), on_end(run).
+            they have: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run).
+        trackers: where the curves of a run on real machines go besides: "tensorboard", "wandb", "mlflow",
+            "trackio".
         seed: of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
         run_dir: where the run is kept; None makes runs/<utc>-<name>.
@@ -93,6 +97,9 @@ class Job:
             as "10min"; None only when the run is stopped. None is made at the end: the result is.
         keep_last: how many of the newest checkpoints are kept.
         keep_best: keep the one with the best evaluation besides, where the run is evaluated.
+        device: what a `from_torch` model is computed on: "cpu", "cuda" (worker r takes GPU r modulo their
+            number on its machine), "cuda:1", or "auto": an accelerator where a machine has one. What is
+            exchanged stays in main memory.
         carrier: what chunks travel by between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
             best that both have. Membership is on gRPC in any case.
         connections: over how many sockets "tcp" carries bulk between two nodes: several fill a long fat line
@@ -124,6 +131,7 @@ class Job:
     metrics: Mapping[str, str | Metric] = field(default_factory=dict)
     until: Until | None = None
     callbacks: Sequence[Any] = ()
+    trackers: Sequence[str] = ()
     seed: int = 0
     name: str | None = None
     run_dir: Path | None = None
@@ -133,6 +141,7 @@ class Job:
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
     keep_best: bool = True
+    device: str = "cpu"
     carrier: Choice = "auto"
     connections: int = 1
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -167,6 +176,7 @@ class JobOptions(TypedDict, total=False):
     metrics: Mapping[str, str | Metric]
     until: Until | None
     callbacks: Sequence[Any]
+    trackers: Sequence[str]
     seed: int
     name: str | None
     run_dir: Path | None
@@ -176,6 +186,7 @@ class JobOptions(TypedDict, total=False):
     checkpoint_every: int | str | None
     keep_last: int
     keep_best: bool
+    device: str
     carrier: Choice
     connections: int
     deadlines: Deadlines
@@ -210,11 +221,14 @@ def make_job(
     return Job(model, cast(Dataset, data), **options)
 
 
-def build_model(job: Job) -> Model:
-    """The job's model; made now where the job has a function that makes it.
+def build_model(job: Job, rank: int = 0) -> Model:
+    """The job's model, for its device; made now where the job has a function that makes it.
+
+    Args:
+        rank: of the worker that computes with it.
 
     Raises:
-        ConfigError: what came of it is not a model.
+        ConfigError: what came of it is not a model, or cannot be computed on the device.
     """
     model = job.model
     if not hasattr(model, "gradient") and callable(model):
@@ -223,6 +237,13 @@ def build_model(job: Job) -> Model:
         raise ConfigError(
             f"model is {type(job.model).__name__}; expected a Model, or a function that makes one: "
             "wrap yours with gradstream.from_functions or gradstream.from_torch"
+        )
+    if job.device != "cpu" and isinstance(model, TorchModel):
+        return on_device(model, job.device, rank)
+    if job.device not in ("cpu", "auto"):
+        raise ConfigError(
+            f"device={job.device!r}: a {type(model).__name__} computes where it likes, and gradstream cannot "
+            "move it; leave device out, or bring the model as gradstream.from_torch"
         )
     return cast(Model, model)
 

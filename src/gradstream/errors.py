@@ -110,6 +110,10 @@ class DivergedError(GradstreamError):
     """A replay has left the run that was recorded; the message says at which shard, chunk and update."""
 
 
+class ReplicasDifferError(GradstreamError):
+    """Workers whose replicas must be the same have others; the message says since which step, and of what."""
+
+
 class PreflightError(GradstreamError):
     """A check before the start failed; the run itself was not started."""
 

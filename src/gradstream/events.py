@@ -35,6 +35,7 @@ __all__ = [
     "LedgerEvent",
     "LeftEvent",
     "LinkEvent",
+    "LogEvent",
     "MachineEvent",
     "MemoryEvent",
     "RefusedEventsEvent",
@@ -193,6 +194,20 @@ class StepEvent(Event):
     gradient_norm: float | None = None  # length of the mean gradient before it was clipped by it
     late: bool = False  # its gradient came behind its update, and was dropped
     read_s: float = 0.0  # reading samples: in the gradient, or before it where they come of a stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogEvent(Event):
+    """Figures that a training loop of the user's own has logged since its log event before (worker)."""
+
+    name: ClassVar[str] = "log"
+    from_members: ClassVar[bool] = True
+    rank: int
+    step: int  # steps that this worker had made
+    values: Mapping[str, float | None]  # name -> mean since; None where that is no finite number
+    merged: int = 0  # values that went into the means of others
+    dropped: int = 0  # values of names beyond the most that a loop may have
+    total_steps: int = 0  # that this worker makes in the whole run, 0 where the loop does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -333,7 +333,7 @@ async def _run(
         if given.coordinator is None:
             raise ConfigError(f"{name} needs --coordinator, the address of the coordinator")
         role, _, rank = name.partition("-")
-        model = build_model(job)
+        model = build_model(job, int(rank))
         await endpoint.start()
         endpoint.know(COORDINATOR, given.coordinator)
         if spec.elsewhere:

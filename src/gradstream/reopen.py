@@ -42,6 +42,8 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     job = job_of_run(path)
+    if job.device != "cpu":  # it may have been trained on another machine
+        job = dataclasses.replace(job, device="auto")
     return dataclasses.replace(
         run,
         parameters=parameters,

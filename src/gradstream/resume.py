@@ -42,6 +42,7 @@ class ResumeOptions(TypedDict, total=False):
     checkpoint_every: int | str | None
     keep_last: int
     keep_best: bool
+    device: str
     deadlines: Deadlines
 
 

@@ -39,7 +39,7 @@ from gradstream.membership.turns import Turns
 from gradstream.model.base import Layout, Model, Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import Group, GroupedRule
-from gradstream.optim.merge import Outer
+from gradstream.optim.merge import Outer, Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.runtime.base import Runtime
 from gradstream.server.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
@@ -287,11 +287,12 @@ class Cast:
             resume=self.resume,
             silence_s=self.deadlines.silence_s,
             pieces=self._pieces,
+            joint=self._joint,
         )
 
     def _states(self, model: v1.ModelSpec) -> Sequence[str]:
         """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
-        if model.optimizer and self.find_optimizer is not None:
+        if model.optimizer and self.find_optimizer is not None and not self._joint:
             return self.find_optimizer(model.optimizer)[0].state_names
         return self.shards_optimizer.state_names
 
@@ -314,8 +315,15 @@ class Cast:
         return self.strategy.through == "group" or self.strategy.pushes != "gradients"
 
     @property
+    def _joint(self) -> bool:
+        """Whether gradients alone are exchanged: loops of the user's own make each step, on every worker."""
+        return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.data).joint
+
+    @property
     def shards_optimizer(self) -> Optimizer:
         """What shards do with a weighted sum of pushes: the run's own rule, or the strategy's outer one."""
+        if self._joint:
+            return Replace()
         if self.strategy.pushes == "gradients":
             return self.optimizer
         return Outer(self.strategy.outer_optimizer(self.optimizer))
@@ -366,8 +374,8 @@ class Cast:
             grouped=None if self._workers_optimize else self.grouped(model),
             decayed=self.strategy.decays_gradients,
             silence_s=self.deadlines.silence_s,
-            find_optimizer=self.find_optimizer,
-            resume_from=self.resume.folder if self.resume is not None else "",
+            find_optimizer=(lambda _: (Replace(), None)) if self._joint else self.find_optimizer,
+            resume_from=self.resume.folder if self.resume is not None and not self._joint else "",
             quorum=self.strategy.quorum(self.workers),
             correction=self.strategy.correction(),
             workers=self.workers,
@@ -411,6 +419,7 @@ class Cast:
             loop=own.loop(rank) if own else None,
             optimizer=own.optimizer if own and self.strategy.pushes == "gradients" else "",
             resume=self.resume,
+            joint=self._joint,
             balanced=self.balanced,
             form_group=partial(form_group, how=self._how_grouped, silence_s=self.deadlines.silence_s),
             update_rule=rule if self._workers_optimize else None,
@@ -431,6 +440,8 @@ class Cast:
 
     def _update_rule(self, model: Model, own: OwnData | None) -> UpdateRule:
         """What parameters are updated by, those of a worker or those of the shards."""
+        if self._joint:
+            return Replace(), None
         if own is not None and own.optimizer and self.find_optimizer is not None:
             return self.find_optimizer(own.optimizer)
         return self.optimizer, self.grouped(model)

@@ -59,7 +59,7 @@ def surviving(events: Iterable[EventDict]) -> list[EventDict]:
     kept: list[EventDict] = []
     for event in events:
         if event["event"] == "started":
-            kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated")]
+            kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated", "log")]
         elif event["event"] == "resumed":  # comes right behind "started"
             out = [one for one in kept if _stands(one, event)] + out[-1:]
         out.append(event)
@@ -69,6 +69,8 @@ def surviving(events: Iterable[EventDict]) -> list[EventDict]:
 def _stands(event: EventDict, resumed: EventDict) -> bool:
     if event["event"] == "step":
         return bool(event["step"] < resumed["steps"].get(f"worker-{event['rank']}", 0))
+    if event["event"] == "log":
+        return bool(event["step"] <= resumed["steps"].get(f"worker-{event['rank']}", 0))
     return event["event"] != "evaluated" or bool(event["step"] <= max(resumed["steps"].values(), default=0))
 
 
@@ -109,6 +111,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         samples_reassigned: minibatches that were handed out again: their first taker was lost.
         train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
         loss: mean over the samples of the last data epoch seen.
+        logged: what loops of the user's own have logged: name -> latest value, NaN where that was not finite.
+        logged_dropped: values of further names that they have logged.
         accuracy, held_out_loss: of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
         compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
         straggler: who, slower, waited_s of the one slow worker that the others waited for, or None: see
@@ -132,6 +136,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **{key: started.get(key) for key in _STARTED},
         **_progress(surviving(events)),
         **_held_out(events),
+        **_logged(surviving(events)),
         **_totals(events, "exchange", _EXCHANGED),
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
@@ -216,6 +221,15 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
 def _held_out(events: Sequence[EventDict]) -> dict[str, Any]:
     last = next(iter(evaluations_of(events)[-1:]), {})
     return {"accuracy": last.get("accuracy"), "held_out_loss": last.get("loss")}
+
+
+def _logged(events: Iterable[EventDict]) -> dict[str, Any]:
+    logs = sorted(_of(events, "log"), key=lambda event: event["time_s"])
+    latest = {name: value for event in logs for name, value in event["values"].items()}
+    return {
+        "logged": {name: math.nan if value is None else value for name, value in latest.items()},
+        "logged_dropped": sum(event["dropped"] for event in logs),
+    }
 
 
 def _late(steps: Sequence[EventDict]) -> dict[str, int]:

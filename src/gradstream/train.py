@@ -25,6 +25,7 @@ from gradstream.launcher import Launcher, OnAddress, OnEvent
 from gradstream.registry import check_places
 from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
+from gradstream.report.trackers import check_trackers, trackers_of
 from gradstream.roles import Cast
 from gradstream.run import Run
 
@@ -113,6 +114,7 @@ def train(
     as_threads = processes is False or spec is None
     if not as_threads:
         check_places(cast.optimizer)
+    check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
     return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
 
@@ -137,7 +139,7 @@ def launch(
         stop: asked now and then whether the run is to stop with a checkpoint, as by Ctrl-C. Such a run is a
             trial: a script that is read again by nodes has not made it.
     """
-    callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": str(run_dir)})
+    callbacks = _callbacks(job, run_dir)
     told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
     try:
         Launcher(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
@@ -168,9 +170,21 @@ def host(
     job = dataclasses.replace(job, name=job.name or Path(job.spec or "session").stem)
     if listening is not None:
         listening.check(job, earlier=False)
-    cast, run_dir = cast_of(job, secrets.token_hex(8)), _make_run_dir(job)
-    Launcher(job, cast, run_dir, (), None, not processes, listening, on_address=on_address).run()
+    cast = cast_of(job, secrets.token_hex(8))
+    check_trackers(job.trackers)
+    run_dir = _make_run_dir(job)
+    callbacks = _callbacks(job, run_dir)
+    told = callbacks.beside(None)
+    try:
+        Launcher(job, cast, run_dir, (), told, not processes, listening, on_address=on_address).run()
+    finally:
+        callbacks.end(lambda: Run.load(run_dir))
     return Run.load(run_dir)
+
+
+def _callbacks(job: Job, run_dir: Path) -> Callbacks:
+    given = [*job.callbacks, *trackers_of(job.trackers)]
+    return Callbacks(given, {"name": job.name, "run_dir": str(run_dir)})
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
@@ -198,8 +212,8 @@ def _place(job: Job, processes: bool | None) -> str | None:
 
 
 def _load(path: Path, job: Job) -> Run:
-    model = job.model if hasattr(job.model, "gradient") else None
-    run = Run.load(path, model=model, data=job.data)  # type: ignore[arg-type]
+    model = build_model(job) if hasattr(job.model, "gradient") else None
+    run = Run.load(path, model=model, data=job.data)
     return dataclasses.replace(run, metrics=metrics_of(job))
 
 

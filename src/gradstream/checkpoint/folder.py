@@ -88,7 +88,8 @@ class Draft:
         storage: the run directory.
         step: names the folder.
         token: tells this draft from one that a process killed before has left.
-        tensors: of the flat vector, in its order.
+        tensors: of the flat vector, in its order; none where nobody writes one, and the model's file is made
+            of `others` alone.
         others: tensors that are added to the model's file: buffers, frozen ones, second names.
         states: names of the optimizer's state vectors.
     """
@@ -112,13 +113,15 @@ class Draft:
         self.places = tuple(
             Place(vector, f"{self.folder}/{file_of(vector)}", len(header))
             for vector, header in self._headers.items()
+            if tensors
         )
 
     @property
     def size_bytes(self) -> int:
         """Of the large files together."""
         others_bytes = sum(tensor.size_bytes for tensor in self._others)
-        return len(self.places) * self._data_bytes + others_bytes + sum(map(len, self._headers.values()))
+        headers_bytes = sum(map(len, self._headers.values()))
+        return len(self.places) * self._data_bytes + others_bytes + headers_bytes
 
     def open(self) -> None:
         """Makes the folder that shards write into."""
@@ -154,6 +157,10 @@ class Draft:
             storage.patch(place.path, pieces)
             end = place.offset_bytes + self._data_bytes + sum(spec.size_bytes for spec in behind)
             files[file_of(place.vector)] = self._read_back(place, end, sums[place.vector], itemsize_bytes)
+        if not self.places:
+            data = self._headers[""] + b"".join(others[spec.name] for spec in self._others)
+            storage.write(f"{self.folder}/{MODEL}", data)
+            files[MODEL] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
         for worker, data in own.items():
             name = worker_file(worker)
             storage.write(f"{self.folder}/{name}", data)

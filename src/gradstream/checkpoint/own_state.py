@@ -22,12 +22,19 @@ from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.untrusted import parse_json
 from gradstream.wire import v1
 
-__all__ = ["METHOD", "OwnState", "ask", "averaged", "serve"]
+__all__ = ["CHECK", "EXTRA", "EXTRA_FILE", "METHOD", "OwnState", "ask", "averaged", "serve"]
 
 METHOD = "state"
 PIECE_BYTES = 1 << 20
 FIXED = b"fixed"
 STEP_DIGITS = 18
+EXTRA, EXTRA_FILE = "loop.", "loop"
+"""How names begin of what a loop of the user's has besides its model, which nobody can register beforehand:
+its optimizer makes it at its first step. And the name of its own file in a checkpoint."""
+CHECK = EXTRA + "check"
+"""Name of what an exchanged vector has behind a loop's gradients: numbers that are no parameters."""
+EXTRA_FACTOR = 8
+"""Times the size of the model: as much of that is taken."""
 HEADER_BYTES = 1 << 20
 """More than any header that describes buffers in this bound is refused."""
 
@@ -57,7 +64,7 @@ class OwnState:
         """What `encode` has made.
 
         Args:
-            expected: the tensors that must be there, and no others.
+            expected: the tensors that must be there, and no others but those of `EXTRA`.
 
         Raises:
             DataError: it is not that.
@@ -71,7 +78,7 @@ class OwnState:
             raise DataError(f"not a worker's state: {error!r}") from error
         if expected is not None:
             wanted = {spec.name: spec.shape for spec in expected}
-            got = {name: array.shape for name, array in buffers.items()}
+            got = {name: array.shape for name, array in buffers.items() if not name.startswith(EXTRA)}
             if wanted != got:
                 raise DataError(f"a worker's state has {got}, expected {wanted}")
         return cls(samples, buffers, steps)
@@ -127,7 +134,7 @@ async def ask(
         PeerLostError, DeadlineError: it is gone, or says nothing.
         RefusedError: it said what does not fit.
     """
-    limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected)
+    limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected) * (EXTRA_FACTOR if fixed else 1)
     request = v1.Body(data=FIXED if fixed else b"" if step is None else str(step).encode())
     stream = await endpoint.open(worker, METHOD, request, priority=Priority.CONTROL)
     parts: list[bytes] = []

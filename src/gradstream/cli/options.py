@@ -19,7 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 FILE = "gradstream.toml"
 """Settings of all jobs in its folder."""
 
-KEYS = {"algorithm": "strategy.algorithm", "lr": "optimizer.lr"}
+KEYS = {"algorithm": "strategy.algorithm", "lr": "optimizer.lr", "tracker": "trackers"}
 """Options whose key has another name."""
 
 
@@ -45,8 +45,12 @@ def _job_options() -> list[Callable[[Any], Any]]:
         click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
         click.option("--epochs", type=int, help="Passes over the data."),
         click.option("--steps", type=int, help="Minibatches per worker, instead of --epochs."),
+        click.option("--device", metavar="NAME", help="What workers compute on: cpu, cuda, cuda:1, auto."),
         click.option("--carrier", metavar="NAME", help="What chunks travel by: auto, grpc, tcp, shm."),
         click.option("--seed", type=int, help="Of parameters, order of samples and dropout."),
+        click.option(
+            "--tracker", metavar="NAME", multiple=True, help="Curves go there, too: wandb, mlflow, trackio."
+        ),
         click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Where it is kept."),
         click.option("--record", is_flag=True, default=None, help="So that it can be replayed."),
         click.option(
@@ -97,7 +101,7 @@ def load_job_with(
     typed = [
         Setting(KEYS.get(name, name), value, f"--{name.replace('_', '-')}")
         for name, value in given.items()
-        if value is not None
+        if value not in (None, ())
     ]
     texts = from_texts(settings)  # wrong ones are said before the job file is run
     path = config or _beside(spec)

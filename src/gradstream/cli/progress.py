@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ WINDOW_S = 10.0
 """Rates are means over this much of the run's own time."""
 
 LINE_BYTES = 1024
+
+LOGGED_SHOWN = 4
+"""Figures of a loop's own on the line, the loss included; the table at the end has all."""
 
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
@@ -48,6 +52,7 @@ class Progress:
         step: minibatches done over all workers; of a run in rounds: those.
         total_steps: of the whole run, 0 while not known.
         loss: smoothed, None while not known.
+        logged: what a loop of the user's own has logged, by name: the latest values, NaN where not finite.
         held_out: what the latest evaluation found, in words; "" while there is none.
         workers: names of the workers that are in.
     """
@@ -56,6 +61,7 @@ class Progress:
         self.step = 0
         self.total_steps = 0
         self.loss: float | None = None
+        self.logged: dict[str, float] = {}
         self.held_out = ""  # the latest evaluation
         self.workers: set[str] = set()
         self._held: set[str] = set()  # by the strategy's drive
@@ -63,6 +69,7 @@ class Progress:
         self._expected_workers = 0
         self._by_round = False
         self._resumed_at = 0
+        self._steps_ahead: dict[int, int] = {}  # of each worker, in the whole run, as its loop says
         self._steps_of_rank: dict[int, int] = {}
         self._loss_weight = 0.0
         self._began_s: float | None = None
@@ -91,6 +98,8 @@ class Progress:
                 self.step = self._resumed_at = event["step"]
             case "step":
                 self._update_step(event)
+            case "log":
+                self._update_log(event)
             case "evaluated":
                 self.held_out = _evaluation(event)
             case "exchange":
@@ -144,6 +153,15 @@ class Progress:
             before = event["loss"] if self.loss is None else self.loss
             self.loss = before + share * (event["loss"] - before)
 
+    def _update_log(self, event: EventDict) -> None:
+        for name, value in event["values"].items():
+            self.logged[name] = math.nan if value is None else value
+        if event["total_steps"]:
+            ahead = self._steps_ahead
+            ahead[event["rank"]] = event["total_steps"]
+            mean = sum(ahead.values()) / len(ahead)  # of workers that have not said it, too
+            self.total_steps = max(ahead.values()) if self._by_round else round(mean * self._expected_workers)
+
     def _update_exchange(self, event: EventDict) -> None:
         now_s = event["time_s"]
         self._exchanged = True
@@ -179,13 +197,16 @@ class Progress:
         if self._began_s is None:
             return f"starting: {len(self.workers)}/{self._expected_workers or '?'} workers are in"
         parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4g}")
+        loss = {} if self.loss is None else {"loss": self.loss}
+        named = list((loss | self.logged).items())  # a loop knows its loss best
+        parts += [f"{name} {value:.4g}" for name, value in named[:LOGGED_SHOWN]]
         if self.held_out:
             parts.append(self.held_out)
         parts.append(f"{self.samples_per_s:,.0f} samples/s")
         if self.eta_s is not None:
             parts.append(f"ETA {_clock(self.eta_s)}")
+        elif not self.total_steps:
+            parts.append(f"{_clock(self._now_s - self._began_s)} so far")
         machines = len(set(self._machines.values()))
         on = f" on {machines + 1} machines" if machines else ""
         held = len(self._held & self.workers)

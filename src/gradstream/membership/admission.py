@@ -9,6 +9,7 @@ from typing import Any
 
 from gradstream.checkpoint.format import of_spec
 from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.own_state import CHECK
 from gradstream.membership.instructions import Refuse
 from gradstream.membership.nodes import Nodes
 from gradstream.untrusted import parse_json
@@ -49,6 +50,11 @@ class Admission:
     def elems(self) -> int:
         """Parameters of the model; 0 without one."""
         return self.model.elems if self.model is not None else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the vector that are parameters, or their gradients."""
+        return self.elems - sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
 
     @property
     def chunk_elems(self) -> int:

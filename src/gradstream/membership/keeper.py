@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gradstream.checkpoint.folder import Draft, Place, prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec
 from gradstream.checkpoint.manifest import Manifest, Resume
-from gradstream.checkpoint.own_state import OwnState, ask, averaged
+from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
 from gradstream.errors import DataError
 from gradstream.membership.cut import Cut
@@ -38,6 +38,7 @@ class Keeping:
         resume: where the run goes on.
         silence_s: how long a worker may take to say what it has of its own.
         pieces: [start, stop) of what each of so many holders has of every vector.
+        joint: the holders have gradients alone, which nobody keeps: a worker has the model.
     """
 
     template: Manifest
@@ -47,6 +48,7 @@ class Keeping:
     resume: Resume | None
     silence_s: float
     pieces: Callable[[v1.ModelSpec, int], Sequence[Sequence[tuple[int, int]]]]
+    joint: bool = False
 
 
 @dataclass(slots=True)
@@ -131,7 +133,7 @@ class Keeper:
             self._runtime.storage,
             step=cut.step,
             token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
-            tensors=_specs(admission.tensors),
+            tensors=() if self._keeping.joint else _specs(admission.tensors),
             others=[*buffers, *fixed],
             states=self._keeping.states(admission.model),
         )
@@ -185,12 +187,14 @@ class Keeper:
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}
         own = {who: state.encode() for who, state in opened.own.items()}
+        if extra := {name: array for name, array in others.items() if name.startswith(EXTRA)}:
+            own[EXTRA_FILE] = OwnState(0, extra).encode()
 
         def write() -> str:
             try:
                 folder = opened.draft.commit(
                     manifest,
-                    others={name: array.tobytes() for name, array in others.items()},
+                    others={name: array.tobytes() for name, array in others.items() if name not in extra},
                     own=own,
                     sums=sums,
                     itemsize_bytes=itemsize_bytes(spec.dtype),

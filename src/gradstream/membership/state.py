@@ -288,7 +288,7 @@ class Membership:
         self.nodes.epoch = 1
         started = replace(
             self._started,
-            num_parameters=self.admission.elems,
+            num_parameters=self.admission.num_parameters,
             chunk_elems=self.admission.chunk_elems,
             optimizer=self.admission.optimizer or self._started.optimizer,
         )

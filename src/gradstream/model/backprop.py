@@ -119,7 +119,7 @@ class RowSink:
         """Takes a contribution, which must be sparse in its first dimension."""
         if not gradient.is_sparse or gradient.sparse_dim() != 1:
             raise self._dense()
-        self._rows.add(self._table, gradient._indices()[0], gradient._values())
+        self._rows.add(self._table, gradient._indices()[0].cpu(), gradient._values().cpu())
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """A linear layer uses the table as its weight."""

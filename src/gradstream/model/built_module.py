@@ -56,14 +56,18 @@ class BuiltModule:
         at = (flat.data_ptr(), flat.numel())
         if at == self._at:
             return
+        self.check(flat)
+        for parameter, (_, view) in zip(self.parameters, self.layout.views(flat), strict=True):
+            parameter.data = view
+        self._at = at
+
+    def check(self, flat: torch.Tensor) -> None:
+        """Raises ConfigError for a vector that cannot hold the parameters."""
         if flat.dtype != self.layout.dtype or flat.numel() != self.layout.elems:
             raise ConfigError(
                 f"parameters are {flat.numel()} x {flat.dtype}; this model's are "
                 f"{self.layout.elems} x {self.layout.dtype}: take the length and dtype from its layout"
             )
-        for parameter, (_, view) in zip(self.parameters, self.layout.views(flat), strict=True):
-            parameter.data = view
-        self._at = at
 
     def training(self, on: bool) -> None:
         """Switches to the modes that `build` left the parts in, or all to eval()."""
@@ -144,9 +148,9 @@ def _names(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Numpy has no bfloat16: its values are float32 there."""
+    """In main memory. Numpy has no bfloat16: its values are float32 there."""
     wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    array: np.ndarray[Any, Any] = wide.numpy()
+    array: np.ndarray[Any, Any] = wide.cpu().numpy()
     return array
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Fixed", "fixed_of", "load_fixed"]
+__all__ = ["Fixed", "extra_of", "fixed_of", "load_fixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,20 @@ def fixed_of(model: object) -> Fixed:
     return Fixed() if give is None else give()
 
 
+def extra_of(model: object) -> Mapping[str, np.ndarray[Any, Any]]:
+    """What a loop of the user's own has to go on with besides its model: what its optimizer remembers.
+
+    Names begin with `checkpoint.own_state.EXTRA`. {} of a model that knows no such thing.
+    """
+    give = getattr(model, "extra", None)
+    return {} if give is None else give()
+
+
 def load_fixed(model: object, frozen: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Sets frozen parameters, where a model lets them be set; names that it does not know are passed over."""
+    """Sets frozen parameters, and what `extra_of` has given, where a model lets them be set.
+
+    Names that it does not know are passed over.
+    """
     take = getattr(model, "load_fixed", None)
     if take is not None:
         take(frozen)

@@ -22,7 +22,7 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["TorchModel", "from_torch"]
+__all__ = ["Loss", "LossOf", "TorchModel", "finite_loss", "from_torch", "usable"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 LossOf = Literal["outputs", "batch"]
@@ -86,9 +86,15 @@ class TorchModel:
     """A PyTorch module whose parameters are views of whichever flat vector was given last.
 
     One at a time: not for use from two threads at once. Made by `from_torch`.
+
+    Attributes:
+        given: its arguments: `TorchModel(*model.given)` is the same model, not yet built.
+        keeps_factors: whether it has `outer_layers`.
     """
 
     def __init__(self, build: Build, loss: Loss, reduction: Reduction, loss_of: LossOf, spread: bool) -> None:
+        self.given = build, loss, reduction, loss_of, spread
+        self.keeps_factors = True
         self.reduction: Reduction = reduction
         self._build = build
         self._loss = loss
@@ -104,7 +110,7 @@ class TorchModel:
     @property
     def outer_layers(self) -> Sequence[OuterLayer]:
         """Wide linear layers with a weight of their own: see `model.factors`."""
-        return self._module().outer_layers
+        return self._module().outer_layers if self.keeps_factors else ()
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with what `build()` gives under this seed; see `Model.init`."""
@@ -150,8 +156,8 @@ class TorchModel:
         backprop = Backprop(built.layout, built.parameters, gradient, report, kept, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            loss = self._loss_of(built, batch)
-            value = _checked(loss)
+            loss = usable(self._loss_of(built, batch))
+            value = finite_loss(float(loss.detach()))
             backprop.run(loss)
         backprop.finish()
         return value
@@ -159,10 +165,10 @@ class TorchModel:
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
         """The module's outputs in eval() mode, without a graph; see `Model.outputs`."""
         built = self._module()
-        built.point_at(parameters)
+        self._show(built, parameters)
         built.training(False)
         with torch.no_grad():
-            outputs: torch.Tensor = self._call(built.module, for_torch(inputs, built.layout.dtype))
+            outputs: torch.Tensor = self._call(built.module, self._tensors(inputs))
         return outputs
 
     @property
@@ -173,7 +179,7 @@ class TorchModel:
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
         """The loss in eval() mode, without a graph; see `worker.evaluation`."""
         built = self._module()
-        built.point_at(parameters)
+        self._show(built, parameters)
         built.training(False)
         with torch.no_grad():
             return float(self._loss_of(built, batch))
@@ -222,9 +228,16 @@ class TorchModel:
             self._built = BuiltModule(build_module(self._build, _BUILD_SEED))
         return self._built
 
+    def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:
+        """From here on the module has these parameters (E,)."""
+        built.point_at(parameters)
+
+    def _tensors(self, tree: Any) -> Any:
+        """The same tree with tensors in place of arrays, where the module computes."""
+        return for_torch(tree, self._module().layout.dtype)
+
     def _loss_of(self, built: BuiltModule, batch: Batch) -> torch.Tensor:
-        dtype = built.layout.dtype
-        inputs, targets = for_torch(batch.inputs, dtype), for_torch(batch.targets, dtype)
+        inputs, targets = self._tensors(batch.inputs), self._tensors(batch.targets)
         if self._takes_batch:
             return self._loss(built.module, inputs if targets is None else (inputs, targets))
         return self._loss(self._call(built.module, inputs), targets)
@@ -237,17 +250,21 @@ class TorchModel:
         return module(inputs)
 
 
-def _checked(loss: torch.Tensor) -> float:
-    """The loss as a number, if it is one that can be differentiated."""
+def usable(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, if it is one number that can be differentiated. Raises GradientError."""
     if not isinstance(loss, torch.Tensor):
         raise GradientError(f"loss is a {type(loss).__name__}, expected a scalar tensor: do not call .item()")
     if loss.numel() != 1:
         raise GradientError(f"loss has shape {tuple(loss.shape)}, expected a scalar: take its mean or sum")
-    value = float(loss.detach())
-    if not math.isfinite(value):
-        raise GradientError(f"loss is {value}; lower the learning rate or look at the inputs of this batch")
     if not loss.requires_grad:
         raise GradientError(
             "loss does not depend on any parameter; is there a .detach() or no_grad() on its way?"
         )
+    return loss
+
+
+def finite_loss(value: float) -> float:
+    """The number, if it is one to go on from. Raises GradientError."""
+    if not math.isfinite(value):
+        raise GradientError(f"loss is {value}; lower the learning rate or look at the inputs of this batch")
     return value

@@ -31,7 +31,7 @@ def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
 
 def quiet(job: Job) -> Job:
     """A job that nobody else is told of, and that does nothing on the way."""
-    return dataclasses.replace(job, evaluate_every=None, checkpoint_every=None, callbacks=())
+    return dataclasses.replace(job, evaluate_every=None, checkpoint_every=None, callbacks=(), trackers=())
 
 
 def samples_per_s(events: Sequence[EventDict]) -> float | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradstream.summary import EventDict, begin_s
 
-__all__ = ["MAX_POINTS", "Point", "evaluated", "throughput", "training"]
+__all__ = ["MAX_POINTS", "Point", "evaluated", "logged", "throughput", "training"]
 
 MAX_POINTS = 200
 """Of a curve: more would be closer together than the pixels of a page."""
@@ -58,6 +58,32 @@ def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
             if value is not None:
                 points.append(Point(event["samples"], event["time_s"], float(value)))
     return points
+
+
+def logged(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> dict[str, list[Point]]:
+    """What loops of the user's own have logged, by name: means of equal numbers of successive values.
+
+    A mean is NaN where a value was no finite number.
+    """
+    samples = 0
+    found: dict[str, list[Point]] = {}
+    for event in sorted(events, key=lambda e: e["time_s"]):
+        if event["event"] == "step":
+            samples += event["samples"]
+        elif event["event"] == "log":
+            for name, value in event["values"].items():
+                point = Point(samples, event["time_s"], math.nan if value is None else value)
+                found.setdefault(name, []).append(point)
+    return {name: _thinned(points, max_points) for name, points in found.items()}
+
+
+def _thinned(points: Sequence[Point], max_points: int) -> list[Point]:
+    size = max(1, math.ceil(len(points) / max_points))
+    parts = [points[first : first + size] for first in range(0, len(points), size)]
+    return [
+        Point(part[-1].samples, part[-1].time_s, math.fsum(point.value for point in part) / len(part))
+        for part in parts
+    ]
 
 
 def throughput(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:

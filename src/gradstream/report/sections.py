@@ -78,6 +78,17 @@ def learning(events: Sequence[EventDict]) -> str:
     figures = _over_both("loss", [("training", training, False), ("held out", held_out, True)])
     for name in ("accuracy", *sorted(metrics)):
         figures += _over_both(name, [("held out", curves.evaluated(events, name), True)])
+    for name, values in curves.logged(events).items():
+        figures += _figure(
+            line_chart(
+                [Curve(name, [(point.samples, point.value) for point in values], "c0", len(values) < 20)],
+                title=f"{name} over samples",
+                x_label="samples",
+                x_text=count_text,
+                may_log="loss" in name,
+            ),
+            f"{name} over samples, as logged{_not_finite(values)}",
+        )
     for name, key in (("learning rate", "lr"), ("gradient norm", "gradient_norm")):
         points = [(point.samples, point.value) for point in curves.training(events, key)]
         if len({value for _, value in points}) > 1:
@@ -105,6 +116,11 @@ def learning(events: Sequence[EventDict]) -> str:
     evaluated = any(event["event"] == "evaluated" for event in events)
     note = "" if evaluated else '<p class="note">No evaluation on held-out samples on the way.</p>'
     return section("Learning", f'<div class="charts">{figures}</div>{note}')
+
+
+def _not_finite(values: Sequence[curves.Point]) -> str:
+    count = sum(not math.isfinite(point.value) for point in values)
+    return f" ({count} of {len(values)} points not finite)" if count else ""
 
 
 def _over_both(name: str, drawn: Sequence[tuple[str, Sequence[curves.Point], bool]]) -> str:

@@ -1,12 +1,13 @@
 """What of a run TensorBoard shows: curves over the samples that all workers have gone through.
 
-Tags: loss/train, loss/val, accuracy/val, metrics/<name>, perf/samples_per_second,
+Tags: loss/train, loss/val, accuracy/val, metrics/<name>, log/<name>, perf/samples_per_second,
 system/cpu_cores/<node>, system/memory_bytes/<node>.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 __all__ = ["Scalars", "TensorBoard", "write_run"]
 
 EVERY_S = 0.25
-"""Loss and rate are means over so much of a run's time: a file of a point per minibatch is of no use."""
+"""Loss, rate and what loops log are means over so much of a run's time: more points are of no use."""
 
 
 class Scalars:
     """Turns a run's events into points, one event at a time.
 
     Args:
-        every_s: loss/train and perf/samples_per_second are means over so much of the run's time.
+        every_s: loss/train, log/<name> and perf/samples_per_second are means over so much of the run's time.
     """
 
     def __init__(self, every_s: float = EVERY_S) -> None:
@@ -37,6 +38,7 @@ class Scalars:
         self._since_s = 0.0
         self._gathered = 0  # samples since then
         self._losses: list[tuple[int, float]] = []  # (samples, loss) since then
+        self._logged: dict[str, list[float]] = {}  # since then
         self._cpu: dict[str, tuple[float, float]] = {}  # node -> (time_s, CPU seconds)
 
     def update(self, event: EventDict) -> list[Scalar]:
@@ -45,6 +47,10 @@ class Scalars:
         match event["event"]:
             case "step":
                 return self._step(event, now_s)
+            case "log":
+                for name, value in event["values"].items():
+                    self._logged.setdefault(f"log/{name}", []).append(math.nan if value is None else value)
+                return self._take(now_s) if now_s - self._since_s >= self._every_s else []
             case "evaluated":
                 named = {f"{key}/val": event.get(key) for key in ("loss", "accuracy")}
                 named |= {f"metrics/{key}": value for key, value in (event.get("metrics") or {}).items()}
@@ -82,8 +88,9 @@ class Scalars:
         passed_s = now_s - self._since_s
         rate = self._gathered / passed_s if self._gathered and passed_s > 0 else None
         loss = sum(samples * loss for samples, loss in self._losses) / weight if weight else None
-        self._since_s, self._gathered, self._losses = now_s, 0, []
-        return self._points({"loss/train": loss, "perf/samples_per_second": rate}, now_s)
+        logged = {tag: math.fsum(values) / len(values) for tag, values in self._logged.items()}
+        self._since_s, self._gathered, self._losses, self._logged = now_s, 0, [], {}
+        return self._points({"loss/train": loss, "perf/samples_per_second": rate, **logged}, now_s)
 
     def _cores(self, event: EventDict, now_s: float) -> list[Scalar]:
         used_s = event["user_s"] + event["system_s"]
@@ -141,6 +148,10 @@ class TensorBoard:
 
     def on_evaluate(self, event: EventDict) -> None:
         """A point of each figure on held-out samples."""
+        self._add(event)
+
+    def on_log(self, event: EventDict) -> None:
+        """Adds to the means of what loops log."""
         self._add(event)
 
     def on_end(self, run: Run) -> None:

@@ -30,7 +30,18 @@ ROOM_BYTES = 4 << 20
 
 _FREQUENT = tuple(
     b'{"event":"%s"' % kind
-    for kind in (b"step", b"exchange", b"link", b"transfer", b"applied", b"round", b"cpu", b"late", b"memory")
+    for kind in (
+        b"step",
+        b"log",
+        b"exchange",
+        b"link",
+        b"transfer",
+        b"applied",
+        b"round",
+        b"cpu",
+        b"late",
+        b"memory",
+    )
 )
 _DISK = b'{"event":"%s"' % DiskEvent.name.encode()
 

@@ -15,14 +15,18 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
 from gradstream.errors import ClosedError, UserCodeError
+from gradstream.events import LogEvent
 from gradstream.model.buffers import Buffers
 from gradstream.session.held import Held
-from gradstream.worker.loop import LoopReplica, Turn
+from gradstream.session.log import SessionLog
+from gradstream.worker.loop import LoopReplica, Round, Turn
 
 __all__ = ["Handover"]
 
@@ -32,19 +36,35 @@ class Handover:
 
     Args:
         held: the parameters that the user holds.
+        log: what the user's loop says of itself; None where it says nothing.
+        joint: gradients alone are exchanged: a turn is a backward, and `stepped` says when a step was made.
+        on_step: called by `stepped`.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(
+        self,
+        held: Held,
+        log: SessionLog | None = None,
+        *,
+        joint: bool = False,
+        on_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.joint = joint
         self.ended = False
         self.batches = 0
         self.samples = 0
         self.shown: torch.Tensor | None = None  # the parameters that the user sees
         self._held = held
+        self._log = log
         self._condition = threading.Condition()
         self._whose: Literal["worker", "user"] = "worker"
         self._replica: LoopReplica | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._step = Turn(0, 0.0, math.nan)
+        self._round: Round | None = None  # of this turn
+        self._steps = self._pending = 0  # whole ones; samples handed over since
+        self.iterations = 0  # of the loop, where it counts them
+        self._on_step = on_step
         self._over: BaseException | bool = False  # what the worker has ended with; True: well
         self._failure: UserCodeError | None = None  # what the user's loop has ended with
 
@@ -64,20 +84,25 @@ class Handover:
         """See `Loop.begin`."""
         self._replica, self._event_loop = replica, asyncio.get_running_loop()
 
-    def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
+    def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
         """See `Loop.turn`. Raises UserCodeError where the user's loop has failed."""
         with self._condition:
             if not self.ended:
                 self._show(parameters)
+                self._round = given
                 self._pass_to("user")
                 self._condition.wait_for(lambda: self._whose == "worker")
             if self._failure is not None:
                 raise self._failure
             if self.ended:
-                gradient.zero_()
+                given.gradient.zero_()
                 return Turn(0, self._step.lr, math.nan)
-            self._held.take(gradient)
+            self._held.take(given.gradient)
             return self._step
+
+    def logged(self) -> Iterable[LogEvent]:
+        """See `Loop.logged`."""
+        return () if self._log is None else self._log.take()
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         """See `Loop.finish`."""
@@ -121,6 +146,68 @@ class Handover:
             self.samples += samples
             self._pass_to("worker")
             self._wait()
+
+    def open(self, samples: int, *, silent: bool = False) -> torch.Tensor:
+        """Begins a round: the vector (E,) to be written from the front, once the round before is over.
+
+        Args:
+            samples: behind the gradient; 0 changes nothing.
+            silent: it is none of the loop's own steps.
+
+        Raises:
+            As `step`.
+        """
+        with self._condition:
+            if self.ended:
+                raise ClosedError("the session was closed: no backward can follow")
+            self._wait()
+            assert self._round is not None
+            self._step = Turn(samples, 1.0, math.nan, silent)
+            self._round.known(self._step)
+            return self._round.gradient
+
+    @property
+    def counts(self) -> int:
+        """Samples of the round that is open, or was last."""
+        return self._step.samples
+
+    def report(self, elems: int) -> None:
+        """So many elements from the front are final, and may leave."""
+        assert self._round is not None
+        self._round.report(elems)
+
+    def exchange(self, loss: float) -> torch.Tensor:
+        """Ends the round: its vector is whole. Returns the mean (E,) of all workers', until the next `open`.
+
+        Raises:
+            As `step`.
+        """
+        with self._condition:
+            self._step = replace(self._step, loss=loss)
+            self.batches += 1
+            if not self._step.silent:
+                self.samples += self._step.samples
+                self._pending += self._step.samples
+            self._pass_to("worker")
+            self._wait()
+            assert self.shown is not None
+            return self.shown
+
+    def stepped(self) -> None:
+        """A step was made of what was handed over."""
+        self._steps = self.iterations or self._steps + 1
+        self._pending = 0
+        self._on_step()
+
+    @property
+    def steps(self) -> int:
+        """Steps that the loop has made; of one that calls `Session.skip`, iterations up to its last step."""
+        return self._steps if self.joint else self.batches
+
+    @property
+    def behind(self) -> tuple[int, int] | None:
+        """See `Loop.behind`."""
+        return (self._pending, self._steps) if self.joint else None
 
     def end(self, failure: UserCodeError | None = None) -> None:
         """The loop has ended, well or by an error of the user's. Does not wait."""

@@ -50,6 +50,12 @@ class Held(ABC):
         """Copies of what the user holds besides, of each worker its own: running means."""
         return {}
 
+    def keep(self) -> None:  # noqa: B027  parameters are not the user's to keep
+        """The user has made a step, of a replica of its own: what a checkpoint has besides is that of now."""
+
+    def let_go(self) -> None:  # noqa: B027
+        """The user's loop is over."""
+
     def fixed(self) -> Fixed:
         """What the user's module has that this optimizer does not train, and second names of tied weights."""
         return Fixed()
@@ -206,6 +212,11 @@ class HeldArrays(Held):
         tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
         self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
         self._gradients: dict[str, np.ndarray[Any, Any]] = {}
+
+    @property
+    def by_name(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The arrays, by name."""
+        return self._arrays
 
     def check(self, arrays: Tree) -> None:
         """Raises ConfigError unless these are the very arrays that were given first."""

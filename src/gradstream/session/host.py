@@ -1,7 +1,7 @@
 """What keeps a worker in its run besides its own node, where others start the workers.
 
-Worker 0 is the `Host`: it runs coordinator and servers. Where there are several machines, each other worker is
-a `Guest`: it comes in with the token, and stays until the host says that the run is over.
+Worker 0 is the `Host`: it runs coordinator and servers. Where there are several machines, each other one is a
+`Guest`: it comes in with the token, and stays until the host says that the run is over.
 """
 
 from __future__ import annotations

@@ -33,10 +33,12 @@ class OwnLoop:
     Args:
         running: the loop of this process, where it is a worker.
         optimizer: the update rule that it asks for, as text.
+        joint: it exchanges gradients alone where the strategy gives it the mean.
     """
 
     running: Loop | None = None
     optimizer: str = ""
+    joint: bool = True
     name: str = "the script's own"
     num_samples: int = 0
     num_test_samples: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from gradstream.config import Deadlines, Job
 from gradstream.errors import ConfigError
 from gradstream.jobfile import intercept, script_of_caller
 from gradstream.registry import describe, find_strategy
+from gradstream.run import FINAL_MODEL
 from gradstream.session import place, torchrun
 from gradstream.session.exits import at_the_end
 from gradstream.session.job import OwnLoop, ScriptModel
@@ -36,18 +37,20 @@ def join(
     chunk_elems: int | None = None,
     checkpoint_every: int | str | None = "10min",
     keep_last: int = 2,
+    trackers: Sequence[str] = (),
     deadlines: Deadlines | None = None,
 ) -> Session:
     """Joins the run that this script was started for, as one of its workers.
 
     Started by `gradstream train script.py`, it is one of `--workers`; by `torchrun`, one of its
-    processes, of which the first runs coordinator and servers; by `python`, it is alone, and nothing is
+    processes, of which the first runs coordinator and servers (on several machines all need the same
+    `GRADSTREAM_TOKEN`); by `python`, it is alone, and nothing is
     started. Where the script has called `init_process_group`, ranks are those of it; it stays the script's.
     A script is run once more up to this call, to see what it asks for: call it early.
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
-            deadlines: as of `Job`. `gradstream train` overrides them by its own options.
+            trackers, deadlines: as of `Job`. `gradstream train` overrides them by its own options.
         exchange: who moves the bytes of a strategy without servers: short for an entry of `strategy_options`;
             see `AllReduce`.
         workers: how many `gradstream train` starts; torchrun and python decide for themselves.
@@ -73,6 +76,7 @@ def join(
         chunk_elems=chunk_elems,
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
+        trackers=trackers,
         deadlines=deadlines or Deadlines(),
     )
     intercept(job)
@@ -108,7 +112,7 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
 
     def fail(error: BaseException) -> None:
         session.fail(error)
-        if rank == 0:
+        if rank == 0 and not (run_dir / FINAL_MODEL).is_file():
             say(_left_of(run_dir, resumes=job.spec is not None and session._looked))
 
     at_the_end(session.close, fail)

@@ -11,12 +11,14 @@ step. Run by plain `python`, a session does nothing at all.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,17 +26,28 @@ from torch import nn
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.registry import text_of_optimizer
+from gradstream.registry import find_strategy, text_of_optimizer
+from gradstream.session.arrays import ArrayLoop, LoneArrays, rate_of
+from gradstream.session.forward import BeforeForward
+from gradstream.session.gradients import JointGradients
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays, HeldModule
 from gradstream.session.host import Host
+from gradstream.session.joint import JointReplica, layout_of
+from gradstream.session.log import SessionLog
 from gradstream.session.node import LoopNode
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.place import Assignment
-from gradstream.session.rules import rule_of
-from gradstream.session.shards import Part, length_of, part_of
+from gradstream.session.replica import Replica
+from gradstream.session.rules import options_of, rule_of
+from gradstream.session.samples import SampleCount
+from gradstream.session.shards import Part, part_of
 
 __all__ = ["LoneSession", "Session", "WorkerSession", "enter", "running"]
+
+K = TypeVar("K")
+M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
+O = TypeVar("O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])  # noqa: E741
 
 _running: WorkerSession | None = None
 
@@ -96,26 +109,40 @@ class Session:
         """
         return False
 
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The module and an optimizer to use in the place of yours. Once per session.
+    def wrap(self, model: M, optimizer: O) -> tuple[M, O]:
+        """The model and the optimizer to use in the place of yours. Once per session.
 
-        The module is the same object, with the parameters of worker 0 from here on. Trained are those
-        that the optimizer has and that require a gradient; all else (buffers, frozen parameters) stays each
-        worker's own; a saved model has the mean of the buffers, and worker 0's of the rest. Waits until all
-        workers are there.
+        `synchronous` and `allreduce` give both back as they are. From here on everything that the model holds
+        is as on worker 0, and at the end of each backward `p.grad` is the mean over the samples of all
+        workers; the step is your optimizer's, on every worker.
+
+        Other strategies give an optimizer back that exchanges parameters. Trained are those that it has and
+        that require a gradient; all else (buffers, frozen parameters) stays each worker's own; a saved model
+        has the mean of the buffers, and worker 0's of the rest.
+
+        Waits until all workers are there.
 
         Args:
-            model: in main memory, of float32 or float64 parameters.
-            optimizer: `torch.optim.SGD`, `Adam`, `AdamW` or `Adagrad`, before its first step. The update
-                is made on the servers, with the learning rate that `param_groups` has at each step.
+            model: a module. Under `synchronous` and `allreduce` also a list or tuple of modules; else in main
+                memory, of float32 or float64 parameters.
+            optimizer: of `torch.optim`, or a list or tuple. Under `synchronous` and `allreduce` any but
+                LBFGS; else `SGD`, `Adam`, `AdamW` or `Adagrad`, before its first step: the update is made on
+                the servers, with the learning rate that `param_groups` has at each step.
 
         Raises:
             ConfigError: an optimizer or a model that cannot be taken over; says what to use.
             RefusedError, DeadlineError, PeerLostError: the run did not come about; says who is missing.
         """
         return model, optimizer
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward adds up this worker's own gradients; the next backward outside joins their sum.
+
+        For minibatches that are accumulated: one exchange for all of them. Only where gradients are joined;
+        other strategies exchange at each step in any case.
+        """
+        yield
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """This worker's part of data that was made for one process.
@@ -152,8 +179,29 @@ class Session:
     def samples(self, count: int) -> None:
         """Says how many samples are behind the next step, where that cannot be seen.
 
-        Otherwise it is the length of the first tensor that the model was called with, in training mode
-        and with gradients on, added up since the last step.
+        Otherwise it is the samples of the minibatches that were taken from `shard`'s loaders since the last
+        step, with gradients on; or else the length of the first tensor that the model was called with, in
+        training mode and with gradients on, added up likewise.
+        """
+
+    def log(self, /, **values: Any) -> None:
+        """Takes figures of the loop, `session.log(loss=loss, accuracy=0.9)`, at any time.
+
+        They are shown while the run goes on and at its end, with the curves of the report and by trackers. Of
+        what comes within a tenth of a second the mean is kept; of more than 64 names, the first 64. Alone,
+        nothing is done.
+
+        Args:
+            values: numbers or tensors of one element, by name. NaN is shown as such.
+
+        Raises:
+            ConfigError: a value is no number.
+        """
+
+    def total(self, steps: int) -> None:
+        """Says how many steps this worker makes in the whole run, such as `epochs * len(loader)`.
+
+        The time that is left can be shown then; else the time that has passed is.
         """
 
     @contextmanager
@@ -181,34 +229,13 @@ class Session:
             self.close()
 
     @property
-    def _alone(self) -> _Alone:
-        alone: _Alone = self.__dict__.setdefault("_alone_arrays", _Alone())
+    def _alone(self) -> LoneArrays:
+        alone: LoneArrays = self.__dict__.setdefault("_alone_arrays", LoneArrays())
         return alone
 
 
 class LoneSession(Session):
     """The session of a process that is alone: gives everything back as it is."""
-
-
-class _Alone:
-    """Update rules on numpy arrays, without anybody else."""
-
-    def __init__(self) -> None:
-        self._state: dict[str, torch.Tensor] = {}
-        self._steps = 0
-
-    def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> Tree:
-        held = HeldArrays(parameters)
-        held.give(gradients)
-        flat, gradient = (torch.empty(held.layout.elems, dtype=held.layout.dtype) for _ in range(2))
-        held.init(0, flat)
-        held.take(gradient)
-        if not self._state:
-            self._state = {name: torch.full_like(flat, rule.state_init) for name in rule.state_names}
-        self._steps += 1
-        rule.apply(flat, gradient, self._state, lr=_rate_of(rule), step=self._steps)
-        held.show(flat)
-        return parameters
 
 
 class WorkerSession(Session):
@@ -230,18 +257,24 @@ class WorkerSession(Session):
         self._handover: Handover | None = None
         self._node: LoopNode | None = None
         self._rule: Optimizer | None = None
+        self._arrays: ArrayLoop | None = None
         self._optimizer: DistributedOptimizer | None = None
-        self._counted = self._dealt = 0
+        self._samples = SampleCount()
+        self._gradients: JointGradients | None = None
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
         self._skipped = 0
+        self._log = SessionLog(place.rank, self._steps_made)
         self._looked = False  # the script has asked where the run goes on
 
     @property
     def step(self) -> int:
         """See `Session.step`."""
         self._looked = True
-        made = 0 if self._handover is None else self._handover.batches
+        return self._steps_made()
+
+    def _steps_made(self) -> int:
+        made = 0 if self._handover is None else self._handover.steps
         return (self._steps_before or 0) + made
 
     @property
@@ -254,11 +287,13 @@ class WorkerSession(Session):
         """See `Session.skip`."""
         self._looked = True
         if self._skipped == (self._steps_before or 0):
+            if self._handover is not None:
+                self._handover.iterations += 1
             return False
         self._skipped += 1
         if self._optimizer is not None:
             self._optimizer.passed()
-        self._counted = self._dealt = 0
+        self._samples.clear()
         return True
 
     @property
@@ -266,35 +301,88 @@ class WorkerSession(Session):
         """Whether the run has ended because of another node: that one tells why."""
         return self._node is not None and self._node.aborted
 
-    def wrap(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def wrap(self, model: M, optimizer: O) -> tuple[M, O]:
         """See `Session.wrap`."""
-        for given, kind in ((model, nn.Module), (optimizer, torch.optim.Optimizer)):
-            if not isinstance(given, kind):
-                raise ConfigError(
-                    f"wrap: got {type(given).__name__}, expected a torch {kind.__name__}; "
-                    "for numpy arrays there is session.exchange"
-                )
-        rule = rule_of(optimizer)
-        groups = optimizer.param_groups
+        modules, optimizers = _several(model, nn.Module), _several(optimizer, torch.optim.Optimizer)
+        if self._joint:
+            self._wrap_jointly(modules, optimizers)
+            return model, optimizer
+        if len(modules) != 1 or len(optimizers) != 1:
+            raise ConfigError(
+                f"wrap: got {len(modules)} models and {len(optimizers)} optimizers; a strategy that "
+                'exchanges parameters trains one with one: use "synchronous" or "allreduce"'
+            )
+        (module,), (one,) = modules, optimizers
+        rule = rule_of(one)
+        groups = one.param_groups
         trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
-        wrapped = self._optimizer = DistributedOptimizer(optimizer, rule, self._step)
-        held = HeldModule(model, trained)
+        wrapped = self._optimizer = DistributedOptimizer(one, rule, self._step)
+        held = HeldModule(module, trained)
         self._begin(held, rule.text(held.ranges([group["params"] for group in groups])))
-        model.register_forward_pre_hook(self._count, with_kwargs=True)
-        return model, wrapped
+        module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
+        return model, cast(O, wrapped if isinstance(optimizer, torch.optim.Optimizer) else [wrapped])
+
+    def _wrap_jointly(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        for one in optimizers:
+            if isinstance(one, torch.optim.LBFGS):
+                raise ConfigError(
+                    "wrap: LBFGS searches along a line by the loss that its closure returns, which is of "
+                    "this worker's samples alone: workers would take different steps. Use SGD, Adam or an "
+                    "other optimizer that makes its step of the gradient"
+                )
+        replica = Replica(modules, optimizers)
+        names, vector = layout_of(replica)
+        self._begin(JointReplica(replica, vector), _named(*optimizers))
+        assert self._handover is not None
+        parameters = [replica.parameters[name] for name in names]
+        joint = self._gradients = JointGradients(
+            names, parameters, vector, self._handover, self._taken_samples, self._log.step
+        )
+        joint.hello()
+        hook = BeforeForward(self._samples.forward, joint.look)
+        for module in modules:
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        for one in optimizers:
+            one.register_step_pre_hook(joint.before_step)
+            one.register_step_post_hook(joint.after_step)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Session.no_sync`."""
+        if self._gradients is None:
+            yield
+            return
+        with self._gradients.no_sync():
+            yield
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(one, split=split) for one in data)
-        return part_of(data, Part(self.rank, self.world_size, self._seed, split, self._note_dealt))
+        return part_of(
+            data, Part(self.rank, self.world_size, self._seed, split, self._samples.note, self._joint)
+        )
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
     ) -> Tree:
         """See `Session.exchange`."""
+        if samples is not None:
+            self.samples(samples)
+        if self._joint:
+            if self._gradients is not None:
+                raise ConfigError(
+                    "exchange: this session has a PyTorch module already; make steps with its optimizer"
+                )
+            if self._arrays is None:
+                self._arrays = ArrayLoop(parameters)
+                self._begin(self._arrays.held, _named(rule))
+                assert self._handover is not None
+                self._arrays.hello(self._handover)
+            assert self._handover is not None
+            return self._arrays.step(self._handover, parameters, gradients, rule, self._taken_samples())
         if self._held is None:
             self._rule = rule
             self._begin(HeldArrays(parameters), text_of_optimizer(dataclasses.replace(rule, lr=1.0)))  # type: ignore[type-var]
@@ -307,22 +395,28 @@ class WorkerSession(Session):
             raise ConfigError(f"exchange: the rule was {self._rule}, now it is {rule}; only lr may change")
         held.check(parameters)
         held.give(gradients)
-        if samples is not None:
-            self.samples(samples)
-        self._step(_rate_of(rule), math.nan)
+        self._step(rate_of(rule), math.nan)
         return parameters
 
     def samples(self, count: int) -> None:
         """See `Session.samples`."""
         if count < 1:
             raise ConfigError(f"samples({count}): expected at least 1")
-        self._counted, self._dealt = count, 0
+        self._samples.say(count)
+
+    def log(self, /, **values: Any) -> None:
+        """See `Session.log`."""
+        self._log.log(**values)
+
+    def total(self, steps: int) -> None:
+        """See `Session.total`."""
+        self._log.total(steps)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """See `Session.evaluation`."""
         held, handover = self._held, self._handover
-        if held is None or handover is None or self._closed:
+        if held is None or handover is None or self._closed or self._joint:
             yield
             return
         own = handover.shown
@@ -338,7 +432,10 @@ class WorkerSession(Session):
         if self._closed:
             return
         self._closed = True
+        self._log.close()
         if self._handover is not None and self._node is not None:
+            assert self._held is not None
+            self._held.let_go()
             self._handover.end()
             self._node.join()
             if self._host is not None:
@@ -352,6 +449,7 @@ class WorkerSession(Session):
         if self._closed or self._handover is None or self._node is None:
             return
         self._closed = True
+        self._log.close()
         if self._handover.error is None:
             text = "".join(traceback.format_exception(error))
             message = f"worker-{self.rank}: the script raised {type(error).__name__}: {error}"
@@ -366,40 +464,58 @@ class WorkerSession(Session):
             raise ConfigError("wrap: this session has parameters already; one run trains one model")
         if self._closed:
             raise ClosedError("the session was closed")
-        self._held, self._handover = held, Handover(held)
+        self._held = held
+        self._handover = Handover(held, self._log, joint=self._joint, on_step=held.keep)
         self._node = LoopNode(self._place, held, self._handover, rule)
         self._node.start()
         self._handover.first()
+        self._log.open()
 
     def _step(self, lr: float, loss: float) -> None:
         assert self._handover is not None
+        self._handover.step(self._taken_samples(), lr, self._log.step(loss))
+
+    def _taken_samples(self) -> int:
+        """Samples behind the gradient that leaves now."""
+        self._has_looked()
+        return self._samples.take()
+
+    def _has_looked(self) -> None:
         if self._steps_before and not self._looked:
             raise ConfigError(
                 f"this run goes on from step {self._steps_before}, but the script begins its loop again: "
                 "skip what it has done, `if session.skip(): continue`, or look at session.step"
             )
-        samples = self._counted or self._dealt or 1
-        self._counted = self._dealt = 0
-        self._handover.step(samples, lr, loss)
 
-    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if model.training and torch.is_grad_enabled():
-            self._counted += length_of((*args, *kwargs.values())) or 0
+    @cached_property
+    def _joint(self) -> bool:
+        """Whether gradients alone are exchanged, and the loop's own optimizer makes each step."""
+        job = self._place.job()
+        return find_strategy(job.strategy, job.strategy_options).gives_mean
 
-    def _note_dealt(self, batch: Any) -> None:
-        self._dealt += length_of((batch,)) or 0
+
+def _named(*optimizers: object) -> str:
+    """What the run is told of the optimizers, alike on all workers: names, and options but the rate."""
+    options = [options_of(one.param_groups) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+    kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
+    return json.dumps({"class": kinds, "fields": {"options": repr(options)}})
+
+
+def _several(given: Any, kind: type[K]) -> list[K]:
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for one in several:
+        if not isinstance(one, kind):
+            raise ConfigError(
+                f"wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of them; "
+                "for numpy arrays there is session.exchange"
+            )
+    if not several:
+        raise ConfigError(f"wrap: got no {kind.__name__}; expected at least one")
+    return several
 
 
 FAREWELL_S = 15.0
 """For a script that has failed to tell the others."""
-
-
-def _rate_of(rule: Optimizer) -> float:
-    if callable(rule.lr):
-        raise ConfigError(
-            f"exchange: lr is {rule.lr!r}: a loop of your own gives the rate of each step itself"
-        )
-    return rule.lr
 
 
 def _without_lr(rule: Any) -> dict[str, Any]:

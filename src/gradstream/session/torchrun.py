@@ -36,7 +36,7 @@ __all__ = ["of_process_group", "of_torchrun", "take_part"]
 KEY = "gradstream/assignment"
 STRETCHED = 200_000  # rounds: a token that somebody has made up is not found by trying words
 NO_TOKEN = """\
-the workers are on several machines, and torchrun gives its processes no secret to trust one another by. Make one:
+the workers are on several machines, and torchrun gives them no secret to trust one another by. Make one:
 
     (umask 077; openssl rand -hex 16 > gradstream.token)
 
@@ -131,7 +131,7 @@ class _Meeting:
         token, text = _token(), str(said["signed"])
         if not hmac.compare_digest(_proof(token, str(said["nonce"]), text), str(said["proof"])):
             raise ConfigError(
-                f"rank {self._rank}: what rank 0 has said is not signed with the token that this machine has: "
+                f"rank {self._rank}: what rank 0 has said is not signed with this machine's token: "
                 "GRADSTREAM_TOKEN, or the file of GRADSTREAM_TOKEN_FILE, must be the same on all machines"
             )
         at = json.loads(text)

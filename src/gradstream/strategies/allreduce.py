@@ -107,6 +107,11 @@ class AllReduce(Strategy):
         if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
 
+    @property
+    def gives_mean(self) -> bool:
+        """See `Strategy.gives_mean`."""
+        return True
+
     def optimizer(self) -> Optimizer:
         """SGD with momentum."""
         return SGD(lr=0.01, momentum=0.9)

@@ -89,6 +89,15 @@ class Strategy(ABC):
         """
         return False
 
+    @property
+    def gives_mean(self) -> bool:
+        """Whether each round gives every worker the mean gradient over the samples of all workers.
+
+        A loop of the user's own then exchanges gradients alone, and its own optimizer makes each step on
+        every worker, as in `DistributedDataParallel`. Else the parameters are exchanged.
+        """
+        return False
+
     algorithm: str = "auto"
     """In a group: how it sums; see `gradstream.collectives`."""
 

@@ -115,6 +115,11 @@ class Synchronous(Strategy):
             )
         return num_workers - self.backup if self.backup else None
 
+    @property
+    def gives_mean(self) -> bool:
+        """See `Strategy.gives_mean`."""
+        return not self.backup  # who is late never sees the mean of the round
+
     def optimizer(self) -> Optimizer:
         """SGD with momentum."""
         return SGD(lr=0.01, momentum=0.9)

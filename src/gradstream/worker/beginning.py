@@ -7,6 +7,7 @@ from functools import partial
 
 from gradstream.checkpoint.folder import MODEL, read_own, read_tensors
 from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.own_state import EXTRA_FILE
 from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.memory import Vector, trim
 from gradstream.model.buffers import buffers_of, load_buffers
@@ -44,7 +45,7 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
 
 
 async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, resume: Resume) -> None:
-    """Takes what this worker had of its own: buffers, samples gone through, frozen parameters of a loop.
+    """Takes what this worker had of its own: buffers, samples gone through, what a loop has besides.
 
     Raises:
         DataError, OSError: the checkpoint cannot be read.
@@ -63,3 +64,9 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))
+    if config.joint:
+        extra = await runtime.beside(
+            lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
+        )
+        if extra is not None:
+            load_fixed(model, extra.buffers)

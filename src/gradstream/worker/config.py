@@ -64,6 +64,7 @@ class WorkerConfig:
         loop: computes the gradients, where the user's own loop does; there is no plan then.
         optimizer: the update rule that this worker brings; "" where the shards know it.
         resume: where the run goes on, if it does not begin.
+        joint: gradients alone are exchanged: the loop's own optimizer makes each step.
         balanced: shares of a round follow the measured speed of the workers.
         form_group: where the strategy goes through a group: makes it.
         log: what this worker is told, and cannot know again, is noted there; None notes nothing.
@@ -91,6 +92,7 @@ class WorkerConfig:
     optimizer: str = ""
     num_steps: int | None = None
     resume: Resume | None = None
+    joint: bool = False
     balanced: bool = False
     form_group: FormGroup | None = None
     update_rule: UpdateRule | None = None

@@ -8,7 +8,7 @@ was one at all: where the loop has ended instead, the minibatch has no samples a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import GradientError, InternalError
+from gradstream.events import LogEvent
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
@@ -30,7 +31,16 @@ from gradstream.worker.schedule import OpenSchedule, Supply
 from gradstream.worker.server_replica import ServerReplica
 from gradstream.worker.worker import Replica, ReplicaParts
 
-__all__ = ["Loop", "LoopGroupReplica", "LoopReplica", "LoopServerReplica", "OwnData", "Turn", "nothing"]
+__all__ = [
+    "Loop",
+    "LoopGroupReplica",
+    "LoopReplica",
+    "LoopServerReplica",
+    "OwnData",
+    "Round",
+    "Turn",
+    "nothing",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +51,54 @@ class Turn:
         samples: behind the gradient; 0 where the loop has ended instead.
         lr: to apply it with.
         loss: mean over the samples, NaN where unknown.
+        silent: it is none of the loop's own steps: nothing is reported.
     """
 
     samples: int
     lr: float
     loss: float
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a loop in its turn is given, where gradients alone are exchanged.
+
+    Args:
+        gradient: (E,) to be written from the front, in the order of the layout.
+        known: called first: what the turn will have been, but for its loss.
+        report: called with how many elements from the front are final: they leave.
+    """
+
+    gradient: torch.Tensor
+    known: Callable[[Turn], None]
+    report: Report
 
 
 class Loop(Supply, Protocol):
     """A training loop that is not ours."""
 
+    joint: bool
+    """Gradients alone are exchanged: `parameters` (E,) of a turn are the round before's mean gradient."""
+
+    @property
+    def behind(self) -> tuple[int, int] | None:
+        """Samples handed over since its last whole step, and whole steps; None where each turn is one."""
+        ...
+
     def begin(self, replica: LoopReplica) -> None:
         """Called on the event loop with what will ask for turns."""
         ...
 
-    def turn(self, parameters: torch.Tensor, gradient: torch.Tensor) -> Turn:
-        """Waits until the loop has written a gradient at `parameters` (E,) into `gradient`, or has ended.
+    def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
+        """Waits until the loop has written a gradient at `parameters` (E,), or has ended.
 
         Runs on the arithmetic thread. Nobody writes `parameters` meanwhile.
         """
+        ...
+
+    def logged(self) -> Iterable[LogEvent]:
+        """What the loop has logged since it was asked before."""
         ...
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
@@ -71,6 +110,7 @@ class OwnData(Protocol):
     """Stands where a job has its data set: every worker's loop brings its own."""
 
     optimizer: str  # the update rule that the loop asks for; "" where the job names it
+    joint: bool  # loops exchange gradients alone, where the strategy gives every worker their mean
 
     def loop(self, rank: int) -> Loop:
         """The loop of a worker."""
@@ -118,8 +158,8 @@ class _Turns:
         rows: RowGradient | None = None,
     ) -> Result:
         del ref, num_samples, mean, samples, sums, kept, rows
-        turn = self._loop.turn(parameters, into)
-        if not finite(into):
+        turn = self._loop.turn(parameters, Round(into, self._on_turn, report))
+        if not self._loop.joint and not finite(into):
             raise GradientError(
                 f"worker-{self._rank}, step {step}: the gradient has a NaN or an infinity; lower the "
                 "learning rate, scale the inputs, or clip the gradient. Nothing of it was applied"
@@ -148,13 +188,16 @@ class LoopReplica(Replica):
         assert isinstance(parts.schedule, OpenSchedule)
         self._loop, self._open_ended = loop, parts.schedule
         self._first_step = parts.first_step
-        self._last_lr = 0.0
+        self._last_lr, self._silent, self._silent_samples = 0.0, False, 0
         self._current: ComputedGradient | None = None
         loop.begin(self)
 
     @property
     def progress(self) -> tuple[int, int]:
         """See `Replica.progress`: the loop's own steps, without rounds in which it had no samples."""
+        behind = self._loop.behind
+        if behind is not None:
+            return self.samples - self._silent_samples - behind[0], self._first_step + behind[1]
         return self.samples, self._first_step + self._loop.batches
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
@@ -170,11 +213,13 @@ class LoopReplica(Replica):
     def _took_turn(self, turn: Turn) -> None:
         """Fills in what could not be known. On the arithmetic thread: nothing has been reported yet."""
         assert self._current is not None
-        self._last_lr = turn.lr
+        self._last_lr, self._silent = turn.lr, turn.silent
         self._current.know(turn.samples, turn.lr)
 
     def _report(self, batch: SampleBatch) -> None:
-        if batch.num_samples:
+        if self._silent:
+            self._silent_samples += batch.num_samples
+        elif batch.num_samples:
             super()._report(batch)
 
 

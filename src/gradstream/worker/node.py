@@ -95,6 +95,7 @@ class WorkerNode:
         config = self._config
         try:
             spec = await model_spec_of(config, self._runtime)
+            self._siblings.serve()  # another worker may begin before this one
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._over())
         except Exception as error:
@@ -118,11 +119,13 @@ class WorkerNode:
         await self._member.training()
         exchange = self._exchange = await self._assembly().exchange()
         replica = exchange.replica
-        self._siblings.serve(lambda: replica.progress)
+        self._siblings.follow(lambda: replica.progress)
         vitals = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             if config.resume is not None:
                 await restore_own(config, runtime, replica, config.resume)
+            if config.joint:
+                await self._siblings.begin_as_first()
             await exchange.begin()
             if self._evaluator is not None:
                 await self._evaluator.at_begin(replica)
@@ -132,7 +135,8 @@ class WorkerNode:
             if config.loop is not None:  # every worker's loop goes on with the final parameters
                 await exchange.finish()
                 await self._siblings.freeze()  # others may ask when this one has the average already
-                config.loop.finish(replica.parameters.tensor, await self._siblings.average())
+                buffers = await self._siblings.average(catch_up=config.joint)
+                config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
             vitals.cancel()
@@ -144,7 +148,7 @@ class WorkerNode:
             endpoint=self._endpoint,
             member=self._member,
             rank=config.rank,
-            resume=config.resume,
+            resume=None if config.joint else config.resume,
             silence_s=config.silence_s,
             retry_s=config.retry_s,
             init=partial(fill_parameters, config, self._runtime),
@@ -204,6 +208,7 @@ class WorkerNode:
 
     def _stepped(self, step: StepEvent) -> None:
         self._member.emit(step)
+        self._report_logged()
         if self._balance is not None:
             self._balance.took(step.samples, step.compute_s)
         if self._hand is not None:
@@ -212,6 +217,11 @@ class WorkerNode:
     def _report(self, exchange: Exchange) -> None:
         """Records of traffic since the report before, and of this node's vitals."""
         for event in (*exchange.report(), *self._runtime.vitals("worker")):
+            self._member.emit(event)
+        self._report_logged()
+
+    def _report_logged(self) -> None:
+        for event in () if self._config.loop is None else self._config.loop.logged():
             self._member.emit(event)
 
 

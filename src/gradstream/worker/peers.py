@@ -109,7 +109,9 @@ class Peers:
         said = self._replica.planned(gradient.batch.ref)
         if said is None:
             if gradient.samples < 0:
-                await gradient.done()  # only then a loop of the user's has said how many there are
+                await gradient.ready.reached(
+                    1
+                )  # before, a loop of the user's has not said how many there are
             said = await self._told(gradient.samples, gradient.lr)
         self._sums.clear()
         self._total = sum(samples for samples, _ in said)

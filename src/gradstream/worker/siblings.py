@@ -1,4 +1,4 @@
-"""Buffers: this worker's for whoever asks, and the average of all for an evaluation or a saved model."""
+"""What workers have of their own: for whoever asks, averaged for an evaluation, and made equal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gradstream.checkpoint.format import spec_of
 from gradstream.checkpoint.own_state import OwnState, averaged
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.model.base import Model
-from gradstream.model.buffers import Buffers, buffers_of
-from gradstream.model.fixed import fixed_of
+from gradstream.model.buffers import Buffers, buffers_of, load_buffers
+from gradstream.model.fixed import extra_of, fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 
@@ -49,10 +49,26 @@ class Siblings:
         self._kept: tuple[int, OwnState] | None = None  # as it was after so many steps
         self._frozen: OwnState | None = None
 
-    def serve(self, progress: Callable[[], tuple[int, int]]) -> None:
-        """From now on others can ask. `progress()`: samples and minibatches that are behind this worker."""
-        self._progress = progress
+    def serve(self) -> None:
+        """From now on others can ask."""
         own_state.serve(self._endpoint, self._answer, self._fixed)
+
+    def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
+        """`progress()`: samples and minibatches that are behind this worker."""
+        self._progress = progress
+
+    async def begin_as_first(self) -> None:
+        """Takes everything that the model of the first worker holds: all begin alike.
+
+        Raises:
+            PeerLostError, DeadlineError: it is gone, or says nothing.
+            RefusedError: its model is not like this worker's.
+        """
+        first = self._workers()[0]
+        if first != self._runtime.node:
+            await self._copy(first)
+            state = await self._ask(first, await self._own())
+            await self._runtime.compute(lambda _: load_buffers(self._model, state.buffers), work=Work("copy"))
 
     async def keep(self, step: int) -> None:
         """Remembers the buffers as they are now, after `step` steps, for who evaluates there."""
@@ -64,30 +80,48 @@ class Siblings:
         """There will be no more gradients: the buffers as they are now are this worker's for good."""
         self._frozen = await self._own()
 
-    async def average(self, step: int | None = None) -> Buffers:
+    async def average(self, step: int | None = None, *, catch_up: bool = False) -> Buffers:
         """Averaged over all workers that answer, weighted by samples; one may be gone at any time.
 
         Summed by rank, so that all workers get the same bits.
 
         Args:
             step: as they were after so many steps; None as they are.
+            catch_up: take over what the model of the worker that has made most steps holds, where this one
+                has made fewer.
         """
         mine = await self._own()
-        specs = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
-        states: list[OwnState] = []
+        states: dict[str, OwnState] = {}
         for worker in self._workers():
-            if worker == self._runtime.node or not specs:
-                states.append(mine)
+            if worker == self._runtime.node or not (mine.buffers or catch_up):
+                states[worker] = mine
                 continue
             try:
-                asked = own_state.ask(self._endpoint, worker, specs, step=step, silence_s=self._silence_s)
-                states.append(await asked)
+                states[worker] = await self._ask(worker, mine, step)
             except (PeerLostError, DeadlineError):
                 pass
             except RefusedError as error:
                 if error.code == "BAD_REQUEST":  # what it has is not what this worker has
                     raise
-        return averaged(states)
+        furthest = max(states, key=lambda worker: states[worker].steps)
+        if catch_up and states[furthest].steps > mine.steps:
+            await self._copy(furthest)
+        return averaged(list(states.values()))
+
+    async def _ask(self, worker: str, mine: OwnState, step: int | None = None) -> OwnState:
+        specs = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
+        return await own_state.ask(self._endpoint, worker, specs, step=step, silence_s=self._silence_s)
+
+    async def _copy(self, worker: str) -> None:
+        """Takes over what the model of another worker holds, but for its buffers."""
+        mine = (await self._fixed()).buffers
+        specs = [
+            spec_of(name, array.shape, array.dtype)
+            for name, array in mine.items()
+            if not name.startswith(own_state.EXTRA)
+        ]
+        theirs = await own_state.ask(self._endpoint, worker, specs, fixed=True, silence_s=self._silence_s)
+        await self._runtime.compute(lambda _: load_fixed(self._model, theirs.buffers), work=Work("copy"))
 
     async def _answer(self, step: int | None) -> OwnState:
         if self._kept is not None and self._kept[0] == step:
@@ -96,7 +130,9 @@ class Siblings:
 
     async def _fixed(self) -> OwnState:
         return await self._runtime.compute(
-            lambda _: OwnState(0, fixed_of(self._model).frozen), work=Work("copy"), phantom=OwnState(0, {})
+            lambda _: OwnState(0, {**fixed_of(self._model).frozen, **extra_of(self._model)}),
+            work=Work("copy"),
+            phantom=OwnState(0, {}),
         )
 
     async def _own(self) -> OwnState:

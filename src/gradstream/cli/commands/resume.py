@@ -21,6 +21,7 @@ __all__ = ["resume"]
 @click.option("--batch-size", type=int, help="Other samples per minibatch of one worker.")
 @click.option("--epochs", type=int, help="Passes over the data, those before included.")
 @click.option("--steps", type=int, help="Minibatches per worker, those before included.")
+@click.option("--device", metavar="NAME", help="Another device to compute on.")
 @click.option(
     "--from-start",
     is_flag=True,

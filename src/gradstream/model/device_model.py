@@ -1,0 +1,134 @@
+"""A PyTorch model that a device computes, while the vectors that are exchanged stay in main memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from gradstream.model.backprop import Backprop
+from gradstream.model.base import Reduction
+from gradstream.model.batch import Batch, map_leaves
+from gradstream.model.built_module import Build, BuiltModule
+from gradstream.model.devices import Streams, device_of, streams_of
+from gradstream.model.factors import KeptLayers
+from gradstream.model.rows import RowGradient
+from gradstream.model.staging import Staging
+from gradstream.model.torch_module import Loss, LossOf, TorchModel, finite_loss, usable
+from gradstream.runtime.base import Report
+
+__all__ = ["DeviceModel", "on_device"]
+
+
+def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
+    """The same model, not yet built, for a worker that computes on a device.
+
+    It keeps no layer as factors, on no machine: all workers of a run exchange the same.
+
+    Args:
+        name: see `Job.device`.
+        rank: of the worker.
+
+    Raises:
+        ConfigError: torch has no such device here.
+    """
+    device = device_of(name, rank)
+    if device.type != "cpu":
+        return DeviceModel(*model.given, streams=partial(streams_of, device))
+    fresh = TorchModel(*model.given)
+    fresh.keeps_factors = False
+    return fresh
+
+
+class DeviceModel(TorchModel):
+    """See `TorchModel`: what is given to it, and what it gives, is in main memory.
+
+    Args:
+        streams: makes the copies. Called when something is first computed, so that nobody else touches the
+            device: shards and the launcher look at the layout alone.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        loss: Loss,
+        reduction: Reduction,
+        loss_of: LossOf,
+        spread: bool,
+        *,
+        streams: Callable[[], Streams],
+    ) -> None:
+        super().__init__(build, loss, reduction, loss_of, spread)
+        self.keeps_factors = False
+        self._make_streams = streams
+        self._staging: Staging | None = None
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        batch: Batch,
+        gradient: torch.Tensor,
+        *,
+        seed: int,
+        report: Report,
+        kept: KeptLayers | None = None,
+        rows: RowGradient | None = None,
+    ) -> float:
+        """See `TorchModel.gradient`. Nobody waits for the device before all of backprop is asked for."""
+        if batch.num_samples == 0:
+            return super().gradient(parameters, batch, gradient, seed=seed, report=report)
+        built, staging, losses = self._module(), self._placed(), list[float]()
+        streams = staging.streams
+        with streams.current(), staging.landing(gradient, report) as landing:
+            streams.pin(parameters)
+            self._show(built, parameters)
+            built.training(True)
+            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, kept, rows)
+            with torch.enable_grad(), backprop, torch.random.fork_rng(devices=streams.generators):
+                torch.manual_seed(seed)
+                loss = usable(self._loss_of(built, batch))
+                landing.scalar(loss.detach(), lambda value: losses.append(finite_loss(value)))
+                backprop.run(loss)
+            backprop.finish()
+            landing.finish()
+        return losses[0]
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """See `TorchModel.outputs`."""
+        with self._placed().streams.current():
+            outputs = super().outputs(parameters, inputs)
+            brought: torch.Tensor = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
+        return brought
+
+    def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
+        """See `TorchModel.held_out_loss`."""
+        with self._placed().streams.current():
+            return super().held_out_loss(parameters, batch)
+
+    def _placed(self) -> Staging:
+        """The way to the device. The first use moves the module there, and a loss that is one."""
+        if self._staging is None:
+            built, streams = self._module(), self._make_streams()
+            staging = Staging(built.layout.elems, built.layout.dtype, streams)
+            built.module.to(streams.device)
+            built.point_at(staging.parameters)
+            if isinstance(self._loss, nn.Module):
+                self._loss = copy.deepcopy(self._loss).to(streams.device)
+            self._staging = staging
+        return self._staging
+
+    def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:
+        """See `TorchModel._show`: the module's parameters are views of a vector on the device."""
+        built.check(parameters)
+        self._placed().show(parameters)
+
+    def _tensors(self, tree: Any) -> Any:
+        """See `TorchModel._tensors`."""
+        moved = self._placed().streams.moved
+        tensors = super()._tensors(tree)
+        return map_leaves(lambda leaf: moved(leaf) if isinstance(leaf, torch.Tensor) else leaf, tensors)

@@ -1,0 +1,216 @@
+"""Devices beside the CPU: which there are, and how copies between one and main memory are made.
+
+`Streams` makes each copy at once, which every device of torch can. `CudaStreams` asks for copies and goes
+on: the device makes them beside its computations, and an event says when one is done.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol, cast
+
+import torch
+
+from gradstream.errors import ConfigError
+
+__all__ = ["Copied", "CudaStreams", "Streams", "device_of", "streams_of"]
+
+PIN_BYTES = 1 << 20
+"""Vectors from this size on are worth pinning."""
+
+MAX_PINNED = 8
+"""Vectors that stay pinned: more than the parameters and gradients that a worker goes round in."""
+
+
+def device_of(name: str, rank: int = 0) -> torch.device:
+    """The device that a name means on this machine.
+
+    Args:
+        name: "cpu", a device as torch has it ("cuda:1"), "cuda" for the worker's share of those there are, or
+            "auto": the same of whatever accelerator there is, and the CPU where there is none.
+        rank: of the worker. Worker r takes the device r modulo their number: workers of one machine have
+            consecutive ranks, so they spread evenly.
+
+    Raises:
+        ConfigError: torch has no such device here.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    found = torch.accelerator.current_accelerator() if count else None
+    kind = "cpu" if found is None else found.type
+    try:
+        device = torch.device(kind if name == "auto" else name)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    index = cast(int | None, device.index)  # torch's types leave the None out
+    if device.type == "cpu" and index is None:
+        return device
+    if device.type != kind or (index or 0) >= count:
+        there = ", ".join(["cpu", *(f"{kind}:{index}" for index in range(count))])
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} has {there} on this machine; expected one of these, "
+            "'auto', or 'cuda' for a share of its GPUs"
+        )
+    return torch.device(kind, rank % count if index is None else index)
+
+
+class Copied(Protocol):
+    """Tells when a copy has been made: torch's events are such."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when it has."""
+        ...
+
+
+class _AtOnce:
+    """Of a copy that had been made before anybody could ask."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Streams:
+    """Copies between main memory and a device; this one makes each at once.
+
+    Args:
+        device: with its index.
+
+    Attributes:
+        generators: indices of the devices whose random numbers a model may draw.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generators: Sequence[int] = ()
+
+    def current(self) -> AbstractContextManager[object]:
+        """While it is active, the device is that of this thread: "cuda" means this one."""
+        return nullcontext()
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Lets the device read and write this memory by itself, which is faster. Copies do without, too."""
+
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """New main memory for a copy of `tensor`."""
+        return torch.empty_like(tensor, device="cpu")
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` on the device, for computations that are asked for from here on.
+
+        What it had in main memory stays as it is until they are done.
+        """
+        return tensor.to(self.device)
+
+    def to_host(self, source: torch.Tensor, view: torch.Tensor) -> Copied:
+        """Copies what the computations asked for so far make of `source` into main memory.
+
+        Args:
+            source: on the device; not written before the copy is made.
+            view: of the same shape, in main memory; undefined before the copy is made.
+        """
+        view.copy_(source)
+        return _AtOnce()
+
+
+class CudaStreams(Streams):
+    """Copies that a CUDA device makes beside its computations.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.generators = (device.index,)
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pinned: OrderedDict[int, torch.Tensor] = OrderedDict()  # which keeps the memory
+        weakref.finalize(self, _unpin_all, self._pinned).atexit = False
+
+    def current(self) -> AbstractContextManager[object]:
+        """See `Streams.current`."""
+        context: AbstractContextManager[object] = torch.cuda.device(self.device)
+        return context
+
+    def pin(self, host: torch.Tensor) -> None:
+        """See `Streams.pin`: in its place, so nothing is copied on the CPU. Pageable memory stays right."""
+        memory = host.untyped_storage()
+        at, size_bytes = memory.data_ptr(), memory.nbytes()
+        if at in self._pinned:
+            self._pinned.move_to_end(at)
+        elif size_bytes >= PIN_BYTES and _PINS_OUTLIVE_FORKS and not host.is_pinned():
+            portable = 1  # for all threads' contexts
+            if int(_cudart().cudaHostRegister(at, size_bytes, portable)) != 0:
+                with suppress(RuntimeError):  # torch would blame its next kernel for that: this one
+                    torch.zeros(1, device=self.device)
+                return
+            self._pinned[at] = host
+            if len(self._pinned) > MAX_PINNED:
+                _unpin(*self._pinned.popitem(last=False))
+
+    def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Streams.pinned_like`."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Streams.moved`."""
+        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if plain and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def to_host(self, source: torch.Tensor, view: torch.Tensor) -> Copied:
+        """See `Streams.to_host`."""
+        if not source.is_cuda:
+            return super().to_host(source, view)
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        source.record_stream(self._out)  # whoever lets go of it before the copy is made
+        with torch.cuda.stream(self._out):
+            view.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(self._out)
+        return copied
+
+
+def streams_of(device: torch.device) -> Streams:
+    """How to copy to and from a device."""
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)
+
+
+def _outlive_forks(release: str) -> bool:
+    """Whether memory that is pinned in its place stays so in a process that forks (for a data loader).
+
+    Linux copies pinned pages for the child from 5.10 on. Before, the parent could be left with other pages
+    than those the device knows.
+    """
+    version = re.match(r"(\d+)\.(\d+)", release)
+    return version is not None and (int(version[1]), int(version[2])) >= (5, 10)
+
+
+_PINS_OUTLIVE_FORKS = _outlive_forks(platform.release())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _unpin(at: int, host: torch.Tensor) -> None:
+    _cudart().cudaHostUnregister(at)
+    del host  # not before
+
+
+def _unpin_all(pinned: OrderedDict[int, torch.Tensor]) -> None:
+    while pinned:
+        _unpin(*pinned.popitem())
