@@ -9,7 +9,9 @@ and the same allocator settings for all. Rows:
     allreduce      AllReduce of gradstream as it comes: in shared memory, overlapping backprop
     serial         the same without overlap; whole: every worker updates all parameters
     ddp            torch's DistributedDataParallel over gloo
-    plain, one     one loop alone, and AllReduce with one worker: what the framework costs
+    loop           the plain loop with the five lines of a session in it, under AllReduce
+    plain, one, loop-one
+                   one loop alone; AllReduce, and the loop with five lines, with one worker: what they cost
 
     python bench/data_parallel.py --model large
     python bench/data_parallel.py --model cnn
@@ -67,6 +69,8 @@ def main() -> None:
         "ddp": lambda: peers(given, [f"ddp-{rank}" for rank in range(WORKERS)]),
         "plain": lambda: peers(given, ["plain"]),
         "one": lambda: ours(given, 1, bucket),
+        "loop": lambda: loops(given, WORKERS),
+        "loop-one": lambda: loops(given, 1),
     }
     if given.only:
         rows = {name: row for name, row in rows.items() if name in given.only}
@@ -110,6 +114,23 @@ def ours(given: argparse.Namespace, workers: int, options: dict[str, Any]) -> fl
     return sum(given.steps * BATCH / (times[-1] - times[WARM - 1]) for times in ends.values())
 
 
+def loops(given: argparse.Namespace, workers: int) -> float:
+    """Samples a second of all workers of the plain loop with a session in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "gradstream", "train", __file__, "--workers", str(workers)]
+        done = subprocess.run(
+            [*command, "--run-dir", f"{folder}/run"],
+            env={**os.environ, "LOOP_MODEL": given.model, "LOOP_STEPS": str(given.steps)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    for line in (done.stdout + done.stderr).splitlines():
+        if line.startswith("samples/s of a worker:"):
+            return workers * float(line.split(":")[1])
+    raise RuntimeError(done.stderr)
+
+
 # ---- peers -----------------------------------------------------------------------------------------
 
 
@@ -136,7 +157,19 @@ def peers(given: argparse.Namespace, kinds: list[str]) -> float:
         return sum(float(process.communicate()[0]) for process in processes)
 
 
-def peer(given: argparse.Namespace) -> None:
+def loop_with_session() -> None:
+    """`peer` as a script of the user's own, under `gradstream train`."""
+    import gradstream
+
+    session = gradstream.join("allreduce", checkpoint_every=None)
+    given = argparse.Namespace(
+        model=os.environ["LOOP_MODEL"], steps=int(os.environ["LOOP_STEPS"]), peer="loop"
+    )
+    peer(given, session)
+    session.close()
+
+
+def peer(given: argparse.Namespace, session: Any = None) -> None:
     """What anybody would write, with the fastest update rule that torch has."""
     import torch
 
@@ -157,6 +190,8 @@ def peer(given: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(
         module.parameters(), lr=rule.lr, momentum=rule.momentum, weight_decay=rule.weight_decay, fused=True
     )
+    if session is not None:
+        module, optimizer = session.wrap(module, optimizer)
     order = torch.randperm(data.num_samples).numpy()
     module.train()
 
@@ -170,14 +205,16 @@ def peer(given: argparse.Namespace) -> None:
         if kind == "step":
             torch.distributed.barrier()
 
-    print("ready", flush=True)
-    sys.stdin.readline()
+    if session is None:
+        print("ready", flush=True)
+        sys.stdin.readline()
     for number in range(WARM):
         step(number)
     begun = time.perf_counter()
     for number in range(WARM, WARM + given.steps):
         step(number)
-    print(given.steps * BATCH / (time.perf_counter() - begun), flush=True)
+    rate = given.steps * BATCH / (time.perf_counter() - begun)
+    print(rate if session is None else f"samples/s of a worker: {rate}", flush=True)
 
 
 # ---- the record ------------------------------------------------------------------------------------
@@ -197,7 +234,7 @@ def keep(given: argparse.Namespace, rounds: list[dict[str, float]]) -> None:
         row = {
             "samples_per_s": statistics.median(one[name] for one in rounds),
             "of_side_by_side": ratio(name, "side-by-side"),
-            "of_plain": ratio(name, "plain") if name in ("one", "plain") else None,
+            "of_plain": ratio(name, "plain") if name in ("one", "plain", "loop-one") else None,
         }
         rows[name] = row
         shown = [f"{row[key]:.3f}" if row[key] else "-" for key in ("of_side_by_side", "of_plain")]
@@ -222,4 +259,7 @@ def keep(given: argparse.Namespace, rounds: list[dict[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "LOOP_MODEL" in os.environ:
+        loop_with_session()
+    else:
+        main()

@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError
 from gradstream.session.gradients import JointGradients
+from gradstream.session.outgoing import Outgoing
+from gradstream.testing.late_streams import LateStreams
 from gradstream.testing.sessions import loop_in_threads
 
 State = dict[str, torch.Tensor]
@@ -316,6 +318,51 @@ def test_replicas_that_drift_apart_are_found_out() -> None:
     for strategy in STRATEGIES:
         with pytest.raises(ReplicasDifferError, match="'bias' is not the same on all workers"):
             loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
+
+
+def test_what_only_a_worker_without_samples_went_through_counts_nothing() -> None:
+    """A repeated minibatch takes a branch that no other does: its gradient is no gradient."""
+
+    def loop(session: gs.Session) -> State:
+        model = made(session)
+        _, optimizer = session.wrap(model, sgd(model))
+        for number in range(4):
+            if number != 2:  # there the gradients of the minibatch before are kept
+                optimizer.zero_grad()
+            if session.world_size > 1:
+                session._samples.note(4 - 4 * session.rank)  # type: ignore[attr-defined]
+            backward(model(torch.ones(4, 4).double(), branch=session.rank == 1 or number == 1).sum())
+            optimizer.step()
+        session.close()
+        return dict(model.state_dict())
+
+    first, second = loop_in_threads(loop, strategy="allreduce")
+    alone = loop(gs.Session())
+    for name, value in alone.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value)
+
+
+def test_gradients_of_a_device_leave_once_their_copy_is_made() -> None:
+    """Copies that are made late: whoever reads the vector before sees NaN, which is found."""
+    told: list[int] = []
+    streams = LateStreams(late=3)
+    bounds = [(0, 70000), (70000, 140000), (140000, 140003)]
+    outgoing = Outgoing(["a", "b", "c"], bounds, told.append, lambda device: streams)
+    vector = torch.zeros(140003)
+    outgoing.begin(vector)
+    outgoing.write(0, torch.full((70000,), 2.0))
+    outgoing.write(2, torch.tensor([1.0, float("inf"), 0.0]))
+    assert told == []
+    outgoing.write(1, torch.full((2, 35000), 3.0, dtype=torch.float64))
+    assert outgoing.finish() is vector
+    assert outgoing.broken == {2}
+    assert vector[:3].tolist() + vector[-4:].tolist() == [2.0, 2.0, 2.0, 3.0, 0.0, 0.0, 0.0]
+    assert streams.pinned == {vector.data_ptr()}
+    outgoing.begin(vector)
+    for index in range(3):
+        outgoing.write(index, None)
+    assert told[-1] == 140000
 
 
 def test_loops_that_go_different_ways_are_refused() -> None:

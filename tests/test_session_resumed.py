@@ -27,8 +27,8 @@ from gradstream.run import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.handover import Handover
 from gradstream.session.held import HeldArrays
-from gradstream.session.session import WorkerSession
 from gradstream.session.shards import Part, part_of
+from gradstream.session.worker_session import WorkerSession
 from gradstream.train import launch
 
 SCRIPT = """

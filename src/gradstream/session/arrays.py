@@ -69,7 +69,7 @@ class ArrayLoop:
     def hello(self, handover: Handover) -> None:
         """A round without a gradient: returns when all workers are there."""
         vector = handover.open(1, silent=True).zero_()
-        self._vector.finish(vector, [0.0], [0.0], [0, 0, 0, 0])
+        self._vector.finish(vector, [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
         handover.exchange(math.nan)
 
     def step(
@@ -90,7 +90,7 @@ class ArrayLoop:
         if broken:
             vector.zero_()
         checks = [self._alone.counts["steps"], 0, 0, 0]
-        self._vector.finish(vector, [1.0], [float(broken)], checks)
+        self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks)
         mean = handover.exchange(math.nan)
         if self._vector.broken(mean):
             raise GradientError(

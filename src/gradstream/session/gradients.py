@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,12 +24,10 @@ from torch.autograd import Variable
 
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError, UserCodeError
 from gradstream.session.handover import Handover
-from gradstream.session.joint import Digest, JointVector, write_gradient
+from gradstream.session.joint import Digest, JointVector
+from gradstream.session.outgoing import Outgoing
 
 __all__ = ["JointGradients"]
-
-REPORT_ELEMS = 1 << 16
-"""So many more elements are told at once, or a model of small layers would be told of all the time."""
 
 LATE_ROUNDS = 64
 """The most rounds that gradients of parameters without a place may take."""
@@ -65,13 +64,10 @@ class JointGradients:
         self._digest = Digest(dict(zip(names, parameters, strict=True)))
         self._hooked: set[int] = set()
         self._fired: set[int] = set()  # since the last round
-        self._written: set[int] = set()  # of these, in the vector
-        self._broken: set[int] = set()
         self._joint: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that rounds have given
         self._not_finite: set[int] = set()  # of these, those that are NaN
         self._own_broken: set[int] = set()
-        self._gradient: torch.Tensor | None = None  # the round's vector, while there is one
-        self._front = self._told = 0
+        self._outgoing = Outgoing(names, vector.bounds, handover.report)
         self._rounds = self._steps = 0
         self._alone = False
         self.look()
@@ -110,7 +106,7 @@ class JointGradients:
         if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:  # args[0] is the optimizer
             return  # the closure makes its backward itself
         self.look()
-        if self._gradient is not None:  # of a backward that has failed; the others wait
+        if self._outgoing.open:  # of a backward that has failed; the others wait
             self._end()
         unjoined = {index for index, p in enumerate(self._parameters) if not self._is_joint(index, p)}
         if unjoined:
@@ -142,12 +138,12 @@ class JointGradients:
             self._fired.add(index)
             if self._alone:
                 return
-            if self._gradient is not None and index in self._written:
+            if self._outgoing.open and index in self._outgoing:
                 raise UserCodeError(
                     "the backward before this one has failed half-way, and part of its gradient has left "
                     "already: this worker cannot go on in step with the others. Resume the run"
                 )
-            if self._gradient is None:
+            if not self._outgoing.open:
                 Variable._execution_engine.queue_callback(self._end)
                 self._begin()
             self._write(index)
@@ -162,54 +158,39 @@ class JointGradients:
         return index not in self._fired and given is not None and given() is parameter.grad
 
     def _begin(self, *, silent: bool = False, samples: int | None = None) -> None:
-        self._gradient = self._handover.open(self._samples() if samples is None else samples, silent=silent)
-        self._front = self._told = 0
-        self._written.clear()
-        self._broken.clear()
+        samples = self._samples() if samples is None else samples
+        self._outgoing.begin(self._handover.open(samples, silent=silent))
 
     def _write(self, index: int) -> None:
-        """A gradient, into its place; everything that is final from the front on may leave."""
-        if index >= len(self._bounds):
-            return
-        assert self._gradient is not None
-        start, stop = self._bounds[index]
-        gradient = self._parameters[index].grad
-        if gradient is None:
-            self._gradient[start:stop].zero_()
-        elif self._handover.counts and not write_gradient(
-            self._names[index], gradient, self._gradient[start:stop]
-        ):
-            self._broken.add(index)
-        self._written.add(index)
-        while self._front < len(self._bounds) and self._front in self._written:
-            self._front += 1
-        done = self._bounds[self._front - 1][1] if self._front else 0
-        if done >= self._told + REPORT_ELEMS:
-            self._told = done
-            self._handover.report(done)
+        """A gradient, into its place."""
+        if index < len(self._bounds):
+            counts = self._handover.counts and self._parameters[index].grad is not None
+            self._outgoing.write(index, self._parameters[index].grad if counts else None)
 
     def _end(self) -> None:
         """The round's end: what has no gradient yet is filled in, and the mean becomes everybody's."""
         for index in range(len(self._bounds)):
-            if index not in self._written:
+            if index not in self._outgoing:
                 self._write(index)
+        gradient = self._outgoing.finish()
         late = [index for index in self._fired if index >= len(self._bounds)]
         name, digest = self._digest.next()
         checks = [self._rounds, self._steps, digest >> 16, digest]
-        fired = self._round(self._fired, self._broken, checks, name)
+        fired = self._round(gradient, self._fired, self._outgoing.broken, checks, name)
         self._rounds += 1
         self._fired.clear()
         missing = [index for index in fired if index >= len(self._bounds)]
         if missing or late:
             self._join_late(missing)
 
-    def _round(self, fired: set[int], broken: set[int], checks: Sequence[int], name: str) -> list[int]:
+    def _round(
+        self, gradient: torch.Tensor, fired: set[int], broken: set[int], checks: Sequence[int], name: str
+    ) -> list[int]:
         """Completes a round, and gives the parameters that have a place their gradients."""
-        vector, gradient, total = self._vector, self._gradient, len(self._parameters)
-        assert gradient is not None
-        flags = [[float(index in found) for index in range(total)] for found in (fired, broken)]
-        vector.finish(gradient, flags[0], flags[1], checks)
-        self._gradient = None
+        vector, total = self._vector, len(self._parameters)
+        held = {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
+        flags = [[float(index in found) for index in range(total)] for found in (fired, broken, held)]
+        vector.finish(gradient, flags, checks)
         self._own_broken |= broken
         mean = self._handover.exchange(self._loss())
         if not self._handover.counts and vector.differing(mean, [self._rounds - 1]) == []:
@@ -217,8 +198,10 @@ class JointGradients:
                 self._parameters[index].grad = None
             return []
         self._check(vector.differing(mean, checks), name)
-        found, not_finite = vector.fired(mean), vector.broken(mean)
-        for index in found:
+        found, not_finite, kept = vector.fired(mean), vector.broken(mean), vector.held(mean)
+        for index in fired.difference(found):  # of no samples: as the others have it
+            self._parameters[index].grad = None
+        for index in {*found, *(kept & fired)}:
             if index < len(self._bounds):
                 start, stop = self._bounds[index]
                 self._give(index, mean[start:stop], index in not_finite)
@@ -246,14 +229,17 @@ class JointGradients:
                 f"are trained now: {total:,} elements, where {room:,} had a place. Let them require a "
                 "gradient when wrap is called, and freeze them after it: they have their place then"
             )
-        flat = torch.zeros(total, dtype=self._vector.layout.dtype)
-        broken, offset = set[int](), 0
-        for index, size in zip(indices, sizes, strict=True):
-            gradient = self._parameters[index].grad
-            view = flat[offset : offset + size]
-            if gradient is not None and not write_gradient(self._names[index], gradient, view):
-                broken.add(index)
-            offset += size
+        flat = torch.empty(total, dtype=self._vector.layout.dtype)
+        ends = list(accumulate(sizes))
+        outgoing = Outgoing(
+            [self._names[index] for index in indices], [(e - n, e) for e, n in zip(ends, sizes, strict=True)],
+            report=lambda elems: None,
+        )  # fmt: skip
+        outgoing.begin(flat)
+        for place, index in enumerate(indices):
+            outgoing.write(place, self._parameters[index].grad)
+        outgoing.finish()
+        broken = {indices[place] for place in outgoing.broken}
         not_finite: set[int] = set()
         for start in range(0, total, room):
             piece = flat[start : start + room]
@@ -261,16 +247,14 @@ class JointGradients:
             gradient[: len(piece)] = piece
             checks = [self._rounds, self._steps, start // room, total]
             flags = [float(index in broken) for index in range(len(self._parameters))]
-            self._vector.finish(gradient, [0.0] * len(flags), flags, checks)
+            self._vector.finish(gradient, [[0.0] * len(flags), flags, [0.0] * len(flags)], checks)
             mean = self._handover.exchange(self._loss())
             self._check(self._vector.differing(mean, checks), self._names[indices[0]])
             not_finite |= self._vector.broken(mean)
             piece.copy_(mean[: len(piece)])
         self._own_broken |= broken
-        offset = 0
-        for index, size in zip(indices, sizes, strict=True):
-            self._give(index, flat[offset : offset + size], index in not_finite)
-            offset += size
+        for index, size, end in zip(indices, sizes, ends, strict=True):
+            self._give(index, flat[end - size : end], index in not_finite)
 
     def _check(self, differing: Sequence[int], name: str) -> None:
         """Raises ReplicasDifferError where the workers are not at the same point of the same training."""

@@ -20,6 +20,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
 from gradstream.model.tree import Tree, leaves
+from gradstream.session.watch import ShownParameters
 
 __all__ = ["Held", "HeldArrays", "HeldModule"]
 
@@ -44,6 +45,16 @@ class Held(ABC):
 
         Raises:
             GradientError: a gradient of another shape or dtype than its parameter.
+        """
+
+    def unchanged(self, where: str) -> None:  # noqa: B027  not all overwrite what the user holds
+        """Looks whether the parameters are those that the user was shown. From the user's thread.
+
+        Args:
+            where: worker and step, for the message.
+
+        Raises:
+            ConfigError: they were changed, which the next `show` would undo.
         """
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -110,8 +121,17 @@ class HeldModule(Held):
         dtypes = {str(parameter.dtype) for parameter in self._parameters}
         if len(dtypes) != 1 or not dtypes <= {"torch.float32", "torch.float64"}:
             got = ", ".join(sorted(dtypes)) or "no parameters that require a gradient"
-            raise ConfigError(f"the optimizer has {got}; expected one dtype, float32 or float64")
+            raise ConfigError(
+                f"the optimizer has {got}; expected one dtype, float32 or float64, in which steps are added "
+                "up: keep the parameters in float32 (model.float()), and compute in bfloat16 or float16 with "
+                "torch.autocast"
+            )
         self.layout = Layout.of(tensors, self._parameters[0].dtype)
+        self.watch = ShownParameters(module, self._parameters, self.layout)
+
+    def unchanged(self, where: str) -> None:
+        """See `Held.unchanged`."""
+        self.watch.check(where)
 
     def ranges(self, groups: Sequence[Iterable[nn.Parameter]]) -> list[tuple[str, int, int]]:
         """(number of the group, start, stop): which parts of the flat vector belong to which group."""
@@ -177,6 +197,7 @@ class HeldModule(Held):
         """See `Held.show`: views, without copying."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
+        self.watch.note(parameters)
 
     def take(self, gradient: torch.Tensor) -> None:
         """See `Held.take`."""
@@ -184,7 +205,8 @@ class HeldModule(Held):
             if parameter.grad is None:
                 view.zero_()
             else:
-                view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                sparse = parameter.grad.layout is not torch.strided
+                view.copy_(parameter.grad.to_dense() if sparse else parameter.grad)
 
 
 class HeldArrays(Held):
@@ -212,6 +234,17 @@ class HeldArrays(Held):
         tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
         self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
         self._gradients: dict[str, np.ndarray[Any, Any]] = {}
+        self._shown = torch.empty(0)
+
+    def unchanged(self, where: str) -> None:
+        """See `Held.unchanged`."""
+        for name, view in self.layout.views(self._shown) if len(self._shown) else ():
+            if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
+                raise ConfigError(
+                    f"{where}: array {name!r} was changed since the exchange before, and the next one would "
+                    "undo that: have the update rule do it (weight_decay for one), or do it before the first "
+                    "exchange, or after session.close"
+                )
 
     @property
     def by_name(self) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -255,6 +288,7 @@ class HeldArrays(Held):
         """See `Held.show`: copies."""
         for name, view in self.layout.views(parameters):
             self._arrays[name][...] = view.numpy()
+        self._shown = parameters
 
     def take(self, gradient: torch.Tensor) -> None:
         """See `Held.take`."""

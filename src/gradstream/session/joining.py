@@ -17,7 +17,8 @@ from gradstream.run import FINAL_MODEL
 from gradstream.session import place, torchrun
 from gradstream.session.exits import at_the_end
 from gradstream.session.job import OwnLoop, ScriptModel
-from gradstream.session.session import LoneSession, Session, WorkerSession, enter, running
+from gradstream.session.session import LoneSession, Session
+from gradstream.session.worker_session import WorkerSession, enter, running
 from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
 
@@ -115,7 +116,7 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
         if rank == 0 and not (run_dir / FINAL_MODEL).is_file():
             say(_left_of(run_dir, resumes=job.spec is not None and session._looked))
 
-    at_the_end(session.close, fail)
+    at_the_end(session.finish, fail)
     return session
 
 

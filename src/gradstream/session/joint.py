@@ -1,12 +1,13 @@
 """The vector that a round carries where gradients alone are exchanged: a joint gradient, packed.
 
-    [ gradients of what was trained at `wrap` | fired | broken | check ]
+    [ gradients of what was trained at `wrap` | fired | broken | held | check ]
 
 A round makes the weighted mean of all workers' vectors, and every worker gets it: weights are the samples
 that each has behind its gradient, so a worker without samples changes nothing.
 
     fired, broken   one number for each parameter: 1 where this worker's backward has given it a gradient; 1
                     where that gradient had a NaN or an infinity. In the mean above 0: some worker's
+    held            1 where it has a gradient, from whatever backward
     check           numbers that must be the same on all workers: then they are in the mean what they are here
 
 Parameters that were frozen at `wrap`, and are trained later, have no place. Their gradients go in rounds of
@@ -24,15 +25,14 @@ import numpy as np
 import torch
 
 from gradstream.checkpoint.own_state import CHECK, EXTRA
-from gradstream.errors import ConfigError, GradientError
+from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
 from gradstream.model.buffers import Buffers
-from gradstream.model.check import finite
 from gradstream.model.fixed import Fixed
 from gradstream.session.held import Held
 from gradstream.session.replica import Replica
 
-__all__ = ["Digest", "JointArrays", "JointReplica", "JointVector", "layout_of", "write_gradient"]
+__all__ = ["Digest", "JointArrays", "JointReplica", "JointVector", "layout_of"]
 
 NUM_CHECKS = 4
 LIMIT = 1 << 16
@@ -57,16 +57,15 @@ class JointVector:
         self.room = start
         self._fired = slice(start, start + flags)
         self._broken = slice(start + flags, start + 2 * flags)
-        self._checks = slice(start + 2 * flags, start + 2 * flags + NUM_CHECKS)
+        self._held = slice(start + 2 * flags, start + 3 * flags)
+        self._checks = slice(start + 3 * flags, start + 3 * flags + NUM_CHECKS)
         gradients = [(f"{EXTRA}gradient.{name}", tuple(shape)) for name, shape in shapes.items()]
-        self.layout = Layout.of([*gradients, (CHECK, (2 * flags + NUM_CHECKS,))], dtype)
+        self.layout = Layout.of([*gradients, (CHECK, (3 * flags + NUM_CHECKS,))], dtype)
 
-    def finish(
-        self, vector: torch.Tensor, fired: Sequence[float], broken: Sequence[float], checks: Sequence[int]
-    ) -> None:
-        """Writes what comes behind the gradients."""
-        vector[self._fired] = torch.tensor(fired, dtype=vector.dtype)
-        vector[self._broken] = torch.tensor(broken, dtype=vector.dtype)
+    def finish(self, vector: torch.Tensor, flags: Sequence[Sequence[float]], checks: Sequence[int]) -> None:
+        """Writes what comes behind the gradients: `flags` are fired, broken and held."""
+        for place, numbers in zip((self._fired, self._broken, self._held), flags, strict=True):
+            vector[place] = torch.tensor(numbers, dtype=vector.dtype)
         vector[self._checks] = torch.tensor([number % LIMIT for number in checks], dtype=vector.dtype)
 
     def fired(self, mean: torch.Tensor) -> list[int]:
@@ -76,6 +75,10 @@ class JointVector:
     def broken(self, mean: torch.Tensor) -> set[int]:
         """Those of which some worker's gradient had a NaN or an infinity."""
         return set(mean[self._broken].nonzero().flatten().tolist())
+
+    def held(self, mean: torch.Tensor) -> set[int]:
+        """Those that some worker with samples has a gradient of, from this backward or one before."""
+        return set(mean[self._held].nonzero().flatten().tolist())
 
     def differing(self, mean: torch.Tensor, checks: Sequence[int]) -> list[int]:
         """Which of the numbers are not the same on all workers that have samples."""
@@ -224,23 +227,6 @@ class Digest:
         if self._begin >= len(flat):
             self._begin, self._index = 0, (self._index + 1) % len(self._parameters)
         return name, zlib.crc32(piece.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def write_gradient(name: str, gradient: torch.Tensor, view: torch.Tensor) -> bool:
-    """Copies a gradient of any floating dtype and device into a flat view. False where it is not finite.
-
-    Raises:
-        GradientError: its layout is sparse.
-    """
-    if gradient.layout != torch.strided:
-        raise GradientError(
-            f"the gradient of {name} is sparse; a joint gradient is dense: make the layer with sparse=False"
-        )
-    view.view(gradient.shape).copy_(gradient.detach())
-    if finite(view):
-        return True
-    view.zero_()
-    return False
 
 
 def layout_of(replica: Replica) -> tuple[list[str], JointVector]:

@@ -1,4 +1,8 @@
-"""The update rule on the shards that does what an optimizer of `torch.optim` does."""
+"""The update rule on the shards that does what an optimizer of `torch.optim` does.
+
+Where there is none, the optimizer itself runs on each worker, and the rule is `STEPS`: what is pushed is how
+far a step has gone. Not every strategy can do with that (`objection`).
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,14 @@ import torch
 
 from gradstream.errors import ConfigError
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of
 from gradstream.registry import text_of_optimizer
+from gradstream.server.rule import Contribution
+from gradstream.session.watch import INSTEAD
+from gradstream.strategies.base import Strategy
 
-__all__ = ["ServerRule", "options_of", "rule_of"]
+__all__ = ["STEPS", "ServerRule", "is_fresh", "options_of", "rule_for", "rule_of"]
 
 Group = Mapping[str, Any]
 Range = tuple[str, int, int]
@@ -63,6 +70,11 @@ _NOT_OPTIONS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "nam
 
 RATIO_TOLERANCE = 1e-6
 
+ON_WORKERS = "Or have session.wrap(model, optimizer, fused=False), which runs the optimizer on each worker"
+
+STEPS = SGD(lr=1.0)
+"""The rule of pushes that are steps of the workers' own optimizers."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerRule:
@@ -86,6 +98,20 @@ class ServerRule:
         own = [{"match": str(index), **group} for index, group in enumerate(self.groups) if group]
         return text_of_optimizer(self.optimizer, own, ranges if own else ())
 
+    def moves(self, index: int) -> bool:
+        """Whether parameters of this group may move in a step in which they have no gradient."""
+        return not skips_zeros(self._of(index))
+
+    def takes_sparse(self, index: int) -> bool:
+        """Whether the optimizer takes sparse gradients of this group in torch."""
+        rule = self._of(index)
+        return isinstance(rule, SGD | Adagrad) and not rule.weight_decay
+
+    def _of(self, index: int) -> Optimizer:
+        own = {name: value for name, value in self.groups[index].items() if name != "lr_scale"}
+        rule: Optimizer = dataclasses.replace(self.optimizer, **own)  # type: ignore[type-var]
+        return rule
+
     def rate(self, groups: Sequence[Group]) -> float:
         """The learning rate to send: the first group's.
 
@@ -99,7 +125,7 @@ class ServerRule:
                 got, ratio = float(group["lr"]), own.get("lr_scale", 1.0)
                 raise ConfigError(
                     f"parameter group {index} has lr={got!r}, group 0 has {first!r}; the ratio was {ratio:g} "
-                    "when it was wrapped: rates of groups may only change together"
+                    f"when it was wrapped: rates of groups may only change together. {ON_WORKERS}"
                 )
         return first
 
@@ -138,6 +164,76 @@ def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
         groups.append(own)
     groups_of([{"match": "*", **own} for own in groups if own], rules[0])  # says what must be the same
     return ServerRule(rules[0], tuple(groups))
+
+
+def rule_for(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, workers: int, *, fused: bool = True
+) -> ServerRule | None:
+    """The update rule of an optimizer under a strategy; None where the optimizer runs on each worker.
+
+    Args:
+        workers: how many.
+        fused: the shards make the updates, where they have a rule that does the same.
+
+    Raises:
+        ConfigError: neither is possible; says why.
+    """
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"optimizer {kind}: it evaluates the loss several times a step, and goes by this worker's alone, "
+            "while others move the parameters: use SGD, Adam or another that makes its step of the gradient"
+        )
+    why = f"optimizer {kind}: fused=False"
+    if fused:
+        try:
+            return rule_of(optimizer)
+        except ConfigError as error:
+            why = str(error)
+    against = objection(strategy, workers)
+    if against:
+        raise ConfigError(
+            f"{why}. Nor can it run on the workers, who would push how far each step has gone: {against}; or "
+            f"{INSTEAD}"
+        )
+    return None
+
+
+def objection(strategy: Strategy, workers: int) -> str:
+    """Why workers cannot push steps of optimizers of their own under a strategy; "" where they can."""
+    name = type(strategy).__name__
+    if strategy.through != "servers":
+        return f"{name} has no servers, and updates by one rule in all workers"
+    if strategy.pushes != "gradients":
+        if set(strategy.outer_optimizer(Adam()).state_names) & set(Adam().state_names):
+            return (
+                f"{name} averages the state of a rule, and theirs would be in the optimizer: leave that out"
+            )
+        return ""
+    if strategy.correction() is not None:
+        return (
+            f"{name} corrects each push by its square, as that of a gradient; a step has none that means it"
+        )
+    for option, off in (("local_lr", None), ("local_momentum", 0.0)):
+        if getattr(strategy, option, off) != off:
+            return f"{name}({option}=...) scales what a worker does itself, and a step has its rate in it"
+    late, early = (Contribution(f"worker-{r}", r, 1, 1, samples=1 + r, basis=r * 8) for r in range(2))
+    if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
+        return (
+            f"{name} weighs gradients, by how late they are or by their samples, before one rule makes a "
+            "step of their sum; to weigh the steps is another method"
+        )
+    return ""
+
+
+def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:
+    """Whether what an optimizer remembers is what its rule on the shards begins with."""
+    for state in optimizer.state.values():  # Adagrad fills it before the first step
+        if float(state.get("step", 1)) != 0:
+            return False
+        if any(bool((state[name] != rule.state_init).any()) for name in rule.state_names if name in state):
+            return False
+    return True
 
 
 def options_of(groups: Sequence[Group]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from gradstream.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, tracebac
 from gradstream.registry import load_module
 from gradstream.remote.address import Address
 from gradstream.session.place import Assignment, assign
-from gradstream.session.session import running
+from gradstream.session.worker_session import running
 
 __all__ = ["main"]
 
@@ -70,7 +70,7 @@ def _run(script: Path, name: str, say: Say) -> int:
     if session is None:
         return OK
     try:
-        session.close()
+        session.finish()
     except Interrupted:
         return RESUMABLE
     except GradstreamError as error:

@@ -13,7 +13,8 @@ from gradstream.config import Job
 from gradstream.session.host import Host
 from gradstream.session.job import job as session_job
 from gradstream.session.place import Assignment, handed_out
-from gradstream.session.session import Session, WorkerSession
+from gradstream.session.session import Session
+from gradstream.session.worker_session import WorkerSession
 
 __all__ = ["loop_in_threads"]
 
