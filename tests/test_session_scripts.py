@@ -249,7 +249,7 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
         gs.train(job, optimizer="adam")
     with pytest.raises(gs.ConfigError, match="cannot be simulated"):
         gs.simulate(job)
-    with pytest.raises(gs.ConfigError, match="processes of one machine"):
+    with pytest.raises(gs.ConfigError, match="as processes, not as threads"):
         gs.train(job, processes=False)
 
 

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -156,10 +157,41 @@ def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job
     return _from_guarded(path, earlier)
 
 
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+@contextmanager
+def _as_lone_rank() -> Iterator[None]:
+    """A script that makes a process group before it says what it asks for is the only one in it meanwhile."""
+    if "RANK" in os.environ:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in ALONE}
+    os.environ.update(ALONE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        made = sys.modules.get("torch.distributed")
+        if made is not None and made.is_available() and made.is_initialized():
+            made.destroy_process_group()
+
+
 def _read(path: Path, name: str) -> ModuleType:
     """Runs a job file. Raises UserCodeError, with what of the traceback is the user's, where it fails."""
     try:
-        return load_module(path, name)
+        with _as_lone_rank():
+            return load_module(path, name)
     except GradstreamError:
         raise
     except Exception as error:

@@ -11,14 +11,23 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradstream.cluster import Cluster, LocalCluster, ThreadCluster, describe_machine, node_environment
+from gradstream.cluster import (
+    NODE,
+    SCRIPT,
+    Cluster,
+    LocalCluster,
+    ThreadCluster,
+    describe_machine,
+    node_environment,
+)
 from gradstream.cluster.machine import git_commit
+from gradstream.cluster.ranks import hold_port
 from gradstream.cluster.signals import StopSignals
 from gradstream.config import Job, is_script
 from gradstream.errors import (
@@ -36,6 +45,7 @@ from gradstream.followed_events import FollowedEvents, OnEvent
 from gradstream.jobfile import digest_of
 from gradstream.node import NodeSpec, play
 from gradstream.recording import FOLDER, JOB_FILE
+from gradstream.remote.address import Address
 from gradstream.remote.listening import Listening
 from gradstream.roles import COORDINATOR, Cast, worker_name
 from gradstream.run import FINAL_MODEL
@@ -52,10 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Launcher", "OnAddress", "OnEvent"]
 
-OnAddress = Callable[[Path, str], None]
-
-SCRIPT = "gradstream.session.script:main"
-"""A worker that is a script with a training loop of its own."""
+OnAddress = Callable[[Path, str, Sequence[str]], None]
 
 MESSAGE_BYTES = 1024
 """Of what is shown of a node's message."""
@@ -98,6 +105,8 @@ class Launcher:
         self._gathering: Gathering | None = None
         self._on_address = on_address  # where somebody else starts the workers
         self._handed_out: Path | None = None  # the file of credentials that they read
+        self._begins_again = False  # the script would not go on where it was
+        self._meeting = ""  # where process groups of a script's own meet
         self._events = FollowedEvents(run_dir, on_event)
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
         self._ended: dict[str, int] = {}
@@ -106,9 +115,12 @@ class Launcher:
 
     def run(self) -> None:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
-        here = self._listening.workers_per_machine if self._listening else self._job.workers
+        here = self._per_machine
         environment = {} if self._as_threads else node_environment(here, shards=self._cast.servers > 0)
-        made = self._prepared(environment)
+        with self._held_port():
+            self._run(self._prepared(environment))
+
+    def _run(self, made: AbstractContextManager[LocalCluster | ThreadCluster]) -> None:
         try:
             with self._signals, made as cluster:
                 self._cluster: Cluster = cluster
@@ -165,9 +177,7 @@ class Launcher:
         return LocalCluster(logs, environment)
 
     def _write_records(self, environment: Mapping[str, str]) -> None:
-        spec = NodeSpec.of(
-            self._job, self._cast, run_dir=self._run_dir, earlier=self._earlier, trial=self._is_trial
-        )
+        spec = self._spec(self._earlier)
         entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
         storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
         storage.write("config.toml", to_toml(self._job, entries).encode())
@@ -185,6 +195,37 @@ class Launcher:
         if self._cast.resume is None:
             storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
         storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
+
+    def _spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
+        return NodeSpec.of(
+            self._job,
+            self._cast,
+            run_dir=self._run_dir,
+            earlier=earlier,
+            trial=self._is_trial,
+            per_machine=self._per_machine,
+            meeting=self._meeting,
+        )
+
+    @property
+    def _per_machine(self) -> int:
+        """How many workers this machine has, and each of the others."""
+        if self._listening is None or self._on_address is not None:
+            return self._job.workers
+        return self._listening.workers_per_machine
+
+    @contextmanager
+    def _held_port(self) -> Iterator[None]:
+        """Keeps a port free for scripts that make a process group of torch.distributed."""
+        if not is_script(self._job) or self._on_address is not None:
+            yield
+            return
+        at = Address("127.0.0.1")
+        if self._listening is not None:
+            at = self._listening.address.at(self._listening.meeting_port(self._cast.servers))
+        with hold_port(at.host, at.port) as held:
+            self._meeting = str(at.at(held.getsockname()[1]))
+            yield
 
     def _record_carriers(self) -> None:
         """Adds to run.json what nodes have agreed on. Nothing fails because it cannot be written."""
@@ -211,7 +252,7 @@ class Launcher:
         # gRPC starts threads, and the forkserver is a process of its own: it may be imported now.
         from gradstream.remote.gathering import Gathering
 
-        spec = dataclasses.asdict(NodeSpec.of(self._job, self._cast, run_dir=self._run_dir, earlier=()))
+        spec = dataclasses.asdict(self._spec(()))
         with Gathering(
             self._listening, self._job, spec, self._cast.servers, self._cluster.post, self._events.emit
         ) as gathering:
@@ -231,22 +272,23 @@ class Launcher:
         if self._gathering is not None:
             self._gathering.enrolment.go(int(address.rpartition(":")[2]))
         if self._on_address is not None:
-            self._handed_out = self._credentials.save(self._run_dir)
-            self._on_address(self._run_dir / "nodes.json", address)
+            if self._gathering is None:
+                self._handed_out = self._credentials.save(self._run_dir)
+            self._on_address(self._run_dir / "nodes.json", address, self._network(worker_name(0)))
         for name in self._others:
             if self._gathering is None or self._gathering.is_here(name):
                 self._start_node(name, "--coordinator", address)
 
     def _start_node(self, name: str, *arguments: str) -> None:
-        spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments]
+        spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments, *self._network(name)]
+        is_loop = is_script(self._job) and name.startswith("worker")
+        self._cluster.start(name, spec, main=SCRIPT if is_loop else NODE)
+
+    def _network(self, name: str) -> list[str]:
+        """What a node of this machine is told about its network."""
         if self._gathering is None:
-            spec += ["--credentials", str(self._credentials)]
-        else:
-            spec += self._gathering.arguments(name)
-        if is_script(self._job) and name.startswith("worker"):
-            self._cluster.start(name, [*spec, "--script", self._job.spec or ""], main=SCRIPT)
-            return
-        self._cluster.start(name, spec)
+            return ["--credentials", str(self._credentials)]
+        return self._gathering.arguments(name)
 
     def _take_back(self) -> None:
         """Nobody needs the file of credentials any more."""
@@ -272,7 +314,11 @@ class Launcher:
 
     def _heed(self) -> None:
         """Does what Ctrl-C or SIGTERM asks for. Before there is a coordinator, there is nothing to keep."""
-        if self._stopping or not (self._signals.asked or (self._stop is not None and self._stop())):
+        if (
+            self._stopping
+            or self._has_finished
+            or not (self._signals.asked or (self._stop is not None and self._stop()))
+        ):
             return
         self._stopping = True
         if not self._reachable:
@@ -298,12 +344,15 @@ class Launcher:
     @property
     def _where(self) -> list[str]:
         """What is left of a run that did not finish, and how it goes on from there."""
-        resumes = [f"it resumes from {self._folder}: {self._command}"] if self._folder else []
+        more = self._folder and not self._has_finished
+        resumes = [f"it resumes from {self._folder}: {self._command}"] if more else []
         return [f"run directory: {self._run_dir}", *resumes]
 
     @property
     def _command(self) -> str:
         """What resumes the run."""
+        if self._begins_again:
+            return "once the script goes on where it was, by session.skip() or session.step"
         if self._job.spec is None:  # in nobody's file
             return f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
         return f"gradstream resume {shlex.quote(str(self._run_dir))}"
@@ -321,6 +370,8 @@ class Launcher:
             for node, lost in self._gathering.note(message).items():
                 self._errors.setdefault(node, lost)
                 self._ended.setdefault(node, 1)
+        elif "begins_again" in message:
+            self._begins_again = True
         elif "output" in message:
             sys.stderr.write(message["output"])
         elif "disk" in message:
@@ -347,19 +398,30 @@ class Launcher:
         if "stopped" in self._events.last:
             self._let_leave()
             raise self._interrupted()
-        if "finished" not in self._events.last:
+        if not self._has_finished:
             if is_script(self._job):
                 self._let_leave()  # scripts of the user's may have something to put away
             raise self._error()
 
     def _let_leave(self) -> None:
-        """Gives nodes that are done the time to say goodbye."""
-        waited = 0
-        while self._cluster.running and waited * POLL_S < self._job.deadlines.lease_s:
+        """Gives nodes that are done the time to say goodbye, and scripts all that they take."""
+        waited, patient = 0, is_script(self._job) and self._has_finished
+        while self._cluster.running and (patient or waited * POLL_S < self._job.deadlines.lease_s):
             waited += self._hear() is None
+            patient = patient and not self._signals.asked
+
+    @property
+    def _has_finished(self) -> bool:
+        return "finished" in self._events.last
 
     def _check_result(self) -> None:
-        """The worker of the lowest rank keeps the final parameters; that may have become one elsewhere."""
+        """The worker of the lowest rank keeps the final parameters; that may have become one elsewhere.
+
+        A script may have failed after its session.
+        """
+        for name, said in self._errors.items():
+            if is_script(self._job) and said["error"] == UserCodeError.__name__:
+                raise self._error_of_ended(name)
         if self._gathering is None or (self._run_dir / FINAL_MODEL).is_file():
             return
         raise PeerLostError(

@@ -81,6 +81,8 @@ class NodeSpec:
         script: the user's, where its own loop is what the workers are; the other nodes do not run it.
         elsewhere: the nodes are on another machine than the launcher, with a run directory of its own: they
             write and read checkpoints through the coordinator.
+        per_machine: how many workers each machine has, where they are a script.
+        meeting: host:port at which the script's own torch.distributed meets; "" where others have started it.
     """
 
     id: str
@@ -94,10 +96,20 @@ class NodeSpec:
     script: str = ""
     trial: bool = False
     elsewhere: bool = False
+    per_machine: int = 1
+    meeting: str = ""
 
     @classmethod
     def of(
-        cls, job: Job, cast: Cast, *, run_dir: Path, earlier: tuple[Path, ...], trial: bool = False
+        cls,
+        job: Job,
+        cast: Cast,
+        *,
+        run_dir: Path,
+        earlier: tuple[Path, ...],
+        trial: bool = False,
+        per_machine: int = 1,
+        meeting: str = "",
     ) -> NodeSpec:
         """The spec of a job. One without a place of its own can be run, but not be read again."""
         return cls(
@@ -111,6 +123,8 @@ class NodeSpec:
             resume=None if cast.resume is None else cast.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
             trial=trial,
+            per_machine=per_machine,
+            meeting=meeting,
         )
 
     @classmethod

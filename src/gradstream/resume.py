@@ -92,8 +92,6 @@ def resume(
     read_record(path / "run.json")  # it is added to when the run ends: better refused now than then
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
-        if listen is not None:
-            raise ConfigError("a script with a training loop of its own runs as processes of one machine")
     if listen is not None:
         if "workers" not in options:
             job = dataclasses.replace(job, workers=listen.machines * listen.workers_per_machine)

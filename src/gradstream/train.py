@@ -95,8 +95,8 @@ def train(
         return _load(kept, job)
     if is_script(job):
         check_script(job)
-        if processes is False or listen is not None:
-            raise ConfigError("a script with a training loop of its own runs as processes of one machine")
+        if processes is False:
+            raise ConfigError("a script with a training loop of its own runs as processes, not as threads")
     spec = _place(job, processes if listen is None else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, name=name)
@@ -152,27 +152,34 @@ def launch(
     return _load(run_dir, job)
 
 
-def host(job: Job, on_address: OnAddress, *, processes: bool = True) -> None:
+def host(
+    job: Job, on_address: OnAddress, *, processes: bool = True, listening: Listening | None = None
+) -> Run:
     """Runs coordinator and shards of a run whose workers somebody else starts, until it is over.
 
     Args:
         job: open-ended (see `gradstream.session`).
-        on_address: called with the file that nodes are told by, and the coordinator's address.
+        on_address: called with the file that nodes are told by, the coordinator's address, and what a worker
+            of this machine is told about its network.
         processes: whether they are processes, or threads of this one.
+        listening: how workers of other machines come in; None where there are none.
 
     Raises:
         What the run failed with, as `train`.
     """
-    job = dataclasses.replace(job, name=job.name or "session")
+    job = dataclasses.replace(job, name=job.name or Path(job.spec or "session").stem)
+    if listening is not None:
+        listening.check(job, earlier=False)
     cast = cast_of(job, secrets.token_hex(8))
     check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
     callbacks = _callbacks(job, run_dir)
     told = callbacks.beside(None)
     try:
-        Launcher(job, cast, run_dir, (), told, as_threads=not processes, on_address=on_address).run()
+        Launcher(job, cast, run_dir, (), told, not processes, listening, on_address=on_address).run()
     finally:
         callbacks.end(lambda: Run.load(run_dir))
+    return Run.load(run_dir)
 
 
 def _callbacks(job: Job, run_dir: Path) -> Callbacks:

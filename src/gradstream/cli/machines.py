@@ -70,12 +70,9 @@ def token_of(token: str | None, file: Path | None) -> str | None:
     """
     if token is not None:
         return token
-    if file is not None:
-        try:
-            return file.read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"--token-file {file}: {error.strerror}") from None
-    return os.environ.get(TOKEN)
+    from gradstream.remote.address import token_in, token_of_environment
+
+    return token_of_environment(os.environ) if file is None else token_in(file, "--token-file")
 
 
 def listening_of(

@@ -16,9 +16,11 @@ from typing import Any
 import gradstream
 from gradstream.errors import InternalError
 
-__all__ = ["LocalCluster"]
+__all__ = ["NODE", "SCRIPT", "LocalCluster"]
 
-NODE = "gradstream.node:main"
+NODE, SCRIPT = "gradstream.node:main", "gradstream.session.script:main"
+"""What a process is: a node; or a worker that is a script with a training loop of its own."""
+
 HANG_UP_S = 5.0
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from gradstream.cluster.local import NODE
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
 
 __all__ = ["Cluster", "Play", "ThreadCluster"]
 
-NODE = "gradstream.node:main"
 HANG_UP_S = 10.0
 GOODBYE_S = 2.0  # longer than an endpoint takes to close: cut short, it leaves a server behind
 CANCELLED = -9

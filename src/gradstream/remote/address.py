@@ -5,13 +5,16 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Address", "local_address", "new_token"]
+__all__ = ["TOKEN", "TOKEN_FILE", "Address", "local_address", "new_token", "token_in", "token_of_environment"]
 
 MIN_TOKEN_CHARS = 16
+TOKEN, TOKEN_FILE = "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"  # names
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,25 @@ def local_address(peer: Address) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def token_of_environment(environment: Mapping[str, str]) -> str | None:
+    """The token that GRADSTREAM_TOKEN holds, or the file that GRADSTREAM_TOKEN_FILE names.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if environment.get(TOKEN) or not environment.get(TOKEN_FILE):
+        return environment.get(TOKEN) or None
+    return token_in(Path(environment[TOKEN_FILE]), TOKEN_FILE)
+
+
+def token_in(file: Path, what: str) -> str:
+    """The token that a file holds. Raises ConfigError, which names `what`, where it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{what} {file}: {error.strerror}") from None
 
 
 def new_token(given: str | None = None) -> str:

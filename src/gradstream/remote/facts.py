@@ -53,16 +53,16 @@ class Difference:
 
 
 def facts_of(job: Job) -> dict[str, str]:
-    """This machine's facts about a job that was loaded by its spec.
+    """This machine's facts about a job: loaded by its spec, or of a loop that is in no file.
 
     A data set has a checksum where it says so: an attribute `checksum`, a string. Others are
     compared by name and number of samples.
     """
-    path, function = _source(job)
+    path, function = _source(job) if job.spec is not None else (None, "")
     facts = {
         "gradstream": gradstream.__version__,
         "torch": metadata.version("torch").partition("+")[0],  # builds for CPU and GPU fit together
-        "job file": f"{path.name} sha256:{file_hash(path)}",
+        "job file": "none" if path is None else f"{path.name} sha256:{file_hash(path)}",
         "job function": function,
         "data set": job.data.name,
         "data samples": f"{job.data.num_samples} and {job.data.num_test_samples} held out",

@@ -20,7 +20,7 @@ from gradstream.remote.authority import ENROLMENT, Authority
 from gradstream.remote.enrolment import Enrolment, Invitation
 from gradstream.remote.facts import facts_of, file_hash
 from gradstream.remote.listening import Listening
-from gradstream.remote.roster import Roster
+from gradstream.remote.roster import RankRoster, Roster, name_of_rank
 from gradstream.roles import COORDINATOR
 from gradstream.transport.credentials import Credentials
 from gradstream.untrusted import escaped
@@ -62,8 +62,9 @@ class Gathering:
         self._job = job
         self._authority = None if listening.insecure else Authority()
         self._token = new_token(listening.token)
-        self.machine = socket.gethostname()
-        self.roster = Roster(
+        by_rank = listening.on_open is not None
+        self.machine = name_of_rank(0, socket.gethostname()) if by_rank else socket.gethostname()
+        self.roster = (RankRoster if by_rank else Roster)(
             self.machine,
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
@@ -116,7 +117,10 @@ class Gathering:
         Raises:
             DeadlineError: they did not all come in time.
         """
-        if self._listening.on_invitation is not None:
+        if self._listening.on_open is not None:
+            assert self._authority is not None
+            self._listening.on_open(str(self.enrolment.address), self._authority.fingerprint)
+        elif self._listening.on_invitation is not None:
             self._listening.on_invitation(self.invitation)
         else:
             sys.stderr.write(INVITE.format(self.invitation))

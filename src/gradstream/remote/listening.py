@@ -23,8 +23,8 @@ class Listening:
 
     Args:
         address: of this machine, at which the others reach it. With port P, the machines enrol
-            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; with port 0 all take
-            free ones.
+            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; a script with S shards
+            that makes a process group of its own meets at P + 2 + S. With port 0 all take free ones.
         machines: how many take part, this one included.
         workers_per_machine: how many workers each has.
         servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
@@ -34,6 +34,9 @@ class Listening:
         token: what machines must know; None makes one.
         wait_s: how long the others have to come.
         on_invitation: is given the line that joins a machine; None prints it to stderr.
+        on_open: is given address and certificate's fingerprint instead, and tells them to processes that
+            somebody else has started, torchrun for one. Each of these is a worker, and what is called a
+            machine here; this process is worker 0. See `RankRoster`.
     """
 
     address: Address
@@ -44,6 +47,7 @@ class Listening:
     token: str | None = None
     wait_s: float = 600.0
     on_invitation: Callable[[str], None] | None = None
+    on_open: Callable[[str, str], None] | None = None
 
     def check(self, job: Job, *, earlier: bool) -> None:
         """Raises ConfigError where machines and job do not fit, or this machine cannot listen there."""
@@ -96,6 +100,10 @@ class Listening:
         if not first or role == "worker":
             return 0
         return first + 1 if role == "coordinator" else first + 2 + int(rank)
+
+    def meeting_port(self, shards: int) -> int:
+        """The port of this machine for process groups of a script's own; 0 takes a free one."""
+        return self.address.port and self.address.port + 2 + shards
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:

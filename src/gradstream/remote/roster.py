@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,9 @@ from gradstream.remote.listening import ServersOn
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["Roster", "Seat"]
+__all__ = ["RankRoster", "Roster", "Seat", "name_of_rank"]
+
+NO_NAME = r"[^\w.-]"
 
 NAME_BYTES = 128
 """Of what a machine says about its name and its address."""
@@ -45,6 +48,8 @@ class Roster:
         facts: what must be the same on every machine.
     """
 
+    kind = "machines"
+
     def __init__(
         self,
         own: str,
@@ -74,10 +79,10 @@ class Roster:
         """What is going on, in words."""
         here = ", ".join(seat.machine for _, seat in sorted(self._seats.items()))
         if self.begun:
-            return f"training on {self._machines} machines (here: {here})"
+            return f"training on {self._machines} {self.kind} (here: {here})"
         if not self.missing:
-            return f"all {self._machines} machines are here: {here}"
-        return f"waiting for {self.missing} of {self._machines} machines (here: {here})"
+            return f"all {self._machines} {self.kind} are here: {here}"
+        return f"waiting for {self.missing} of {self._machines} {self.kind} (here: {here})"
 
     def nodes_of(self, index: int) -> tuple[str, ...]:
         """Names of the shards and workers of machine `index`; that of the launcher is machine 0."""
@@ -100,6 +105,7 @@ class Roster:
         if differs is not None:
             return v1.Refuse(code=differs.code, message=differs.message)
         free = [index for index in range(self._machines) if index not in self._seats]
+        free = self._may_take(request.machine, free)
         if self.begun or not free:
             return v1.Refuse(
                 code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}"
@@ -114,6 +120,11 @@ class Roster:
         if not self.begun:
             self._seats = {index: entry for index, entry in self._seats.items() if entry is not seat}
 
+    def _may_take(self, machine: str, free: list[int]) -> list[int]:
+        """The seats among those that are free that a machine may have."""
+        del machine
+        return free
+
     def _name(self, asked: str) -> str:
         """The name asked for, with a number behind it where another machine has it."""
         taken = {seat.machine for seat in self._seats.values()}
@@ -122,3 +133,17 @@ class Roster:
             count += 1
             name = f"{asked or 'machine'}-{count}"
         return name
+
+
+class RankRoster(Roster):
+    """Processes whose ranks are known already: each has the seat of its rank, and one worker."""
+
+    kind = "processes"
+
+    def _may_take(self, machine: str, free: list[int]) -> list[int]:
+        return [index for index in free if machine.startswith(name_of_rank(index, ""))]
+
+
+def name_of_rank(rank: int, host: str) -> str:
+    """What the process of a rank is called."""
+    return f"rank-{rank}-{re.sub(NO_NAME, '-', host)}"

@@ -1,27 +1,51 @@
-"""Coordinator and servers of a run whose workers somebody else starts, torchrun for one."""
+"""What keeps a worker in its run besides its own node, where others start the workers.
+
+Worker 0 is the `Host`: it runs coordinator and servers. Where there are several machines, each other one is a
+`Guest`: it comes in with the token, and stays until the host says that the run is over.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shlex
+import socket
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradstream.config import Job
+from gradstream.errors import PeerLostError
+from gradstream.remote.address import Address
+from gradstream.remote.entrance import Entrance
+from gradstream.remote.listening import Listening
+from gradstream.remote.reach import reach
+from gradstream.remote.roster import name_of_rank
+from gradstream.run import Run
 from gradstream.train import host
+from gradstream.untrusted import say
 
-__all__ = ["Host"]
+__all__ = ["Guest", "Host"]
 
 
 class Host:
-    """Runs them until the run is over, or this process has ended.
+    """Runs coordinator and servers until the run is over, or this process has ended.
 
     Args:
         job: of the run, with as many workers as there will be.
         processes: whether they are processes, or threads of this one.
+        listening: how workers on other machines come in; None where there are none.
+
+    Attributes:
+        network: what worker 0 is told about its network, once the run is there.
     """
 
-    def __init__(self, job: Job, *, processes: bool = True) -> None:
+    def __init__(self, job: Job, *, processes: bool = True, listening: Listening | None = None) -> None:
+        self.network: Sequence[str] = ()
         self._job = job
         self._processes = processes
+        self._listening = listening
         self._ready = threading.Event()
         self._where: tuple[str, str] | None = None
         self._error: BaseException | None = None
@@ -31,7 +55,7 @@ class Host:
         """(file that nodes are told by, address of the coordinator), once it is there.
 
         Raises:
-            ConfigError, DeadlineError, PeerLostError: it did not come about.
+            ConfigError, DeadlineError, PeerLostError, JoinRefusedError: it did not come about.
         """
         self._thread.start()
         self._ready.wait()
@@ -46,12 +70,65 @@ class Host:
 
     def _live(self) -> None:
         try:
-            host(self._job, self._told, processes=self._processes)
+            self._run()
         except BaseException as error:
             self._error = error  # once the run is on, this process's own worker is told by the coordinator
         finally:
             self._ready.set()
 
-    def _told(self, spec: Path, coordinator: str) -> None:
+    def _run(self) -> None:
+        run = host(self._job, self._told, processes=self._processes, listening=self._listening)
+        if self._processes:
+            say(_result(run))
+
+    def _told(self, spec: Path, coordinator: str, network: Sequence[str]) -> None:
+        self.network = network
         self._where = (str(spec), coordinator)
         self._ready.set()
+
+
+class Guest(Host):
+    """One of the other workers, where they are on several machines.
+
+    Args:
+        job: as this process asks for it.
+        rank: of the worker.
+        token: of the run.
+        address, fingerprint: of the host.
+    """
+
+    def __init__(self, job: Job, rank: int, token: str, address: Address, fingerprint: str) -> None:
+        super().__init__(job)
+        self._rank = rank
+        self._token = token
+        self._address = address
+        self._fingerprint = fingerprint
+        self._folder = tempfile.TemporaryDirectory(prefix="gradstream-", ignore_cleanup_errors=True)
+
+    def _run(self) -> None:
+        reached = reach(self._address, fingerprint=self._fingerprint, insecure=False)
+        asyncio.run(self._take_part(reached.certificate))
+
+    async def _take_part(self, authority: bytes | None) -> None:
+        name, path = name_of_rank(self._rank, socket.gethostname()), Path(self._folder.name)
+        async with Entrance(self._address, self._job, name, self._token, authority) as entrance:
+            grant = await entrance.enrol()
+            spec = path / "nodes.json"
+            spec.write_text(json.dumps(entrance.spec(grant, path)))
+            order = await entrance.order()
+            if order.HasField("go"):
+                (node,) = grant.nodes
+                self._told(spec, entrance.coordinator(order.go), entrance.network(node))
+                order = await entrance.order()
+            else:
+                raise PeerLostError("worker-0", order.over.message)
+            await entrance.leave()
+
+
+def _result(run: Run) -> str:
+    """What came of a run, in a line."""
+    made, time_s = run.summary, run.summary["train_s"]
+    done = f"{made['samples']:,} samples in {made['steps']:,} minibatches"
+    took = "" if time_s is None else f", {time_s:.2f} s"
+    more = shlex.quote(str(run.path))
+    return f"gradstream: the run has finished: {done}{took}; more: gradstream report {more}"

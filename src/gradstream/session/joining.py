@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from gradstream.config import Deadlines, Job
 from gradstream.errors import ConfigError
 from gradstream.jobfile import intercept, script_of_caller
 from gradstream.registry import describe, find_strategy
+from gradstream.run import FINAL_MODEL
 from gradstream.session import place, torchrun
 from gradstream.session.exits import at_the_end
-from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop, ScriptModel
 from gradstream.session.session import LoneSession, Session
 from gradstream.session.worker_session import WorkerSession, enter, running
@@ -43,7 +44,8 @@ def join(
     """Joins the run that this script was started for, as one of its workers.
 
     Started by `gradstream train script.py`, it is one of `--workers`; by `torchrun`, one of its
-    processes, of which the first runs coordinator and servers; by `python`, it is alone, and nothing is
+    processes, of which the first runs coordinator and servers (on several machines all need the same
+    `GRADSTREAM_TOKEN`); by `python`, it is alone, and nothing is
     started. Where the script has called `init_process_group`, ranks are those of it; it stays the script's.
     A script is run once more up to this call, to see what it asks for: call it early.
 
@@ -102,15 +104,26 @@ def _script() -> str | None:
 
 def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
     """Rank 0 runs coordinator and shards as processes of its own, and tells the others where."""
+    job = dataclasses.replace(job, workers=size, spec=_script())
+    assignment, host = torchrun.take_part(job, rank, size)
+    session = WorkerSession(assignment, job.seed, host)
+    run_dir = Path(assignment.spec).parent
     if rank == 0:
-        host = Host(dataclasses.replace(job, workers=size, spec=_script()))
-        spec, coordinator = host.start()
-        assignment = place.Assignment(rank, size, spec, coordinator, place.handed_out(spec))
-        torchrun.tell(assignment)
-        kept = Path(assignment.spec).parent
-        say(f"gradstream: {size} workers by torchrun, coordinator and servers here; {kept}")
-        session = WorkerSession(assignment, job.seed, host)
-    else:
-        session = WorkerSession(torchrun.told(rank, size, job), job.seed)
-    at_the_end(session.finish, session.fail)
+        say(f"gradstream: {size} workers by torchrun, coordinator and servers here; {run_dir}")
+
+    def fail(error: BaseException) -> None:
+        session.fail(error)
+        if rank == 0 and not (run_dir / FINAL_MODEL).is_file():
+            say(_left_of(run_dir, resumes=job.spec is not None and session._looked))
+
+    at_the_end(session.finish, fail)
     return session
+
+
+def _left_of(run_dir: Path, *, resumes: bool) -> str:
+    """What is left of a run that has not finished, and how it goes on where it can."""
+    folder = place.newest_in(run_dir)
+    text = f"gradstream: the run has ended early; {folder or 'no checkpoint'} in {run_dir}"
+    if not (folder and resumes):
+        return text
+    return f"{text}; it goes on, without torchrun: gradstream resume {shlex.quote(str(run_dir))}"

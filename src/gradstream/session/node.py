@@ -11,17 +11,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from gradstream.checkpoint import kept
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError
 from gradstream.failures import typed_error
 from gradstream.membership import RunAbortedError, RunStoppedError
 from gradstream.node import SWITCH_INTERVAL_S, take_part
-from gradstream.roles import worker_name
-from gradstream.runtime.storage import DiskStorage
 from gradstream.session.handover import Handover
 from gradstream.session.held import Held
 from gradstream.session.job import OwnLoop
-from gradstream.session.place import Assignment
+from gradstream.session.place import Assignment, newest_in
 
 __all__ = ["LoopNode"]
 
@@ -67,19 +64,18 @@ class LoopNode:
             self._handover.over(None)
 
     def _interrupted(self) -> Interrupted:
+        if self._place.told().elsewhere:
+            return Interrupted(None, "its newest checkpoint, on the first machine")
         path = Path(self._place.told().run_dir)
-        folders = [one.folder for one in kept(DiskStorage(path))]
-        command = f"gradstream resume {shlex.quote(str(path))}"
-        return Interrupted(path, folders[-1] if folders else "", command)
+        folder = newest_in(path)
+        return Interrupted(path, folder, f"gradstream resume {shlex.quote(str(path))}")
 
     async def _run(self) -> None:
         place = self._place
         own = OwnLoop(self._handover, self._rule)
         parts: dict[str, Any] = {"model": self._held, "data": own}
         job = dataclasses.replace(place.job(), **parts)
-        name = worker_name(place.rank)
-        given = ["--spec", place.spec, "--coordinator", place.coordinator, "--credentials", place.credentials]
-        await take_part(job, ["--name", name, *given])
+        await take_part(job, place.arguments)
 
 
 def _as_it_happened(error: RunAbortedError) -> GradstreamError:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradstream.checkpoint import Resume
+from gradstream.checkpoint import Resume, kept
 from gradstream.config import Job
 from gradstream.node import NodeSpec
 from gradstream.roles import worker_name
+from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 
-__all__ = ["Assignment", "assign", "assigned", "handed_out"]
+__all__ = ["Assignment", "assign", "assigned", "handed_out", "newest_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,20 @@ class Assignment:
         world_size: how many there are.
         spec: file with what all nodes of the run are told.
         coordinator: its address.
-        credentials: as the launcher has handed them out.
+        network: the arguments that tell the worker's node where to listen, and its credentials.
     """
 
     rank: int
     world_size: int
     spec: str
     coordinator: str
-    credentials: str = field(repr=False)
+    network: Sequence[str] = field(repr=False)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the worker's node."""
+        known = ["--spec", self.spec, "--name", worker_name(self.rank), "--coordinator", self.coordinator]
+        return [*known, *self.network]
 
     def told(self) -> NodeSpec:
         """What all nodes of the run are told."""
@@ -46,14 +54,20 @@ class Assignment:
         return None if resume is None else Resume.of_json(resume).step_of(worker_name(self.rank))
 
 
-def handed_out(spec: str) -> str:
-    """The credentials of a run whose workers others start: a file of this user's beside the spec.
+def handed_out(spec: str) -> list[str]:
+    """Credentials, as arguments, of a run whose workers others start: a file of this user's beside the spec.
 
     Raises:
         ConfigError: there is none that only this user can have written. So whoever else can say where the
             spec is, as other users of this machine can through torch's store, gets no code of theirs run.
     """
-    return str(Credentials.read(Path(spec).parent))
+    return ["--credentials", str(Credentials.read(Path(spec).parent))]
+
+
+def newest_in(run_dir: Path) -> str:
+    """The folder of the newest checkpoint of a run; "" where there is none."""
+    folders = [one.folder for one in kept(DiskStorage(run_dir))]
+    return folders[-1] if folders else ""
 
 
 _assigned: Assignment | None = None

@@ -10,10 +10,12 @@ from typing import Any, TextIO
 
 import torch
 
+from gradstream.cluster.ranks import set_environment
 from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeError
 from gradstream.jobfile import traceback_in
 from gradstream.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
 from gradstream.registry import load_module
+from gradstream.remote.address import Address
 from gradstream.session.place import Assignment, assign
 from gradstream.session.worker_session import running
 
@@ -24,24 +26,29 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the script as `__main__`, as one of the workers, and returns its exit status."""
     parser = argparse.ArgumentParser(prog="gradstream.session.script", description=__doc__)
     parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
-    parser.add_argument("--script", required=True, type=Path)
     parser.add_argument("--name", required=True, help="worker-0, ...")
     parser.add_argument("--coordinator", required=True, help="its address")
     parser.add_argument("--credentials", required=True, help="as the launcher hands them out")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="where other nodes reach this one")
+    parser.add_argument("--insecure", action="store_true", help="plain text on other interfaces")
     parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
     given = parser.parse_args(argv)
     say = say_to(given.report_fd)
     spec = NodeSpec.read(given.spec)
     rank, size = int(given.name.rpartition("-")[2]), int(spec.plain["workers"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    # As torchrun sets them, for code of the user's that looks.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    assign(Assignment(rank, size, str(given.spec), given.coordinator, given.credentials))
+    master, own = Address.parse(spec.meeting, "meeting"), Address.parse(given.listen, "--listen")
+    set_environment(rank, size, spec.per_machine, (master.host, master.port), own.host)
+    network = ["--listen", given.listen, "--credentials", given.credentials]
+    network += ["--insecure"] if given.insecure else []
+    assign(Assignment(rank, size, str(given.spec), given.coordinator, network))
     if rank == 0:
         sys.stdout = _Shown(sys.stdout, say)
-    sys.argv = [str(given.script)]
-    return _run(given.script, given.name, say)
+    sys.argv = [spec.script]
+    status, session = _run(Path(spec.script), given.name, say), running()
+    if status != OK and session is not None and not session._looked:
+        say(begins_again=True)
+    return status
 
 
 def _run(script: Path, name: str, say: Say) -> int:

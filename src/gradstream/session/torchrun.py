@@ -3,11 +3,19 @@
 Ranks and store are those that are there: what a user's own `init_process_group` has made, or else what
 torchrun says in the environment. Only a few bytes go through the store; groups that exchange are made beside
 the user's, and share nothing with it.
+
+Whoever reaches the store can read and write it, so no secret goes through it. On one machine rank 0 names a
+file there which only this user can read. On several, all processes know a token; what rank 0 says of where it
+is, and by which certificate it is known, is signed with that, and each process enrols as a machine does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
+import os
+import secrets
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,14 +24,27 @@ import torch
 
 from gradstream.config import Job
 from gradstream.errors import ConfigError, DeadlineError
+from gradstream.remote.address import Address, local_address, new_token, token_of_environment
+from gradstream.remote.listening import Listening
+from gradstream.session.host import Guest, Host
 from gradstream.session.place import Assignment, handed_out
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.unix import host_id
 
-__all__ = ["of_process_group", "of_torchrun", "tell", "told"]
+__all__ = ["of_process_group", "of_torchrun", "take_part"]
 
 KEY = "gradstream/assignment"
-TELL_S = 60.0
+STRETCHED = 200_000  # rounds: a token that somebody has made up is not found by trying words
+NO_TOKEN = """\
+the workers are on several machines, and torchrun gives them no secret to trust one another by. Make one:
+
+    (umask 077; openssl rand -hex 16 > gradstream.token)
+
+copy that file to each machine, and start on each of them
+
+    GRADSTREAM_TOKEN_FILE=gradstream.token torchrun --nnodes ... script.py
+
+(GRADSTREAM_TOKEN takes the token itself)"""
 
 
 def of_process_group() -> tuple[int, int] | None:
@@ -38,15 +59,14 @@ def of_torchrun(environment: Mapping[str, str]) -> tuple[int, int] | None:
     """(rank, world size) as torchrun has set them; None where it has not, or for one process.
 
     Raises:
-        ConfigError: the variables make no sense, or name processes on another machine.
+        ConfigError: the variables make no sense.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     try:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local = int(environment.get("LOCAL_WORLD_SIZE", size))
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE: expected whole numbers: {error}") from None
+        raise ConfigError(f"RANK, WORLD_SIZE: expected whole numbers: {error}") from None
     if not 0 <= rank < size:
         raise ConfigError(f"RANK={rank}, WORLD_SIZE={size}: expected a rank from 0 to WORLD_SIZE - 1")
     if size == 1:
@@ -54,45 +74,142 @@ def of_torchrun(environment: Mapping[str, str]) -> tuple[int, int] | None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):
             raise ConfigError(f"RANK and WORLD_SIZE are set, but {name} is not: start with torchrun")
-    if local != size or (
-        "LOCAL_WORLD_SIZE" not in environment and not is_loopback(environment["MASTER_ADDR"])
-    ):
-        raise ConfigError(
-            f"torchrun has started {size} processes, {local} of them on this machine, MASTER_ADDR is "
-            f"{environment['MASTER_ADDR']}: a session under torchrun stays on one machine, since torchrun "
-            "gives its processes no key to trust one another by; for several machines there is "
-            "gradstream train --listen"
-        )
     return rank, size
 
 
-def tell(assignment: Assignment) -> None:
-    """Rank 0 tells the others, through torch's store."""
-    said = {"spec": assignment.spec, "coordinator": assignment.coordinator, "host": host_id()}
-    _store(assignment.rank, assignment.world_size, TELL_S).set(KEY, json.dumps(said))
+def take_part(job: Job, rank: int, size: int) -> tuple[Assignment, Host | None]:
+    """This process's part in the run, and what keeps it there.
 
+    Rank 0 runs coordinator and servers as processes of its own. They listen on loopback, unless there are
+    ranks on another machine.
 
-def told(rank: int, size: int, job: Job) -> Assignment:
-    """What rank 0 has told.
+    Args:
+        job: as this process asks for it, with its script.
 
     Raises:
-        DeadlineError: it has not, in time.
-        ConfigError: it is on another machine.
+        ConfigError: there are several machines, and no token.
+        DeadlineError, PeerLostError, JoinRefusedError: it did not come about.
     """
-    limit_s = job.deadlines.join_s + 60.0  # a process loads torch before
-    try:
-        text = _store(rank, size, limit_s).get(KEY)
-    except Exception as error:  # torch raises several kinds
-        message = f"did not say within {limit_s:g} s where the coordinator is, through torch's store: {error}"
-        raise DeadlineError("worker-0", message) from error
-    said: dict[str, Any] = json.loads(text)
-    if said["host"] != host_id():
-        raise ConfigError(
-            f"rank {rank} of {size} is on another machine than rank 0: a session whose processes others have "
-            "started stays on one machine; for several there is gradstream train --listen"
+    meeting = _Meeting(job, rank, size)
+    return meeting.host() if rank == 0 else meeting.follow()
+
+
+class _Meeting:
+    """How the processes of one run find one another, through torch's store."""
+
+    def __init__(self, job: Job, rank: int, size: int) -> None:
+        self._job = job
+        self._rank = rank
+        self._size = size
+        self._limit_s = job.deadlines.join_s + 60.0  # a process loads torch before
+        self._store = _store(rank, size, self._limit_s)
+
+    def host(self) -> tuple[Assignment, Host]:
+        """The part of rank 0. What fails here is told to the others."""
+        try:
+            found = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in range(1, self._size)]
+            away = [one["address"] for one in found if one["host"] != host_id()]
+            host = Host(self._job, listening=self._listening(str(away[0])) if away else None)
+            spec, coordinator = host.start()
+        except Exception as error:
+            self._say({"error": f"{type(error).__name__}: {error}"})
+            raise
+        if not away:
+            self._say({"spec": spec, "coordinator": coordinator})
+        return Assignment(0, self._size, spec, coordinator, host.network), host
+
+    def follow(self) -> tuple[Assignment, Host | None]:
+        """The part of another rank."""
+        me = {"host": host_id(), "address": _own_address()}
+        self._store.set(_key_of(self._rank), json.dumps(me))
+        said: dict[str, Any] = json.loads(self._wait_for(KEY, 0))
+        if "error" in said:
+            raise ConfigError(f"rank 0 could not begin the run: {said['error']}")
+        if "signed" not in said:
+            spec, coordinator = str(said["spec"]), str(said["coordinator"])
+            return Assignment(self._rank, self._size, spec, coordinator, handed_out(spec)), None
+        token, text = _token(), str(said["signed"])
+        if not hmac.compare_digest(_proof(token, str(said["nonce"]), text), str(said["proof"])):
+            raise ConfigError(
+                f"rank {self._rank}: what rank 0 has said is not signed with this machine's token: "
+                "GRADSTREAM_TOKEN, or the file of GRADSTREAM_TOKEN_FILE, must be the same on all machines"
+            )
+        at = json.loads(text)
+        address = Address.parse(str(at["address"]), "rank 0")
+        guest = Guest(self._job, self._rank, token, address, str(at["fingerprint"]))
+        spec, coordinator = guest.start()
+        return Assignment(self._rank, self._size, spec, coordinator, guest.network), guest
+
+    def _listening(self, away: str) -> Listening:
+        """How the others come in: each process as a machine of its own."""
+        token = _token()
+
+        def tell(address: str, fingerprint: str) -> None:
+            nonce, text = secrets.token_hex(16), json.dumps({"address": address, "fingerprint": fingerprint})
+            self._say({"signed": text, "nonce": nonce, "proof": _proof(token, nonce, text)})
+
+        return Listening(
+            address=_reachable(away),
+            machines=self._size,
+            servers_on="launcher",
+            token=token,
+            wait_s=self._limit_s,
+            on_open=tell,
         )
-    spec = str(said["spec"])
-    return Assignment(rank, size, spec, str(said["coordinator"]), handed_out(spec))
+
+    def _say(self, what: Mapping[str, str]) -> None:
+        self._store.set(KEY, json.dumps(what))
+
+    def _wait_for(self, key: str, rank: int) -> str:
+        try:
+            return bytes(self._store.get(key)).decode()
+        except Exception as error:  # torch raises several kinds
+            message = f"said nothing within {self._limit_s:g} s through torch's store: {error}"
+            raise DeadlineError(f"worker-{rank}", message) from error
+
+
+def _key_of(rank: int) -> str:
+    return f"gradstream/rank-{rank}"
+
+
+def _token() -> str:
+    """The token that all processes know. Raises ConfigError where this one does not."""
+    token = token_of_environment(os.environ)
+    if token is None:
+        raise ConfigError(NO_TOKEN)
+    return new_token(token)
+
+
+def _proof(token: str, nonce: str, text: str) -> str:
+    """That who knows the token has said it."""
+    key = hashlib.pbkdf2_hmac("sha256", token.encode(), nonce.encode(), STRETCHED)
+    return hmac.new(key, text.encode(), "sha256").hexdigest()
+
+
+def _own_address() -> str:
+    """The address of this machine on its way to rank 0; "" where nobody says where that is."""
+    try:
+        return local_address(Address(os.environ["MASTER_ADDR"]))
+    except (KeyError, OSError):
+        return ""
+
+
+def _reachable(away: str) -> Address:
+    """The address of rank 0's machine for the others: MASTER_ADDR, or that on the way to one of them.
+
+    Many systems give a machine's own name a loopback address, which leads nobody else here.
+    """
+    for host in filter(None, (os.environ.get("MASTER_ADDR"), away)):
+        try:
+            own = local_address(Address(host))
+        except OSError:
+            continue
+        if not is_loopback(own):
+            return Address(own)
+    raise ConfigError(
+        f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r} is no address at which other machines reach rank 0: "
+        "name one, torchrun --master-addr 10.0.0.1, or with a rendezvous --local-addr"
+    )
 
 
 def _store(rank: int, size: int, limit_s: float) -> Any:
@@ -100,16 +217,16 @@ def _store(rank: int, size: int, limit_s: float) -> Any:
 
     One that rank 0 makes at that place lives as long as the process: others may still be reading.
     """
-    if not _stores:
-        from torch.distributed.rendezvous import rendezvous
+    from torch.distributed.rendezvous import rendezvous
 
-        dist: Any = torch.distributed
-        if of_process_group() is not None:
-            found = dist.distributed_c10d._get_default_store()
-        else:
-            found, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(seconds=limit_s))))
-        _stores.append(dist.PrefixStore("gradstream", found))
-    return _stores[0]
+    dist: Any = torch.distributed
+    if of_process_group() is not None:
+        found = dist.distributed_c10d._get_default_store()
+    else:
+        found, _, _ = next(iter(rendezvous("env://", rank, size, timeout=timedelta(seconds=limit_s))))
+    _stores.append(dist.PrefixStore("gradstream", found))
+    return _stores[-1]
 
 
 _stores: list[Any] = []
+"""Keeps them alive."""

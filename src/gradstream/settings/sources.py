@@ -16,7 +16,7 @@ __all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml", "
 
 PREFIX = "GRADSTREAM_"
 
-OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN"})
+OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"})
 """Variables of ours that are no settings of a job."""
 
 _NAME = re.compile(r"[\w.\-\s\"']+")

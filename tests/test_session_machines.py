@@ -1,0 +1,258 @@
+"""Loops of the user's own on several machines, and what else a script finds there, in real processes.
+
+Machines are network namespaces; skipped with the reason where none can be made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import gradstream as gs
+from gradstream.run import FINAL_MODEL
+from gradstream.session import torchrun
+from gradstream.session.job import job as session_job
+from gradstream.testing.machines import Machine, Machines, unavailable
+
+SOURCE = str(Path(gs.__file__).resolve().parents[1])
+
+SCRIPT = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+import torch.distributed as dist
+import gradstream
+
+dist.init_process_group("gloo")  # a group of the script's own
+session = gradstream.join("synchronous", checkpoint_every=5)
+everybody = torch.tensor([float(session.rank + 1), 1.0])
+dist.all_reduce(everybody)
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
+loader = session.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+model, optimizer = session.wrap(model, optimizer)
+for epoch in range(int(os.environ.get("EPOCHS", "40"))):
+    for x, y in loader:
+        if session.skip():
+            continue
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        if session.step == 10 and session.is_main:
+            print("ten steps")
+session.close()
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK".split()
+told = [os.environ.get(name, "-") for name in names]
+Path(f"told-{session.rank}").write_text(" ".join(told + [str(everybody.tolist())]))
+print("rank", session.rank, "is done")
+dist.destroy_process_group()
+"""
+
+
+PLAIN = (
+    SCRIPT.replace('dist.init_process_group("gloo")', "")
+    .replace("dist.all_reduce(everybody)", "")
+    .replace("dist.destroy_process_group()", "")
+)
+
+
+class Program:
+    """A command line of Python on one of the machines, or without one on this."""
+
+    def __init__(
+        self,
+        machine: Machine | None,
+        folder: Path,
+        *arguments: str,
+        script: str = SCRIPT,
+        **environment: str,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "own.py").write_text(script)
+        options: Mapping[str, Any] = {
+            "cwd": folder,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        said = {"PYTHONPATH": SOURCE, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
+        words = [sys.executable, "-m", *arguments]
+        if machine is None:
+            self.process = subprocess.Popen(words, env={**os.environ, **said}, text=True, **options)
+        else:
+            self.process = machine.start(words, env=said, **options)
+        self.said = ""
+
+    def line(self, pattern: str) -> re.Match[str]:
+        """The first line from here on in which the pattern is found."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(self.said)
+
+    def end(self) -> tuple[int, str]:
+        """Status, and all that it has said."""
+        assert self.process.stdout is not None
+        self.said += self.process.stdout.read()
+        return self.process.wait(), self.said
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the script was run on this machine alone, with a run directory "run"."""
+    folder = tmp_path_factory.mktemp("alone")
+    words = ("train", "own.py", "--workers", "2", "--run-dir", "run")
+    status, said = Program(None, folder, "gradstream", *words).end()
+    assert status == 0, said
+    assert "rank 0 is done" in said and "rank 1 is done" not in said
+    return folder
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    with Machines(2) as made:
+        yield made
+
+
+@pytest.mark.limit_s(200)
+def test_a_script_makes_a_process_group_of_its_own(alone: Path) -> None:
+    for rank in range(2):
+        assert (alone / f"told-{rank}").read_text() == f"{rank} {rank} 2 2 0 0 [3.0, 2.0]"
+
+
+@pytest.mark.limit_s(200)
+def test_what_a_script_does_after_its_session_counts(tmp_path: Path) -> None:
+    script = PLAIN.replace("print(", "raise LookupError('a fault of mine')\nprint(")
+    status, said = Program(None, tmp_path, "gradstream", "train", "own.py", script=script).end()
+    assert status == 1, said
+    assert said.splitlines()[-1] == "LookupError: a fault of mine"
+
+
+@pytest.mark.parametrize("token", [None, "another one of sixteen characters"])
+def test_what_others_write_into_the_store_is_not_believed(
+    token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    if token is not None:
+        monkeypatch.setenv("GRADSTREAM_TOKEN", token)
+    dist: Any = torch.distributed
+    store = dist.HashStore()
+    monkeypatch.setattr(torchrun, "_store", lambda *_: store)
+    text = json.dumps({"address": "10.77.0.9:4000", "fingerprint": "sha256:0"})
+    forged = torchrun._proof("a token of sixteen characters", "nonce", text)
+    store.set(torchrun.KEY, json.dumps({"signed": text, "nonce": "nonce", "proof": forged}))
+    with pytest.raises(gs.ConfigError, match="no secret" if token is None else "not signed"):
+        torchrun.take_part(session_job(), 1, 2)
+
+
+@pytest.mark.limit_s(300)
+def test_a_loop_on_two_machines_ends_as_on_one(machines: Machines, alone: Path, tmp_path: Path) -> None:
+    a, b = machines[0], machines[1]
+    arguments = ("gradstream", "train", "own.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
+    launcher = Program(a, tmp_path / "a", *arguments)
+    words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+    joined = Program(b, tmp_path / "b", *words, "--name", "b")
+    status, said = joined.end()
+    assert status == 0, said + launcher.end()[1]
+    assert "in as b, with shard-1, worker-1" in said
+    status, said = launcher.end()
+    assert status == 0, said
+    assert "rank 0 is done" in said and "rank 1 is done" not in said
+
+    # `print` of worker 1 is in the log of its own machine.
+    (run_b,) = (tmp_path / "b" / "runs").iterdir()
+    assert "rank 1 is done" in (run_b / "logs" / "worker-1.log").read_text()
+    assert (tmp_path / "a" / "told-0").read_text() == "0 0 2 1 0 0 [3.0, 2.0]"
+    assert (tmp_path / "b" / "told-1").read_text() == "1 0 2 1 1 1 [3.0, 2.0]"
+    check_same(alone / "run", tmp_path / "a" / "run")
+    assert list((tmp_path / "a" / "run" / "checkpoints").iterdir())
+
+
+@pytest.mark.limit_s(300)
+def test_a_loop_on_two_machines_is_stopped_and_goes_on(
+    machines: Machines, alone: Path, tmp_path: Path
+) -> None:
+    a, b = machines[0], machines[1]
+    machine = ("--listen", a.address, "--wait", "2")
+    launcher = Program(
+        a, tmp_path / "a", "gradstream", "train", "own.py", *machine, "--run-dir", "run", EPOCHS="9999"
+    )
+    words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+    joined = Program(b, tmp_path / "b", *words, EPOCHS="9999")
+    launcher.line("ten steps")
+    launcher.process.send_signal(signal.SIGINT)
+    assert joined.end()[0] == 75, joined.said
+    status, said = launcher.end()
+    assert status == 75, said
+    assert re.search(r"it resumes from checkpoints/step-\d+: gradstream resume", said), said
+
+    launcher = Program(a, tmp_path / "a", "gradstream", "resume", "run", *machine)
+    words = shlex.split(launcher.line(r"(gradstream join .*)")[1])
+    joined = Program(b, tmp_path / "b", *words, "--run-dir", "again")
+    assert joined.end()[0] == 0, joined.said + launcher.end()[1]
+    assert launcher.end()[0] == 0, launcher.said
+    check_same(alone / "run", tmp_path / "a" / "run")
+
+
+def by_torchrun(machine: Machine, folder: Path, number: int, first: Machine, **environment: str) -> Program:
+    """The same command on each of two machines, but for its number."""
+    there = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
+    at = ("--master-addr", first.address, "--master-port", "29500")  # of a network of its own
+    return Program(
+        machine, folder, "torch.distributed.run", *there, *at, "own.py", script=PLAIN, **environment
+    )
+
+
+@pytest.mark.limit_s(300)
+def test_torchrun_on_two_machines(machines: Machines, alone: Path, tmp_path: Path) -> None:
+    a, b = machines[0], machines[1]
+    refused = [by_torchrun(one, tmp_path / f"no-{one.name}", i, a) for i, one in enumerate((a, b))]
+    for status, said in [program.end() for program in refused]:
+        assert status != 0
+        assert "GRADSTREAM_TOKEN_FILE=gradstream.token torchrun" in said, said
+    assert not (tmp_path / "no-a" / "runs").exists()
+
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    both = [
+        by_torchrun(a, tmp_path / "a", 0, a, GRADSTREAM_TOKEN_FILE=str(token)),
+        by_torchrun(b, tmp_path / "b", 1, a, GRADSTREAM_TOKEN=token.read_text()),
+    ]
+    ended = [program.end() for program in both]
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert "rank 1 is done" in ended[1][1]
+    assert "the run has finished: 3,840 samples in 480 minibatches" in ended[0][1]
+    (run_dir,) = (tmp_path / "a" / "runs").iterdir()
+    assert not (tmp_path / "b" / "runs").exists()
+    check_same(alone / "run", run_dir)
+    assert list((run_dir / "checkpoints").iterdir())
+
+
+def check_same(one: Path, other: Path) -> None:
+    """Two runs have ended with the same bytes, and all samples."""
+    before, after = load_file(one / FINAL_MODEL), load_file(other / FINAL_MODEL)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value, err_msg=name)
+    made = [gs.Run.load(path).summary["samples_accounted"] for path in (one, other)]
+    assert made == [40 * 96, 40 * 96]
