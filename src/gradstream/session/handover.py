@@ -87,7 +87,7 @@ class Handover:
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
         """See `Loop.turn`. Raises UserCodeError where the user's loop has failed."""
         with self._condition:
-            if not self.ended:
+            if not self.ended and self._failure is None:
                 self._show(parameters)
                 self._round = given
                 self._pass_to("user")
@@ -212,7 +212,7 @@ class Handover:
     def end(self, failure: UserCodeError | None = None) -> None:
         """The loop has ended, well or by an error of the user's. Does not wait."""
         with self._condition:
-            self.ended, self._failure = True, failure
+            self.ended, self._failure = failure is None, failure
             self._pass_to("worker")
 
     @property
