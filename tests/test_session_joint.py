@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError
@@ -318,6 +319,29 @@ def test_accumulating_without_sync_makes_one_exchange_for_all() -> None:
     assert seen == [3, 3]  # one of them is the hello
     gradients = sum(3.0 * (number + 0.5) for number in range(6))
     torch.testing.assert_close(first[0, 0], torch.tensor(1 - 0.1 * gradients).double())
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "compiled"])
+def test_parts_of_a_model_may_be_computed_again_or_compiled(how: str) -> None:
+    def loop(session: gs.Session) -> State:
+        model = made(session)
+        model, optimizer = session.wrap(model, sgd(model))
+        whole: Callable[[torch.Tensor], torch.Tensor] = model
+        if how == "compiled":
+            whole = torch.compile(model, backend="aot_eager")
+        else:
+            whole = partial(checkpoint, model, use_reentrant=how == "reentrant")
+        for x, y in batches(session, 2):
+            optimizer.zero_grad()
+            backward(nn.functional.mse_loss(whole(x.requires_grad_()), y))
+            optimizer.step()
+        session.close()
+        return dict(model.state_dict())
+
+    alone = loop(gs.Session())
+    for got in loop_in_threads(loop):
+        for name, value in alone.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_a_repeat_that_is_accumulated_adds_nothing() -> None:
