@@ -311,12 +311,17 @@ class WorkerSession(Session):
         assert self._handover is not None
         parameters = [replica.parameters[name] for name in names]
         joint = self._gradients = JointGradients(
-            names, parameters, vector, self._handover, self._taken_samples, lambda: math.nan
+            names,
+            parameters,
+            vector,
+            self._handover,
+            self._taken_samples,
+            self._samples.taken,
+            lambda: math.nan,
         )
         joint.hello()
         for module in modules:
             module.register_forward_pre_hook(self._samples.forward, with_kwargs=True)
-            module.register_forward_pre_hook(joint.look)
         for one in optimizers:
             one.register_step_pre_hook(joint.before_step)
             one.register_step_post_hook(joint.after_step)
