@@ -190,6 +190,39 @@ def test_a_gradient_that_is_clipped_before_it_is_joined_is_refused() -> None:
         loop_in_threads(loop, strategy="allreduce", deadlines=DEADLINES)
 
 
+def test_samples_of_a_model_that_is_trained_in_evaluation_mode_count() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session)
+        case.model.eval()
+        case.wrap()
+        for _ in range(2):
+            case.optimizer.zero_grad()
+            case.loss().backward()  # type: ignore[no-untyped-call]
+            case.optimizer.step()
+        return case.parameters()
+
+    alike(loop)
+
+
+def test_a_worker_without_samples_changes_nothing_though_it_takes_a_branch_of_its_own() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session, momentum=0.9)
+        other = nn.Linear(4, 1).double()
+        nn.init.ones_(other.weight)
+        nn.init.ones_(other.bias)
+        session.wrap([case.model, other], [case.optimizer, second := torch.optim.Adam(other.parameters())])
+        for samples in (SAMPLES, SAMPLES[:1]):  # of one, worker 1 has all
+            case.optimizer.zero_grad()
+            mine = own(session, samples)
+            model = case.model if len(mine) else other
+            model(mine).square().mean().backward()
+            case.optimizer.step()
+            second.step()
+        return torch.cat([case.parameters(), nn.utils.parameters_to_vector(other.parameters()).detach()])
+
+    alike(loop)
+
+
 def test_a_layer_may_get_its_gradient_twice_in_one_backward() -> None:
     def loop(session: gs.Session) -> torch.Tensor:
         layer = nn.Linear(4, 4).double()

@@ -18,7 +18,8 @@ class Samples:
 
     A loader from `session.shard` knows how many samples a minibatch has. It counts once a training pass
     has come after it: minibatches that are only looked at, in an evaluation, do not count. Without such a
-    loader it is the length of the first tensor that the model is called with, in training mode.
+    loader it is the length of the first tensor that the model is called with, in training mode; of a model
+    that is trained in evaluation mode, in that.
 
     Attributes:
         said: what the loop has said of the next gradient.
@@ -28,8 +29,13 @@ class Samples:
         self.said: int | None = None
         self._dealt: int | None = None  # the minibatch that was taken last, until a training pass
         self._used: int | None = None  # of minibatches that training passes were made of
-        self._seen = 0  # by the model itself
+        self._seen: int | None = None  # by the model itself
+        self._seen_in_eval: int | None = None
         self._last = 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Samples:
+        """Another one: what a copied model is called with is behind no gradient of the run."""
+        return Samples()
 
     def dealt(self, batch: Any) -> None:
         """A loader has given a minibatch: its number of samples, or itself."""
@@ -37,24 +43,33 @@ class Samples:
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called."""
-        if model.training and torch.is_grad_enabled():
-            self._seen += length_of((*args, *kwargs.values())) or 0
-            self._use()
+        if not torch.is_grad_enabled():
+            return
+        count = length_of((*args, *kwargs.values()))
+        if not model.training:
+            self._seen_in_eval = _plus(self._seen_in_eval, count)
+            return
+        self._seen = _plus(self._seen, count)
+        self._use()
 
     def take(self) -> int:
         """Samples behind the gradient that leaves now; as before where there is nothing new."""
         self._use()
-        found = next((n for n in (self.said, self._used, self._seen or None) if n is not None), self._last)
+        told = (self.said, self._used, self._seen, self._seen_in_eval)
+        found = next((count for count in told if count is not None), self._last)
         self.taken()
         self._last = found
         return found
 
     def taken(self) -> None:
         """Begins to count anew."""
-        self.said = self._dealt = self._used = None
-        self._seen = 0
+        self.said = self._dealt = self._used = self._seen = self._seen_in_eval = None
 
     def _use(self) -> None:
         if self._dealt is not None:
-            self._used = (self._used or 0) + self._dealt
+            self._used = _plus(self._used, self._dealt)
             self._dealt = None
+
+
+def _plus(before: int | None, count: int | None) -> int | None:
+    return before if count is None else (before or 0) + count
