@@ -254,6 +254,21 @@ def test_a_fused_optimizer_passes_a_step_over_for_a_grad_scaler() -> None:
     alike(loop)
 
 
+def test_state_that_an_optimizer_is_made_with_lies_as_its_parameters_do() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        model = nn.Conv2d(2, 3, 2).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        _, optimizer = session.wrap(model, torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(own(session).view(-1, 1, 2, 2).expand(-1, 2, -1, -1)).square().mean().backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    alike(loop)
+
+
 def test_a_gradient_that_is_not_finite_is_refused_in_a_closure_as_well() -> None:
     def loop(session: gs.Session) -> None:
         case = Case(session)
