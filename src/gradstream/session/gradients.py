@@ -24,6 +24,7 @@ from torch.autograd import Variable
 
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError, UserCodeError
 from gradstream.session.handover import Handover
+from gradstream.session.joined import Joined
 from gradstream.session.joint import Digest, JointVector
 from gradstream.session.outgoing import Outgoing
 
@@ -42,6 +43,7 @@ class JointGradients:
         vector: what a round carries.
         handover: the other end of it makes rounds.
         samples: how many are behind the gradients since the round before.
+        forget: called at the end of a round: what a backward computes again is not behind the next one.
         loss: of the backward that ends, or NaN.
     """
 
@@ -52,6 +54,7 @@ class JointGradients:
         vector: JointVector,
         handover: Handover,
         samples: Callable[[], int],
+        forget: Callable[[], None],
         loss: Callable[[], float],
     ) -> None:
         self._names = names
@@ -60,17 +63,23 @@ class JointGradients:
         self._bounds = vector.bounds
         self._handover = handover
         self._samples = samples
+        self._forget = forget
         self._loss = loss
         self._digest = Digest(dict(zip(names, parameters, strict=True)))
-        self._hooked: set[int] = set()
-        self._fired: set[int] = set()  # since the last round
-        self._joint: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that rounds have given
-        self._not_finite: set[int] = set()  # of these, those that are NaN
+        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._joined = Joined(parameters)
+        self._not_finite: set[int] = set()  # of joint gradients, those that are NaN
         self._own_broken: set[int] = set()
         self._outgoing = Outgoing(names, vector.bounds, handover.report)
+        self._ending: Callable[[], Callable[[], None] | None] = lambda: None  # what backward will call
         self._rounds = self._steps = 0
         self._alone = False
-        self.look()
+        for index, parameter in enumerate(parameters):
+            self._hook(index, parameter)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointGradients:
+        """Itself: a copied optimizer or module keeps its hooks, but its parameters are none of the run's."""
+        return self
 
     # ---- what the loop's thread calls ---------------------------------------------------
 
@@ -91,40 +100,66 @@ class JointGradients:
             for hook in hooks:
                 hook.remove()
 
-    def look(self, *_: Any) -> None:
-        """Finds parameters that require a gradient by now."""
-        if len(self._hooked) == len(self._parameters):
-            return
-        for index, parameter in enumerate(self._parameters):
-            if index not in self._hooked and parameter.requires_grad:
-                self._hooked.add(index)
-                parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-
     def hello(self) -> None:
         """A round without gradients: returns when all workers are there, with the same parameters."""
         self._begin(silent=True, samples=1)
         self._end()
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Joins gradients that no backward has joined, and refuses those that are not finite.
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Joins gradients that no backward has joined, and refuses what cannot be used.
+
+        Where the step has a closure, which makes the gradients, it is done after each call of that.
+
+        Returns:
+            None, or the arguments for the step to be made with.
 
         Raises:
-            GradientError: one is not finite. No worker makes the step.
+            GradientError: a gradient is not finite. No worker makes the step.
+            ConfigError: a parameter that was not there at `wrap`; a gradient that was changed too early.
         """
-        if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:  # args[0] is the optimizer
-            return  # the closure makes its backward itself
-        self.look()
-        if self._outgoing.open:  # of a backward that has failed; the others wait
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
+        if closure is None:
+            self._join_rest(optimizer)
+            return None
+
+        def joined() -> Any:
+            loss = closure()
+            self._join_rest(optimizer)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], joined, *args[2:]), kwargs
+        return args, {**kwargs, "closure": joined}
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A step was made: everything that was handed over is in the parameters."""
+        self._steps += 1
+        self._not_finite.clear()
+        self._own_broken.clear()
+        for index in self._of(optimizer):
+            self._joined.stepped(index)
+        self._handover.stepped()
+
+    def _join_rest(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._outgoing.open:  # of a backward that has failed, the others wait; or this is in one
             self._end()
-        unjoined = {index for index, p in enumerate(self._parameters) if not self._is_joint(index, p)}
-        if unjoined:
-            self._fired |= unjoined
+        mine = self._of(optimizer)
+        rest = [index for index in mine if not self._joined.is_joint(index)]
+        for index in filter(self._joined.changed_early, rest):
+            raise ConfigError(
+                f"step {self._steps}: the gradient of {self._names[index]} was clipped, or changed another "
+                "way, before it was joined with those of other workers: leave the last backward before that "
+                "out of no_sync"
+            )
+        if rest:
+            self._joined.fired.update(rest)
             self._begin()
             self._end()
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for index in self._not_finite:
+        if getattr(optimizer, "found_inf", None) is not None:
+            return  # a GradScaler leaves it to this optimizer to pass the step over
+        for index in self._not_finite.intersection(mine):
             gradient = self._parameters[index].grad
-            if id(self._parameters[index]) in mine and gradient is not None and not _is_finite(gradient):
+            if gradient is not None and not _is_finite(gradient):
                 whose = "this worker's" if index in self._own_broken else "another worker's"
                 raise GradientError(
                     f"step {self._steps}: {whose} gradient of {self._names[index]} has a NaN or an infinity; "
@@ -132,38 +167,53 @@ class JointGradients:
                     "Nothing of it was applied"
                 )
 
-    def after_step(self, *_: Any) -> None:
-        """A step was made: everything that was handed over is in the parameters."""
-        self._steps += 1
-        self._not_finite.clear()
-        self._own_broken.clear()
-        self._handover.stepped()
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Its parameters. Raises ConfigError where one with a gradient is none of the run's."""
+        found = []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            index = self._indices.get(id(parameter))
+            if index is not None:
+                found.append(index)
+            elif parameter.grad is not None:
+                raise ConfigError(
+                    f"step {self._steps}: the optimizer has a parameter of shape {tuple(parameter.shape)} "
+                    "that was not there at wrap, so its gradient is this worker's own: make it before wrap, "
+                    "and wrap its module or optimizer as well"
+                )
+        return found
 
     # ---- hooks --------------------------------------------------------------------------
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int, parameter: nn.Parameter) -> None:
         def fired(_: torch.Tensor) -> None:
-            self._fired.add(index)
+            if parameter.grad is None:
+                return  # the user's own hook has made a step of it
+            self._joined.fired.add(index)
             if self._alone:
+                self._joined.summed(index)
                 return
-            if self._outgoing.open and index in self._outgoing:
+            if not self._outgoing.open:
+                self._begin_in_backward()
+            elif self._ending() is None:
                 raise UserCodeError(
                     "the backward before this one has failed half-way, and part of its gradient has left "
                     "already: this worker cannot go on in step with the others. Resume the run"
                 )
-            if not self._outgoing.open:
-                Variable._execution_engine.queue_callback(self._end)
-                self._begin()
             self._write(index)
 
-        return fired
+        trained = parameter.requires_grad
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)  # or it takes no hook; it may be unfrozen at any time
+            parameter.register_post_accumulate_grad_hook(fired)  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(trained)
 
-    def _is_joint(self, index: int, parameter: nn.Parameter) -> bool:
-        """Whether its gradient is none, or one that a round has given, whatever became of it since."""
-        if parameter.grad is None:
-            return True
-        given = self._joint.get(index)
-        return index not in self._fired and given is not None and given() is parameter.grad
+    def _begin_in_backward(self) -> None:
+        def end() -> None:
+            self._end()
+
+        Variable._execution_engine.queue_callback(end)
+        self._ending = weakref.ref(end)  # backward alone holds it, until it has ended or failed
+        self._begin()
 
     def _begin(self, *, silent: bool = False, samples: int | None = None) -> None:
         samples = self._samples() if samples is None else samples
@@ -177,19 +227,23 @@ class JointGradients:
 
     def _end(self) -> None:
         """The round's end: what has no gradient yet is filled in, and the mean becomes everybody's."""
+        if not self._outgoing.open:
+            return  # a step that was made within backward has ended it
         for index in range(len(self._bounds)):
             if index not in self._outgoing:
                 self._write(index)
         gradient = self._outgoing.finish()
-        late = [index for index in self._fired if index >= len(self._bounds)]
+        # A loop may have thrown away what it added up.
+        mine = {index for index in self._joined.fired if self._parameters[index].grad is not None}
         name, digest = self._digest.next()
         checks = [self._rounds, self._steps, digest >> 16, digest]
-        fired = self._round(gradient, self._fired, self._outgoing.broken, checks, name)
+        fired = self._round(gradient, mine, self._outgoing.broken, checks, name)
         self._rounds += 1
-        self._fired.clear()
-        missing = [index for index in fired if index >= len(self._bounds)]
-        if missing or late:
-            self._join_late(missing)
+        self._forget()
+        self._joined.fired.clear()
+        late = [index for index in fired if index >= len(self._bounds)]
+        if late:
+            self._join_late(late)
 
     def _round(
         self, gradient: torch.Tensor, fired: set[int], broken: set[int], checks: Sequence[int], name: str
@@ -225,7 +279,7 @@ class JointGradients:
                 parameter.grad.fill_(torch.nan)
             else:
                 parameter.grad.copy_(mean.view(parameter.shape))
-        self._joint[index] = weakref.ref(parameter.grad)
+        self._joined.given(index)
 
     def _join_late(self, indices: Sequence[int]) -> None:
         """Gradients of parameters that were frozen at `wrap`: in rounds of their own, one after the other."""
@@ -275,8 +329,8 @@ class JointGradients:
                 "others: deal minibatches by session.shard, which gives all workers as many"
             )
         raise ReplicasDifferError(
-            f"step {self._steps}: parameter {name!r} is not the same on all workers. Something in the script "
-            "changes parameters, rates or the optimizer on one worker otherwise than on another: look for "
+            f"step {self._steps}: {name} is not the same on all workers. Something in the script changes "
+            "parameters, rates or the optimizer on one worker otherwise than on another: look for "
             "what depends on session.rank, on random numbers without a common seed, or on its own samples"
         )
 

@@ -205,7 +205,7 @@ class Digest:
     """A number of a replica's parameters that differs where one of the looked-at elements does.
 
     Each call looks at another piece, so that all are looked at in the end: replicas that have drifted
-    apart are found out within that many rounds.
+    apart are found out within that many rounds, small ones at once.
 
     Args:
         parameters: by name.
@@ -219,14 +219,20 @@ class Digest:
         self._index = 0
 
     def next(self) -> tuple[str, int]:
-        """(name of the parameter, 32 bits of a piece of it)."""
-        name, parameter = self._parameters[self._index]
-        flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().flatten()
-        piece = flat[self._begin : self._begin + self.PIECE_ELEMS]
-        self._begin += self.PIECE_ELEMS
-        if self._begin >= len(flat):
-            self._begin, self._index = 0, (self._index + 1) % len(self._parameters)
-        return name, zlib.crc32(piece.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        """(what is looked at, in words; 32 bits of it)."""
+        first, left, digest, names = self._index, self.PIECE_ELEMS, 0, list[str]()
+        while left > 0 and (not names or self._begin or self._index != first):
+            name, parameter = self._parameters[self._index]
+            names.append(name)
+            flat = parameter.detach().flatten()  # no copy where it is contiguous
+            piece = flat[self._begin : self._begin + left]
+            digest = zlib.crc32(piece.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
+            left -= len(piece)
+            self._begin += len(piece)
+            if self._begin >= len(flat):
+                self._begin, self._index = 0, (self._index + 1) % len(self._parameters)
+        whole = f"parameter {names[0]!r}" if len(names) == 1 else f"one of {names[0]!r} to {names[-1]!r}"
+        return whole, digest
 
 
 def layout_of(replica: Replica) -> tuple[list[str], JointVector]:

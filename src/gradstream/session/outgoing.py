@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradstream.errors import GradientError
+from gradstream.errors import GradientError, UserCodeError
 from gradstream.model.check import finite
 from gradstream.model.devices import Copied, Streams, streams_of
 
@@ -72,9 +72,15 @@ class Outgoing:
 
         Raises:
             GradientError: its layout is sparse.
+            UserCodeError: it comes once more, and what came first has left.
         """
         assert self._vector is not None
         start, stop = self._bounds[index]
+        if start < self._told:
+            raise UserCodeError(
+                f"{self._names[index]} has got a gradient twice in one backward, and the first one has left "
+                "already: use_reentrant=False makes a checkpoint that gives it once"
+            )
         view = self._vector[start:stop]
         self._begun.add(index)
         if gradient is None:
@@ -118,6 +124,7 @@ class Outgoing:
     def _land(self, index: int) -> None:
         assert self._vector is not None
         start, stop = self._bounds[index]
+        self.broken.discard(index)
         if not finite(self._vector[start:stop]):
             self._vector[start:stop].zero_()
             self.broken.add(index)

@@ -139,6 +139,8 @@ class Replica:
                     if key == "step" and not isinstance(before, torch.Tensor):
                         device = torch.device("cpu")  # where torch's own optimizers count
                     tensor = torch.from_numpy(arrays[name]).to(device, getattr(torch, value))
+                    if tensor.shape == parameter.shape:  # fused optimizers want it in the parameter's order
+                        tensor = torch.empty_like(parameter, dtype=tensor.dtype, device=device).copy_(tensor)
                     optimizer.state[parameter][key] = tensor
 
     def _remembered(self) -> Iterator[tuple[str, Any]]:

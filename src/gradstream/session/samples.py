@@ -18,7 +18,8 @@ class SampleCount:
 
     What the user says comes first; then the minibatches from the loaders that `shard` has given; then what
     the model was called with, in training mode. A repeat, with which a worker fills a round, counts none
-    whatever is said; nor does a minibatch that only an evaluation has looked at.
+    whatever is said; nor does a minibatch that only an evaluation has looked at. Where the model was called
+    in evaluation mode alone, that is how it is trained.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,14 @@ class SampleCount:
         self._looked_at = 0  # how many of these an evaluation has seen
         self._noted: list[int | None] = []  # minibatches behind the next exchange
         self._current: int | None = None  # of the minibatch of the last exchange, where it was one
-        self._said = self._seen = 0
+        self._last = 1
+        self._said = 0
+        self._seen: int | None = None
+        self._seen_in_evaluation: int | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SampleCount:
+        """Another one: what a copied model is called with is behind no gradient of the run."""
+        return SampleCount()
 
     def note(self, samples: int | None) -> None:
         """A minibatch is taken from a loader, and counts so many; None where that cannot be seen.
@@ -39,19 +47,21 @@ class SampleCount:
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called."""
+        count = length_of((*args, *kwargs.values())) if torch.is_grad_enabled() else None
         if not model.training:
             self._looked_at = len(self._taken)
+            self._seen_in_evaluation = _plus(self._seen_in_evaluation, count)
         elif torch.is_grad_enabled():
-            self.see(length_of((*args, *kwargs.values())) or 0)
-            self._use()
+            self.see(count)
+            self.use()
 
     def say(self, samples: int) -> None:
         """The user says how many are behind the next exchange."""
         self._said = samples
 
-    def see(self, samples: int) -> None:
-        """The model was called with so many."""
-        self._seen += samples
+    def see(self, samples: int | None) -> None:
+        """The model was called with so many, in training mode."""
+        self._seen = _plus(self._seen, samples)
 
     @property
     def is_repeat(self) -> bool:
@@ -60,25 +70,37 @@ class SampleCount:
 
     def clear(self) -> None:
         """Forgets what came since the last exchange: it was made before."""
-        self._taken, self._noted, self._looked_at, self._said, self._seen = [], [], 0, 0, 0
+        self._taken, self._noted, self._looked_at, self._said = [], [], 0, 0
+        self._seen = self._seen_in_evaluation = None
+
+    def use(self) -> None:
+        """The minibatches that were taken are behind the next exchange, whatever has looked at them."""
+        self._noted += self._taken
+        self._taken, self._looked_at = [], 0
 
     def take(self) -> int:
         """How many are behind the exchange that is made now.
 
         Where no minibatch was taken since the last one, as with two losses of one minibatch, it counts
-        again as many as it did.
+        again as many as it did; so it does where nothing is known of the new ones.
         """
-        self._taken = self._taken[self._looked_at :]
-        self._use()
+        if self._noted or self._looked_at < len(self._taken) or self._seen is not None:
+            self._taken = self._taken[self._looked_at :]
+        self.use()
         noted = self._noted or [self._current]
         self._current = noted[0] if len(noted) == 1 else None
-        said, seen = self._said, self._seen
+        said = self._said
+        seen = self._seen_in_evaluation if self._seen is None else self._seen
         self.clear()
         known = [samples for samples in noted if samples is not None]
         if len(known) == len(noted):
-            return said if said and any(known) else sum(known)
-        return said or seen or sum(known) or 1
+            self._last = said if said and any(known) else sum(known)
+        elif said or seen is None:
+            self._last = said or sum(known) or self._last
+        else:
+            self._last = seen
+        return self._last
 
-    def _use(self) -> None:
-        self._noted += self._taken
-        self._taken, self._looked_at = [], 0
+
+def _plus(before: int | None, count: int | None) -> int | None:
+    return before if count is None else (before or 0) + count

@@ -161,10 +161,16 @@ class WorkerSession(Session):
         assert self._handover is not None
         parameters = [replica.parameters[name] for name in names]
         joint = self._gradients = JointGradients(
-            names, parameters, vector, self._handover, self._taken_samples, self._log.step
+            names,
+            parameters,
+            vector,
+            self._handover,
+            self._taken_samples,
+            self._samples.clear,
+            self._log.step,
         )
         joint.hello()
-        hook = BeforeForward(self._samples.forward, joint.look)
+        hook = BeforeForward(self._samples.forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
         for one in optimizers:
@@ -179,6 +185,7 @@ class WorkerSession(Session):
             return
         with self._gradients.no_sync(nothing=self._samples.is_repeat):
             yield
+        self._samples.use()
 
     def barrier(self) -> None:
         """See `Session.barrier`."""
