@@ -141,6 +141,11 @@ class NodeSpec:
             ) from None
         return cls(**record)
 
+    @property
+    def argv(self) -> list[str]:
+        """The command line under which the user's file is read."""
+        return list(self.plain.get("argv") or sys.argv)
+
     def load(self) -> Job:
         """Reads the job as a node does, in this process. Raises ConfigError where it is not in a file."""
         return self._load(self.job)
@@ -154,7 +159,7 @@ class NodeSpec:
             raise ConfigError(
                 f"{self.run_dir}: the job of this run was not in a file, so it cannot be read again"
             )
-        loaded = load_job(job, earlier=[Path(path) for path in self.earlier])
+        loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
         # A class that is defined in the job file has no other name: the file's own object is changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
         optimizer = find_optimizer(
@@ -186,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         spec = NodeSpec.read(given.spec)
+        sys.argv = spec.argv  # for good: a function of the user's may look at it later
         return asyncio.run(_run(spec, spec.load(), given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)

@@ -12,7 +12,7 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class Joining:
     Args:
         address: of the launcher, as it has printed it.
         job: spec of this machine's own job file.
+        arguments: what the file is run with, as on the launcher's machine.
         token: of the run.
         fingerprint: of the launcher's certificate, as it has printed it; not needed with `insecure`.
         machine: what this machine is called; None is its host name.
@@ -70,6 +71,7 @@ class Joining:
     job: str
     token: str
     fingerprint: str | None = None
+    arguments: Sequence[str] = ()
     machine: str | None = None
     insecure: bool = False
     run_dir: Path | None = None
@@ -91,7 +93,7 @@ def join(joining: Joining, on_note: OnNote) -> int:
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
     joining = replace(joining, machine=name)
     reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
-    job = load_job(joining.job)
+    job = load_job(joining.job, argv=[joining.job, *joining.arguments])
     return asyncio.run(_Machine(joining, job, reached.certificate, on_note).run())
 
 
@@ -209,6 +211,7 @@ class _Machine:
             raise ConfigError(f"the job that the launcher tells cannot be read: {error}") from error
         spec |= {"job": self._job.spec, "run_dir": str(run_dir), "earlier": [], "elsewhere": True}
         spec["plain"]["run_dir"] = None
+        spec["plain"]["argv"] = [str(self._job.spec), *(spec["plain"].get("argv") or ())[1:]]
         for described in (spec["strategy"], spec["optimizer"]):
             file, _, name = str(described.get("class", "")).rpartition(":")
             if file.endswith(".py"):

@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     assign(Assignment(rank, size, str(given.spec), given.coordinator, given.credentials))
     if rank == 0:
         sys.stdout = _Shown(sys.stdout, say)
-    sys.argv = [str(given.script)]
+    sys.argv = [str(given.script), *spec.argv[1:]]
     return _run(given.script, given.name, say)
 
 
