@@ -82,15 +82,7 @@ def test_the_command_line_passes_arguments_on(script: Callable[[str], str]) -> N
 
 
 def test_a_loop_of_its_own_finds_them_too(script: Callable[[str], str]) -> None:
-    told = "import json, pathlib, sys\npathlib.Path(f'argv-{session.rank}').write_text(json.dumps(sys.argv[1:]))\n"
-    train(
-        script(SETUP + told + "session.close()\n"),
-        "--workers",
-        "2",
-        "--run-dir",
-        "run",
-        "--",
-        "--hidden",
-        "64",
-    )
+    told = "import json, pathlib, sys\n"
+    told += "pathlib.Path(f'argv-{session.rank}').write_text(json.dumps(sys.argv[1:]))\nsession.close()\n"
+    train(script(SETUP + told), "--workers", "2", "--run-dir", "run", "--", "--hidden", "64")
     assert [json.loads(Path(f"argv-{rank}").read_text()) for rank in (0, 1)] == [["--hidden", "64"]] * 2

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -77,6 +77,7 @@ class NodeSpec:
         plain: the job's fields that are plain values.
         strategy, optimizer: as the registry describes them.
         resume: where the run goes on, as `Resume.as_json` has it; None where it begins.
+        data: of arrays in memory, what each node's own are compared with (see `quick_checks`), by name.
         trial: nothing of the run is kept, so no power cut need be feared.
         script: the user's, where its own loop is what the workers are; the other nodes do not run it.
         elsewhere: the nodes are on another machine than the launcher, with a run directory of its own: they
@@ -92,6 +93,7 @@ class NodeSpec:
     optimizer: dict[str, Any]
     resume: dict[str, Any] | None = None
     script: str = ""
+    data: dict[str, str] = field(default_factory=dict)
     trial: bool = False
     elsewhere: bool = False
 
@@ -110,6 +112,7 @@ class NodeSpec:
             optimizer=describe(cast.optimizer),
             resume=None if cast.resume is None else cast.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
+            data=dict(getattr(job.data, "quick_checks", {})),
             trial=trial,
         )
 
@@ -154,6 +157,18 @@ class NodeSpec:
         """Reads the job as the launcher did, up to `join()` where it is a script. Raises as `load`."""
         return self._load(self.script or self.job)
 
+    def check_data(self, job: Job) -> None:
+        """Raises ConfigError where this node has made other data of the job than the launcher."""
+        here = getattr(job.data, "quick_checks", {})
+        for part in {**self.data, **here}:
+            mine, told = here.get(part, "none"), self.data.get(part, "none")
+            if mine != told:
+                raise ConfigError(
+                    f"{part} of the data set {job.data.name!r} are {mine}; those of the launcher {told}. "
+                    "Every node runs the job file, and makes the data anew: give the random generator a "
+                    "seed, numpy.random.default_rng(0), or keep the data in a file"
+                )
+
     def _load(self, job: str) -> Job:
         if not job:
             raise ConfigError(
@@ -192,7 +207,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         spec = NodeSpec.read(given.spec)
         sys.argv = spec.argv  # for good: a function of the user's may look at it later
-        return asyncio.run(_run(spec, spec.load(), given, say))
+        job = spec.load()
+        spec.check_data(job)
+        return asyncio.run(_run(spec, job, given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)
 
