@@ -18,7 +18,7 @@ import numpy as np
 import gradstream as gs
 x = np.random.default_rng({seed}).standard_normal((64, 2)).astype("float32")
 model = gs.from_functions(
-    lambda seed: {{"w": np.zeros(2)}}, lambda p, x: x @ p["w"], lambda p, x, y: {{"w": np.zeros(2)}}
+    lambda seed: {{"w": np.zeros(2)}}, lambda p, x: x @ p["w"], lambda p, x, y: {{"w": np.zeros(2, "f4")}}
 )
 def job():
     return gs.Job(model, gs.from_arrays(x, x[:, 0]), batch_size=8, epochs=1)
@@ -51,3 +51,17 @@ def test_what_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = one.copy()
     changed[-1] = 0
     assert quick_checks({"a": changed}) != quick_checks({"a": one})
+
+
+def test_a_warning_of_the_users_code_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    warned = "import warnings\ndef outputs(p, x):\n    warnings.warn('careful')\n    return x @ p['w']\n"
+    text = SCRIPT.format(seed="0").replace(
+        'lambda p, x, y: {"w"', 'lambda p, x, y: outputs(p, x) is None or {"w"'
+    )
+    Path("warns.py").write_text(warned + text)
+    gs.train(load_job("warns.py"), run_dir=Path("run"))
+    assert capfd.readouterr().err.count("worker-0: UserWarning: careful\n") == 1
+    assert "UserWarning: careful" in Path("run/logs/worker-1.log").read_text()

@@ -28,6 +28,7 @@ from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
+from gradstream.cluster.node_log import show_warnings
 from gradstream.config import Job, build_model, is_script
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
@@ -61,6 +62,9 @@ __all__ = [
 ]
 
 OK, FAILED, ABORTED = 0, 1, 3
+
+SHOWN = "worker-0"
+"""Whose warnings the launcher shows: all workers have about the same."""
 
 MAX_SPEC_BYTES, MAX_SPEC_DEPTH = 16 << 20, 32
 
@@ -209,6 +213,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv = spec.argv  # for good: a function of the user's may look at it later
         job = spec.load()
         spec.check_data(job)
+        if given.name == SHOWN:
+            show_warnings(SHOWN, say)
         return asyncio.run(_run(spec, job, given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)
