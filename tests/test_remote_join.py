@@ -458,10 +458,12 @@ def machine(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
 
 
 def test_two_machines_by_the_printed_line(machine: Callable[..., Machine], tmp_path: Path) -> None:
-    launcher = machine("a", "train", "linear.py", "--listen", "127.0.0.1", "--wait", "2", "--run-dir", "run")
-    words = launcher.line(r"gradstream (join .*)")[1].split()
+    asked = "import sys\nassert sys.argv[1:] == ['--hidden', '64'], sys.argv\n"
+    listen = ("--listen", "127.0.0.1", "--wait", "2", "--run-dir", "run", "--", "--hidden", "64")
+    launcher = machine("a", "train", "linear.py", *listen, addition=asked)
+    words = launcher.line(r"gradstream join (.*)")[1].split()
     token = words[words.index("--token") + 1]
-    joined = machine("b", *words, "--name", "b", "--run-dir", "run")
+    joined = machine("b", "join", "--name", "b", "--run-dir", "run", *words, addition=asked)
     status, said = joined.end()
     assert status == 0, said
     assert "in as b, with shard-1, worker-1" in said

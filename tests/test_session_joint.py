@@ -379,7 +379,7 @@ def test_replicas_that_drift_apart_are_found_out() -> None:
                     model.bias.add_(1e-12)
 
     for strategy in STRATEGIES:
-        with pytest.raises(ReplicasDifferError, match="'bias' .*is not the same on all workers"):
+        with pytest.raises(ReplicasDifferError, match=r"'bias' .*is not the same on all workers"):
             loop_in_threads(loop, strategy=strategy, deadlines=DEADLINES)
 
 

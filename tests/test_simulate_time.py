@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +252,18 @@ def test_phantom_takes_as_long_as_the_real_thing() -> None:
         return [event for event in run.events if event["event"] in ("step", "exchange", "applied")]
 
     assert story(phantom=False) == story(phantom=True)
+
+
+@pytest.mark.parametrize(
+    ("world", "told"),
+    [
+        (lambda: World(costs={"gradients": Cost()}), "did you mean 'gradient'"),
+        (lambda: World(speeds={"worker_1": 0.5}), "World.speeds 'worker_1' (did you mean 'worker-1'?)"),
+        (lambda: World(speeds={"worker-3": 0.5}), "World.speeds 'worker-3'"),
+        (lambda: World(network=Network(cards={"worker_1": 1e6})), "Network.cards 'worker_1' (did you mean"),
+        (lambda: World(network=Network(links={("worker-1", "shard0"): Link()})), "did you mean 'shard-0'"),
+    ],
+)
+def test_names_that_a_run_does_not_have_are_refused(world: Callable[[], World], told: str) -> None:
+    with pytest.raises(gs.ConfigError, match=re.escape(told)):
+        simulate(Sized([64]), numbered(64), world=world(), workers=2, batch_size=1, steps=1)

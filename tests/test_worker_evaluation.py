@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
 from gradstream.cli.progress import Progress
@@ -105,6 +106,51 @@ def test_classes_trees_and_nothing_to_compare() -> None:
     assert found.metrics["top2"] > found.accuracy
     assert found.loss is None
     assert found.num_samples == 300
+
+
+def wrong(targets: Any, inputs: Any = None, outputs: Any = lambda p, x: x @ p["w"]) -> str:
+    """How an evaluation refuses a linear model of three classes."""
+    x = np.ones((8, 2), "float32") if inputs is None else inputs
+    model = gs.from_functions(lambda seed: {"w": np.ones((2, 3))}, outputs, lambda p, x, y: p)
+    flat = torch.ones(6, dtype=torch.float64)
+    with pytest.raises(UserCodeError) as told:
+        evaluate(model, flat, gs.from_arrays(x, targets, x, targets))
+    return str(told.value)
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    labels = np.arange(8) % 3
+    assert "targets.astype('int64')" in wrong(labels.astype("float32"))
+    assert "outputs have shape (7, 3) and targets (8,)" in wrong(labels, None, lambda p, x: (x @ p["w"])[:-1])
+    assert "classes from 1 to 3, but the model gives scores of 3: expected 0 to 2" in wrong(labels + 1)
+    assert "classes from -1 to 1" in wrong(labels - 1)
+    inputs = np.ones((8, 2), "float32")
+    inputs[5, 1] = np.nan
+    assert "NaN for held-out sample 5; held-out inputs have NaN" in wrong(labels, inputs)
+    assert "look at the model" in wrong(labels, None, lambda p, x: np.nan * (x @ p["w"]))
+
+
+def test_classes_that_do_not_count_are_left_out() -> None:
+    model = gs.from_functions(lambda seed: {"w": np.eye(2)}, lambda p, x: x @ p["w"], lambda p, x, y: p)
+    x, y = np.eye(2)[[0, 1, 0, 1]], np.array([0, 0, -100, -100])
+    assert (
+        evaluate(model, torch.eye(2, dtype=torch.float64).flatten(), gs.from_arrays(x, y, x, y)).accuracy
+        == 0.5
+    )
+
+
+def test_a_loss_that_broadcasts_targets_is_refused() -> None:
+    """PyTorch warns of it; the shapes have as many elements, and would look alike."""
+    x = np.ones((6, 2), "float32")
+    for loss, refused in ((F.mse_loss, True), (lambda o, t: F.mse_loss(o.squeeze(-1), t), False)):
+        model = gs.from_torch(lambda: nn.Linear(2, 1), loss)
+        data = gs.from_arrays(x, x[:, 0], x, x[:, 0])
+        flat = torch.zeros(model.layout.elems)
+        if refused:
+            with pytest.raises(UserCodeError, match=r"every output with every target.*targets\[:, None\]"):
+                evaluate(model, flat, data)
+        else:
+            assert evaluate(model, flat, data).loss == 1.0
 
 
 class Trees:

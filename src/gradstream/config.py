@@ -107,6 +107,8 @@ class Job:
         deadlines: see `Deadlines`.
         spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.
+        argv: command line that nodes find as `sys.argv` when they read the job file: the launcher's own.
+            Filled in by `load_job` and `train`.
         origins: where values were given that are not the job file's, by key: "workers",
             "strategy.push_every". Filled in by `train` and `gradstream.settings`.
     """
@@ -146,6 +148,7 @@ class Job:
     connections: int = 1
     deadlines: Deadlines = field(default_factory=Deadlines)
     spec: str | None = None
+    argv: Sequence[str] | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -97,27 +97,39 @@ def _capturing(earlier: Sequence[Path] | None) -> Iterator[None]:
         _reading = before
 
 
-def load_job(spec: str, *, earlier: Sequence[Path] | None = None) -> Job:
+@contextmanager
+def _command_line(argv: Sequence[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, list(argv)
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence[str] | None = None) -> Job:
     """The job that a spec names.
 
     Args:
         spec: "file.py", "file.py:function" or "module:function".
         earlier: for nodes: run directories of the runs that the script makes before this one.
+        argv: what the file finds as `sys.argv`, here and on the nodes of its run; None: this process's own.
 
     Raises:
         ConfigError: no such file or function, or no job comes of it.
         UserCodeError: what the file itself has raised.
     """
+    argv = tuple(sys.argv if argv is None else argv)
     place, colon, function = spec.rpartition(":")
     if not colon:
         place, function = spec, ""
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        place = str(path)
-        job = _from_file(path, function, earlier)
-    else:
-        job = _from_module(spec, place, function)
-    return dataclasses.replace(job, spec=f"{place}:{function}" if function else place)
+    with _command_line(argv):
+        if place.endswith(".py"):
+            path = Path(place).resolve()
+            place = str(path)
+            job = _from_file(path, function, earlier)
+        else:
+            job = _from_module(spec, place, function)
+    return dataclasses.replace(job, spec=f"{place}:{function}" if function else place, argv=argv)
 
 
 def digest_of(spec: str) -> str:

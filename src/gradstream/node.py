@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +28,7 @@ from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.cluster.machine import SWITCH_INTERVAL_S
+from gradstream.cluster.node_log import show_warnings
 from gradstream.config import Job, build_model, is_script
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
@@ -62,6 +63,9 @@ __all__ = [
 
 OK, FAILED, ABORTED = 0, 1, 3
 
+SHOWN = "worker-0"
+"""Whose warnings the launcher shows: all workers have about the same."""
+
 MAX_SPEC_BYTES, MAX_SPEC_DEPTH = 16 << 20, 32
 
 
@@ -77,6 +81,7 @@ class NodeSpec:
         plain: the job's fields that are plain values.
         strategy, optimizer: as the registry describes them.
         resume: where the run goes on, as `Resume.as_json` has it; None where it begins.
+        data: of arrays in memory, what each node's own are compared with (see `quick_checks`), by name.
         trial: nothing of the run is kept, so no power cut need be feared.
         script: the user's, where its own loop is what the workers are; the other nodes do not run it.
         elsewhere: the nodes are on another machine than the launcher, with a run directory of its own: they
@@ -94,6 +99,7 @@ class NodeSpec:
     optimizer: dict[str, Any]
     resume: dict[str, Any] | None = None
     script: str = ""
+    data: dict[str, str] = field(default_factory=dict)
     trial: bool = False
     elsewhere: bool = False
     per_machine: int = 1
@@ -122,6 +128,7 @@ class NodeSpec:
             optimizer=describe(cast.optimizer),
             resume=None if cast.resume is None else cast.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
+            data=dict(getattr(job.data, "quick_checks", {})),
             trial=trial,
             per_machine=per_machine,
             meeting=meeting,
@@ -155,6 +162,11 @@ class NodeSpec:
             ) from None
         return cls(**record)
 
+    @property
+    def argv(self) -> list[str]:
+        """The command line under which the user's file is read."""
+        return list(self.plain.get("argv") or sys.argv)
+
     def load(self) -> Job:
         """Reads the job as a node does, in this process. Raises ConfigError where it is not in a file."""
         return self._load(self.job)
@@ -163,12 +175,24 @@ class NodeSpec:
         """Reads the job as the launcher did, up to `join()` where it is a script. Raises as `load`."""
         return self._load(self.script or self.job)
 
+    def check_data(self, job: Job) -> None:
+        """Raises ConfigError where this node has made other data of the job than the launcher."""
+        here = getattr(job.data, "quick_checks", {})
+        for part in {**self.data, **here}:
+            mine, told = here.get(part, "none"), self.data.get(part, "none")
+            if mine != told:
+                raise ConfigError(
+                    f"{part} of the data set {job.data.name!r} are {mine}; those of the launcher {told}. "
+                    "Every node runs the job file, and makes the data anew: give the random generator a "
+                    "seed, numpy.random.default_rng(0), or keep the data in a file"
+                )
+
     def _load(self, job: str) -> Job:
         if not job:
             raise ConfigError(
                 f"{self.run_dir}: the job of this run was not in a file, so it cannot be read again"
             )
-        loaded = load_job(job, earlier=[Path(path) for path in self.earlier])
+        loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
         # A class that is defined in the job file has no other name: the file's own object is changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
         optimizer = find_optimizer(
@@ -200,7 +224,12 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         spec = NodeSpec.read(given.spec)
-        return asyncio.run(_run(spec, spec.load(), given, say))
+        sys.argv = spec.argv  # for good: a function of the user's may look at it later
+        job = spec.load()
+        spec.check_data(job)
+        if given.name == SHOWN:
+            show_warnings(SHOWN, say)
+        return asyncio.run(_run(spec, job, given, say))
     except Exception as error:
         return _failed(error, given.name, say, sys.stderr)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import secrets
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,7 @@ def train(
             raise ConfigError("a script with a training loop of its own runs as processes, not as threads")
     spec = _place(job, processes if listen is None else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
-    job = dataclasses.replace(job, spec=spec, name=name)
+    job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, name=name)
     listening = _listening(listen, wait)
     if listening is not None:
         if processes is False:
@@ -167,7 +168,7 @@ def host(
     Raises:
         What the run failed with, as `train`.
     """
-    job = dataclasses.replace(job, name=job.name or Path(job.spec or "session").stem)
+    job = dataclasses.replace(job, argv=sys.argv, name=job.name or Path(job.spec or "session").stem)
     if listening is not None:
         listening.check(job, earlier=False)
     cast = cast_of(job, secrets.token_hex(8))

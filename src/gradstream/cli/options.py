@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from gradstream.config import Job
 
-__all__ = ["config_options", "job_options", "json_option", "load_job_with"]
+__all__ = ["JobCommand", "arguments_of_job", "config_options", "job_options", "json_option", "load_job_with"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -21,6 +21,29 @@ FILE = "gradstream.toml"
 
 KEYS = {"algorithm": "strategy.algorithm", "lr": "optimizer.lr", "tracker": "trackers"}
 """Options whose key has another name."""
+
+
+ARGUMENTS = f"{__name__}.arguments"
+
+
+class JobCommand(click.Command):
+    """A command about a job: what comes after "--" are the arguments of the job file, not its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, with the words up to "--"."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[ARGUMENTS] = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        """As click has them, with what may follow."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS OF JOB]"]
+
+
+def arguments_of_job() -> list[str]:
+    """What the command line that is being carried out has after "--"."""
+    context = click.get_current_context(silent=True)
+    return [] if context is None else context.meta.get(ARGUMENTS, [])
 
 
 def job_options(command: Command) -> Command:
@@ -106,7 +129,7 @@ def load_job_with(
     texts = from_texts(settings)  # wrong ones are said before the job file is run
     path = config or _beside(spec)
     layers = [from_toml(path) if path else [], from_environment(os.environ), [*typed, *texts]]
-    return apply(load_job(spec), layers)
+    return apply(load_job(spec, argv=[spec.partition(":")[0], *arguments_of_job()]), layers)
 
 
 def _beside(spec: str) -> Path | None:

@@ -5,12 +5,38 @@ from __future__ import annotations
 import errno
 import io
 import os
-from typing import TYPE_CHECKING, TextIO
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["log_stream"]
+__all__ = ["log_stream", "show_warnings"]
+
+WARNING_BYTES = 2048
+"""Of what is shown of one."""
+
+
+def show_warnings(node: str, say: Callable[..., None]) -> None:
+    """From here on the launcher shows warnings of this process, each distinct one once; all are in the log.
+
+    Args:
+        node: its name.
+        say: tells the launcher.
+    """
+    logged, shown = warnings.showwarning, set()
+
+    def show(message: Any, category: type[Warning], *where: Any, **options: Any) -> None:
+        logged(message, category, *where, **options)
+        text = escaped(str(message), WARNING_BYTES, newlines=True)
+        if (category, text) not in shown:
+            shown.add((category, text))
+            say(output=f"{node}: {category.__name__}: {text}\n")
+
+    warnings.showwarning = show
 
 
 class _Lossy(io.RawIOBase):

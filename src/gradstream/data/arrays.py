@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradstream.data.base import Ids
-from gradstream.data.checksum import checksum_of
+from gradstream.data.checksum import checksum_of, quick_checks
 from gradstream.errors import DataError
 from gradstream.model.batch import Batch, Tree, leaves_of, map_leaves
 
@@ -43,6 +43,13 @@ class ArrayDataset:
         parts = [self.inputs, self.targets, self.test_inputs, self.test_targets]
         named = [leaf for part in parts if part is not None for leaf in leaves_of(part)]
         return checksum_of([array for _, array in named], "".join(path for path, _ in named))
+
+    @property
+    def quick_checks(self) -> dict[str, str]:
+        """Of each array, see `quick_checks`: nodes of one machine compare theirs."""
+        names = ("inputs", "targets", "test_inputs", "test_targets")
+        parts = [(getattr(self, name), name) for name in names]
+        return quick_checks(dict(leaf for part in parts if part[0] is not None for leaf in leaves_of(*part)))
 
     def batch(self, ids: Ids) -> Batch:
         """The training samples with these ids, in this order; copies. Raises DataError for an unknown id."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-__all__ = ["checksum_of"]
+__all__ = ["checksum_of", "quick_checks"]
 
+QUICK_BYTES = 16 << 20
 WHOLE_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
 NUM_BLOCKS = 32
@@ -36,10 +38,27 @@ def checksum_of(arrays: Iterable[np.ndarray[Any, Any]], *more: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _blocks(array: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
+def quick_checks(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
+    """What tells data of two processes of one machine apart, by the array's name, in some milliseconds.
+
+    Shape, dtype and a CRC-32. Of all arrays together up to 16 MiB are read, in blocks spread evenly.
+    """
+    share_bytes = QUICK_BYTES // max(1, len(arrays))
+    checks = {}
+    for name, array in arrays.items():
+        crc = 0
+        for block in _blocks(array, share_bytes, share_bytes // NUM_BLOCKS):
+            crc = zlib.crc32(np.ascontiguousarray(block).data, crc)
+        checks[name] = f"{array.shape} {array.dtype}, content {crc:08x}"
+    return checks
+
+
+def _blocks(
+    array: np.ndarray[Any, Any], whole_bytes: int = WHOLE_BYTES, block_bytes: int = BLOCK_BYTES
+) -> Iterable[np.ndarray[Any, Any]]:
     """All of a small array; ranges of rows of a large one, spread evenly."""
-    if array.nbytes <= WHOLE_BYTES or array.ndim == 0:
+    if array.nbytes <= whole_bytes or array.ndim == 0:
         return [array]
-    rows = max(1, BLOCK_BYTES * len(array) // array.nbytes)
+    rows = max(1, block_bytes * len(array) // array.nbytes)
     starts = np.linspace(0, len(array) - rows, NUM_BLOCKS).astype(int)
     return (array[start : start + rows] for start in starts)

@@ -144,6 +144,7 @@ class Entrance:
             port = Address.parse(str(spec["meeting"]), "where process groups meet").port
             spec["meeting"] = str(self._address.at(port))
         spec["plain"]["run_dir"] = None
+        spec["plain"]["argv"] = [str(self._job.spec), *(spec["plain"].get("argv") or ())[1:]]
         for described in (spec["strategy"], spec["optimizer"]):
             file, _, name = str(described.get("class", "")).rpartition(":")
             if file.endswith(".py"):

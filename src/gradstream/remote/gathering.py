@@ -106,7 +106,8 @@ class Gathering:
             self._token,
         ]
         words += ["--insecure"] if self._authority is None else ["--fingerprint", self._authority.fingerprint]
-        return shlex.join(words)
+        arguments = list(self._job.argv or ())[1:]
+        return shlex.join([*words, "--", *arguments] if arguments else words)
 
     def wait(self, hear: Callable[[], None]) -> None:
         """Invites, and returns when all machines are in.

@@ -9,7 +9,7 @@ import asyncio
 import datetime
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Joining:
     Args:
         address: of the launcher, as it has printed it.
         job: spec of this machine's own job file.
+        arguments: what the file is run with, as on the launcher's machine.
         token: of the run.
         fingerprint: of the launcher's certificate, as it has printed it; not needed with `insecure`.
         machine: what this machine is called; None is its host name.
@@ -54,6 +55,7 @@ class Joining:
     job: str
     token: str
     fingerprint: str | None = None
+    arguments: Sequence[str] = ()
     machine: str | None = None
     insecure: bool = False
     run_dir: Path | None = None
@@ -74,7 +76,7 @@ def join(joining: Joining, on_note: OnNote) -> int:
     """
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
     reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
-    job = load_job(joining.job)
+    job = load_job(joining.job, argv=[joining.job, *joining.arguments])
     return asyncio.run(_run(joining, job, name, reached.certificate, on_note))
 
 

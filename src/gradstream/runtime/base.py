@@ -37,7 +37,7 @@ class Work:
     """What a computation costs, for a world to price. The real runtime measures instead.
 
     Args:
-        kind: "gradient", "apply", "copy", "reduce", "evaluate" or a name of one's own.
+        kind: "gradient", "apply", "copy", "reduce", "evaluate", ...: one of `world.KINDS`.
         samples: training samples it goes through.
         elems: vector elements it goes through.
         brief: so short (tens of microseconds) that handing it to another thread would cost more.

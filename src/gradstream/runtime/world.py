@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.runtime.base import Work
 
 __all__ = [
@@ -200,6 +201,15 @@ class Network:
         )
 
 
+KINDS = frozenset(
+    {"gradient", "apply", "copy", "reduce", "product", "evaluate", "read", "build", "init", "form"}
+    | {"checkpoint", "snapshot", "write", "commit", "restore"}
+)
+"""Of work that costs something."""
+
+_A_NODE = re.compile(r"coordinator|(shard|worker)-\d+")
+
+
 def _no_costs() -> Mapping[str, Cost]:
     return {
         "gradient": Cost(per_sample_s=2e-3),
@@ -215,7 +225,7 @@ class World:
     """Everything that a simulation assumes about machines and network.
 
     Args:
-        costs: seconds by kind of work; a kind that is missing costs nothing.
+        costs: seconds by kind of work (`KINDS`); a kind that is missing costs nothing.
         speeds: by node name, 1.0 where missing; 0.5 takes twice as long.
         backprop: fraction of the gradient's duration at which the backward pass begins; 1/3 is
             a forward pass half as long. Its elements become ready linearly from there to the end.
@@ -234,11 +244,34 @@ class World:
     phantom: bool = False
 
     def __post_init__(self) -> None:
+        for kind in self.costs.keys() - KINDS:
+            raise UnknownNameError("kind of work in World.costs", kind, KINDS)
         for node, speed in self.speeds.items():
             if not speed > 0:
                 raise ConfigError(f"World.speeds[{node!r}] = {speed}: expected a positive number")
         if list(self.offsets) != sorted(self.offsets) or not all(0 <= f <= 1 for f in self.offsets):
             raise ConfigError(f"World.offsets = {self.offsets}: expected growing fractions from 0 to 1")
+
+    def check_names(self, nodes: Collection[str]) -> None:
+        """Raises UnknownNameError for a node that the run does not have.
+
+        A network may be described for more nodes than a run has, but they must be called as nodes are.
+        """
+        for node in self.speeds.keys() - set(nodes):
+            raise UnknownNameError("node in World.speeds", node, nodes)
+        net = self.network
+        cut = {node for one in net.partitions for node in one.sources | one.targets}
+        ends = {node for link in net.links for node in link}
+        machines = {*net.machines.values(), *nodes}
+        for where, names in {
+            "node in Network.machines": net.machines.keys(),
+            "node in Network.links": ends,
+            "node in Network.partitions": cut,
+            "machine in Network.cards": net.cards.keys() - machines,
+        }.items():
+            for name in sorted(names):
+                if not _A_NODE.fullmatch(name):
+                    raise UnknownNameError(where, name, machines if where.startswith("machine") else nodes)
 
     def seconds(self, node: str, work: Work, rng: random.Random, count: int) -> float:
         """Duration of one computation on a node."""

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     assign(Assignment(rank, size, str(given.spec), given.coordinator, network))
     if rank == 0:
         sys.stdout = _Shown(sys.stdout, say)
-    sys.argv = [spec.script]
+    sys.argv = [spec.script, *spec.argv[1:]]
     status, session = _run(Path(spec.script), given.name, say), running()
     if status != OK and session is not None and not session._looked:
         say(begins_again=True)

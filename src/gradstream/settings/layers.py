@@ -21,7 +21,7 @@ FAMILIES = ("strategy", "optimizer")
 NAME = ("", "name", "class")
 """`strategy = "downpour"` and `strategy.name = "downpour"` say the same."""
 
-OF_THE_JOB = frozenset({"callbacks", "model", "data", "spec", "origins", "strategy_options"})
+OF_THE_JOB = frozenset({"argv", "callbacks", "model", "data", "spec", "origins", "strategy_options"})
 """Fields of a job that are not settings."""
 
 

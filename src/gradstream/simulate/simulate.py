@@ -103,6 +103,7 @@ def simulate(
         resume=None if found is None else Resume.at(*found),
         keeps=storage is not None and not world.phantom,
     )
+    world.check_names(cast.node_names)
     if cast.strategy.exchange != "auto":
         raise ConfigError(
             f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "

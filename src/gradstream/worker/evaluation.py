@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,12 +15,18 @@ import torch
 from gradstream.data.base import Dataset
 from gradstream.errors import GradstreamError, UserCodeError
 from gradstream.model.base import Model, Reduction
-from gradstream.model.batch import Batch
+from gradstream.model.batch import Batch, leaves_of
 from gradstream.optim.schedules import Position
 
 __all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "check_outputs", "evaluate"]
 
 BATCH_SIZE = 256
+
+IGNORED = -100
+"""A class that does not count, as for PyTorch's losses."""
+
+Compared = Literal["yes", "broadcast", "no"]
+"""Whether outputs and targets are of one kind; "broadcast": of as many elements in other shapes."""
 
 Every = int | Literal["epoch"]
 """Steps between two evaluations, or one after each data epoch."""
@@ -78,11 +85,16 @@ def evaluate(
         with _users_code("model or the data set"):
             batch = data.test_batch(ids)
             outputs = _outputs(model, parameters, batch, needed=bool(metrics))
-        tally.add(batch, outputs)
+        compared = tally.add(batch, outputs)
+        if compared == "broadcast":
+            _check_not_broadcast(model, parameters, batch, outputs)
+        loss = None
         if not tally.elems and hasattr(model, "held_out_loss"):
             loss = _own_loss(model, parameters, batch)
             if loss is not None:
                 tally.add_loss(loss, batch, model.reduction)
+        if compared == "no" and loss is None and not metrics:
+            raise _not_alike(outputs, batch.targets)
     return tally.evaluation()
 
 
@@ -95,6 +107,33 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
     if getattr(model, "calls_itself", False):
         with _users_code("module, called with the inputs alone as metrics need it (spread=True may help),"):
             model.outputs(parameters, data.test_batch(np.zeros(1, np.int64)).inputs)
+
+
+def _check_not_broadcast(model: Any, parameters: torch.Tensor, batch: Batch, outputs: torch.Tensor) -> None:
+    """Raises UserCodeError where PyTorch warns that the loss compares every output with every target."""
+    if not hasattr(model, "held_out_loss"):
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _own_loss(model, parameters, batch)
+    if any("target size" in str(one.message) for one in told):
+        raise UserCodeError(
+            f"in an evaluation, outputs have shape {tuple(outputs.shape)} and targets "
+            f"{tuple(np.shape(batch.targets))}: the loss compares every output with every target, so nothing "
+            "was learned. Give targets the shape of outputs, targets[:, None], or outputs that of targets, "
+            "outputs.squeeze(-1)"
+        )
+
+
+def _not_alike(outputs: torch.Tensor, targets: Any) -> UserCodeError:
+    got, given = tuple(outputs.shape), torch.as_tensor(targets)
+    scores = given.is_floating_point() and got[:-1] == tuple(given.shape)
+    return UserCodeError(
+        f"in an evaluation, outputs have shape {got} and targets {tuple(given.shape)} of {given.dtype}; "
+        "expected outputs of the shape of the targets (regression), or targets of integers and outputs with "
+        "an axis more, one score a class (classification)"
+        + ("; labels of classes must be integers: targets.astype('int64')" if scores else "")
+    )
 
 
 def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | None:
@@ -144,12 +183,14 @@ class _Tally:
         self.losses += loss * (batch.num_samples if reduction == "mean" else 1)
         self.has_loss = True
 
-    def add(self, batch: Batch, outputs: Any) -> None:
+    def add(self, batch: Batch, outputs: Any) -> Compared:
         targets: Any = batch.targets
+        compared: Compared = "yes"
         if isinstance(targets, np.ndarray | np.generic | torch.Tensor):
             targets = torch.as_tensor(targets)
             if isinstance(outputs, torch.Tensor):
-                self._compare(outputs, targets)
+                _check_numbers(outputs, batch)
+                compared = self._compare(outputs, targets)
         self.samples += batch.num_samples
         for name, metric in self.metrics.items():
             with _users_code(f"metric {name!r}"):
@@ -157,16 +198,26 @@ class _Tally:
             if not math.isfinite(value):
                 raise UserCodeError(f"the metric {name!r} gave {value}; expected a finite number")
             self.sums[name] = self.sums.get(name, 0.0) + value * batch.num_samples
+        return compared
 
-    def _compare(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        self.classes = not targets.is_floating_point() and outputs.dim() == targets.dim() + 1
+    def _compare(self, outputs: torch.Tensor, targets: torch.Tensor) -> Compared:
+        self.classes = not targets.is_floating_point() and outputs.shape[:-1] == targets.shape
         if self.classes:
+            labels = targets[targets != IGNORED]
+            if len(labels) and not 0 <= labels.min() <= labels.max() < outputs.shape[-1]:
+                raise UserCodeError(
+                    f"in an evaluation, targets are classes from {int(labels.min())} to {int(labels.max())}, "
+                    f"but the model gives scores of {outputs.shape[-1]}: expected 0 to "
+                    f"{outputs.shape[-1] - 1} ({IGNORED} marks what does not count)"
+                )
             self.correct += int((outputs.argmax(-1) == targets).sum())
-        elif outputs.numel() == targets.numel():
-            self.squares += float((outputs.double() - targets.double().view_as(outputs)).square().sum())
-        else:
-            return
+            self.elems += len(labels)
+            return "yes"
+        if outputs.numel() != targets.numel():
+            return "no"
+        self.squares += float((outputs.double() - targets.double().view_as(outputs)).square().sum())
         self.elems += targets.numel()
+        return "yes" if outputs.shape == targets.shape else "broadcast"
 
     def evaluation(self) -> Evaluation:
         compared = self.elems > 0
@@ -180,6 +231,25 @@ class _Tally:
             {name: total / self.samples for name, total in self.sums.items()},
             own_loss=self.has_loss and not compared,
         )
+
+
+def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
+    """Raises UserCodeError where the model gave NaN."""
+    wrong = torch.isnan(outputs)
+    if not wrong.any():
+        return
+    first = int(wrong.nonzero()[0][0]) if outputs.dim() else 0
+    name = f"held-out sample {batch.ids[first]}" if len(outputs) == len(batch.ids) else "held-out samples"
+    inputs = [torch.as_tensor(leaf) for _, leaf in leaves_of(batch.inputs) if not isinstance(leaf, str)]
+    bad = any(bool(torch.isnan(leaf).any()) for leaf in inputs)
+    raise UserCodeError(
+        f"in an evaluation, the model gave NaN for {name}"
+        + (
+            "; held-out inputs have NaN: look at the data"
+            if bad
+            else "; the inputs have none: look at the model"
+        )
+    )
 
 
 class _users_code:  # noqa: N801  reads as a statement

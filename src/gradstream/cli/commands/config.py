@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from gradstream.cli.options import job_options, load_job_with
+from gradstream.cli.options import JobCommand, job_options, load_job_with
 
 __all__ = ["config"]
 
@@ -16,7 +16,7 @@ def config() -> None:
     """Looks at the configuration of a job."""
 
 
-@config.command()
+@config.command(cls=JobCommand)
 @job_options
 def show(job: str, as_json: bool, **given: Any) -> None:
     """Prints the configuration in effect, each value with its origin.

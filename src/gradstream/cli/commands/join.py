@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from gradstream.cli.machines import token_of, token_options
+from gradstream.cli.options import JobCommand, arguments_of_job
 from gradstream.errors import ConfigError
 
 __all__ = ["join"]
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @click.argument("address", metavar="ADDR:PORT")
 @click.argument("job", metavar="JOB")
 @token_options
@@ -55,6 +56,7 @@ def join(
     joining = Joining(
         address=where,
         job=job,
+        arguments=arguments_of_job(),
         token=known,
         fingerprint=fingerprint,
         machine=name,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gradstream.cli.options import job_options, load_job_with
+from gradstream.cli.options import JobCommand, job_options, load_job_with
 from gradstream.cli.running import run_and_show
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["simulate"]
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @job_options
 @click.option("--phantom", is_flag=True, help="No arithmetic: cost and bytes only, for large models.")
 @click.option("--latency", type=float, metavar="SECONDS", help="From any node to any other.")

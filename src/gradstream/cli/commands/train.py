@@ -7,13 +7,13 @@ from typing import Any
 import click
 
 from gradstream.cli.machines import listen_options, listening_of
-from gradstream.cli.options import job_options, load_job_with
+from gradstream.cli.options import JobCommand, job_options, load_job_with
 from gradstream.cli.running import run_and_show, show_dry_run
 
 __all__ = ["train"]
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @job_options
 @listen_options
 @click.option("--dry-run", is_flag=True, help="Try a few minibatches of it, and say what it will need.")
@@ -34,6 +34,7 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
       gradstream train JOB.py
       gradstream train JOB.py --dry-run
       gradstream train JOB.py --strategy downpour --set push_every=10 --workers 4
+      gradstream train JOB.py --workers 4 -- --hidden 64    # JOB.py finds --hidden 64 in sys.argv
       gradstream train JOB.py --listen 10.0.0.1 --wait 4
       gradstream train JOB.py --config slow-network.toml --json > figures.json
     """
