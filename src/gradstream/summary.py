@@ -214,7 +214,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "loss": _last_epoch_loss(steps),
         "compute_s": math.fsum(step["compute_s"] for step in steps),
         "wait_s": math.fsum(step["wait_s"] for step in steps),
-        "straggler": straggler_of(steps, train_s),
+        "straggler": straggler_of(steps, train_s, _absent(events)),
     }
 
 
@@ -298,6 +298,12 @@ def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
 
 def _workers_lost(events: Sequence[EventDict]) -> list[str]:
     return [e["who"] for e in _of(events, "left") if e["lost"] and e["who"].startswith("worker")]
+
+
+def _absent(events: Sequence[EventDict]) -> set[str]:
+    """Workers that were lost, or held back at the end."""
+    held = [name for event in _of(events, "drive")[-1:] for name in event["held"]]
+    return {*_workers_lost(events), *held}
 
 
 def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:
