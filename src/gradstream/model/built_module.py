@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 __all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
 
 Build = Callable[[], nn.Module]
+
+_built: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+"""Trained parameters that `build()` has given in this process, by their id: each is some worker's own."""
 
 
 class BuiltModule:
@@ -125,6 +129,14 @@ def build_module(build: Build, seed: int) -> nn.Module:
             "from_torch: build() returned a module with lazy parameters, whose shapes are not known: "
             "give the layers their sizes, or run the module once in build()"
         )
+    for name, parameter in trained_of(module):
+        if _built.get(id(parameter)) is parameter:
+            raise ConfigError(
+                f"from_torch: build() returned a {type(module).__name__} whose {name!r} it has returned "
+                "before; expected a new module at each call, since every worker has its own: make it inside "
+                "of build(), or return copy.deepcopy(module)"
+            )
+        _built[id(parameter)] = parameter
     return module
 
 

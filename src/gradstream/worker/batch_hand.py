@@ -54,7 +54,7 @@ class BatchHand:
         self._stretch = Speed()
 
     def took(self, step: StepEvent) -> None:
-        """A minibatch is done. What is said of the first one is said of no other: see `BatchAssignment.took`."""
+        """A minibatch is done. What is said of the first one is of it alone: see `BatchAssignment.took`."""
         self._steps += 1
         me = f"worker-{step.rank}"
         others = (who for who in step.waited_for if who.startswith("worker-") and who != me)
