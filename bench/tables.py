@@ -7,6 +7,7 @@ After a measurement. Words around a table are not rewritten: read them again.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ Places = dict[str, str]
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for name, places in PAGES.items():
         print(f"{name}: {'written anew' if put(ROOT / name, places()) else 'as it was'}")
 
