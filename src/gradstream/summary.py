@@ -121,7 +121,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         whole_pushed_bytes, whole_fetched_bytes: what these would be with all of every chunk; 0 in a run
             without servers.
         staleness_mean, staleness_max, staleness: over chunks of gradients; the last is the histogram. The
-            first parameters, which a worker hands out, are none.
+            first parameters, which a worker hands out, are none. None and empty without servers, which count
+            it: under allreduce no gradient is stale, under hogwild nobody knows.
         carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
         group: how workers without servers sum: kind, algorithm, and by size where it was measured; or None.
         updates, duplicates, dropped, refused: of all shards, in chunks.
