@@ -29,11 +29,13 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("build", "part"), [(lambda: ONE, "bias"), (lambda: nn.Sequential(ONE), "0.bias")], ids=["itself", "in"]
+    ("build", "what"),
+    [(lambda: ONE, "Linear"), (lambda: nn.Sequential(ONE), "Sequential with a part")],
+    ids=["itself", "in"],
 )
 @pytest.mark.parametrize("strategy", ["synchronous", "allreduce", "downpour"])
-def test_one_module_for_all_workers(build: Callable[[], nn.Module], part: str, strategy: str) -> None:
-    with pytest.raises(ConfigError, match=rf"whose '{part}' it has returned before.*a new module at each"):
+def test_one_module_for_all_workers(build: Callable[[], nn.Module], what: str, strategy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a {what} that it has returned before.*a new module at each"):
         run(build, strategy=strategy)
 
 

@@ -22,8 +22,8 @@ __all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
 
 Build = Callable[[], nn.Module]
 
-_built: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
-"""Trained parameters that `build()` has given in this process, by their id: each is some worker's own."""
+_built: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""Parts with trained parameters that a `build()` has returned in this process, by id."""
 
 
 class BuiltModule:
@@ -129,14 +129,17 @@ def build_module(build: Build, seed: int) -> nn.Module:
             "from_torch: build() returned a module with lazy parameters, whose shapes are not known: "
             "give the layers their sizes, or run the module once in build()"
         )
-    for name, parameter in trained_of(module):
-        if _built.get(id(parameter)) is parameter:
+    for part in module.modules():
+        if not any(parameter.requires_grad for parameter in part.parameters(recurse=False)):
+            continue
+        if _built.get(id(part)) is part:
+            what = type(module).__name__ if part is module else f"{type(module).__name__} with a part"
             raise ConfigError(
-                f"from_torch: build() returned a {type(module).__name__} whose {name!r} it has returned "
-                "before; expected a new module at each call, since every worker has its own: make it inside "
-                "of build(), or return copy.deepcopy(module)"
+                f"from_torch: build() returned a {what} that it has returned before; expected a new module "
+                "at each call, since every worker has its own: make it inside of build(), or return "
+                "copy.deepcopy(module)"
             )
-        _built[id(parameter)] = parameter
+        _built[id(part)] = part
     return module
 
 
