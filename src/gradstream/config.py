@@ -60,14 +60,15 @@ class Job:
         workers: how many replicas of the model.
         servers: how many shards of the parameter server; None is one, or none for a strategy without.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
-        shares: relative amounts of data, one per worker: of each round, or, without rounds, of each epoch,
-            which is then divided into partitions. "measured": the sizes of the workers' minibatches follow
-            their measured speed, and have as many samples together. Without rounds that is needless, but
-            under SSP: fast workers take more minibatches.
+        shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
+            partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
+            sizes of the workers' minibatches follow their measured speed, and have as many samples together.
+            Where nobody waits for others, as under Downpour, that is needless: fast workers take more
+            minibatches.
         assignment: without rounds, who gets which minibatch. "queue": each worker takes the next ones of the
             epoch as it needs them. "partitions": each has a part of every epoch, as large as its share, and
-            others take what is left of it when they are done with theirs. None: partitions where shares are
-            given or the data is a stream, else the queue.
+            others take what is left of it when they are done with theirs. None: as the strategy has it,
+            and partitions where the data is a stream.
         accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
             the joined minibatch, in the memory of a small one.
         clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.

@@ -172,10 +172,7 @@ class Cast:
         own = self.strategy.data_cut()
         if own == "rounds":
             return own
-        if self.balanced and self.assignment is None:
-            return "queue"
-        by_shares = self.shares is not None and not self.balanced
-        return self.assignment or ("partitions" if by_shares else own)
+        return self.assignment or ("queue" if self.balanced else own)
 
     @property
     def _helping(self) -> bool:
