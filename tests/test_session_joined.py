@@ -204,6 +204,24 @@ def test_samples_of_a_model_that_is_trained_in_evaluation_mode_count() -> None:
     alike(loop)
 
 
+def test_minibatches_of_a_loader_do_not_count_behind_its_loop() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session)
+        case.wrap()
+        dealt = session.shard([SAMPLES[:6], SAMPLES[6:]])  # each worker has as many, and own() is uneven
+        for inputs in dealt if session.world_size > 1 else [SAMPLES]:
+            case.optimizer.zero_grad()
+            case.model(inputs).square().mean().backward()
+            case.optimizer.step()
+        for _ in range(2):
+            case.optimizer.zero_grad()
+            case.loss().backward()  # type: ignore[no-untyped-call]
+            case.optimizer.step()
+        return case.parameters()
+
+    alike(loop)
+
+
 def test_a_worker_without_samples_changes_nothing_though_it_takes_a_branch_of_its_own() -> None:
     def loop(session: gs.Session) -> torch.Tensor:
         case = Case(session, momentum=0.9)

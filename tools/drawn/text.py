@@ -111,6 +111,7 @@ class Text:
                 return
             self._take(0)
             yield step
+        self._dealt = None
 
     def _take(self, part: int) -> None:
         """Goes on to this part of the step's minibatch."""

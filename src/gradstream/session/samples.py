@@ -45,6 +45,11 @@ class SampleCount:
             self._taken = [*self._taken[self._looked_at :], samples]
             self._looked_at = 0
 
+    def over(self) -> None:
+        """A loader gives no more minibatches: what comes next without one is not its last one again."""
+        if torch.is_grad_enabled():
+            self._current = None
+
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called."""
         count = length_of((*args, *kwargs.values())) if torch.is_grad_enabled() else None

@@ -196,8 +196,10 @@ class WorkerSession(Session):
         """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(one, split=split) for one in data)
+        count = self._samples
         return part_of(
-            data, Part(self.rank, self.world_size, self._seed, split, self._samples.note, self._joint)
+            data,
+            Part(self.rank, self.world_size, self._seed, split, count.note, self._joint, count.over),
         )
 
     def exchange(
