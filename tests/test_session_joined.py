@@ -241,6 +241,25 @@ def test_a_worker_without_samples_changes_nothing_though_it_takes_a_branch_of_it
     alike(loop)
 
 
+def test_a_worker_without_samples_may_take_a_branch_whose_gradient_was_set_to_zero() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session, momentum=0.9)
+        second = copy.deepcopy(case.model)
+        session.wrap(
+            [case.model, second],
+            optimizer := torch.optim.Adam([*case.model.parameters(), *second.parameters()]),
+        )
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            mine = own(session, SAMPLES[:1] if step else SAMPLES)  # of one, worker 1 has all
+            models = [case.model, second] if step == 0 else [case.model] if len(mine) else [second]
+            torch.stack([model(mine).square().mean() for model in models]).sum().backward()
+            optimizer.step()
+        return torch.cat([case.parameters(), nn.utils.parameters_to_vector(second.parameters()).detach()])
+
+    alike(loop)
+
+
 def test_a_layer_may_get_its_gradient_twice_in_one_backward() -> None:
     def loop(session: gs.Session) -> torch.Tensor:
         layer = nn.Linear(4, 4).double()

@@ -261,15 +261,15 @@ class JointGradients:
             return []
         self._check(vector.differing(mean, checks), name)
         found, not_finite, kept = vector.fired(mean), vector.broken(mean), vector.held(mean)
+        again = {index for index in kept.difference(found) if not self._joined.is_joint(index)}
         for index in fired.difference(found):  # of no samples: as the others have it
             self._parameters[index].grad = None
-        for index in {*found, *(kept & fired)}:
-            if index < len(self._bounds):
-                start, stop = self._bounds[index]
-                self._give(index, mean[start:stop], index in not_finite)
+        for index in {*found, *again}.intersection(range(len(self._bounds))):
+            start, stop = self._bounds[index]
+            self._give(index, mean[start:stop], index in not_finite, again=index in again)
         return found
 
-    def _give(self, index: int, mean: torch.Tensor, not_finite: bool) -> None:
+    def _give(self, index: int, mean: torch.Tensor, not_finite: bool, *, again: bool = False) -> None:
         parameter = self._parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
@@ -279,7 +279,7 @@ class JointGradients:
                 parameter.grad.fill_(torch.nan)
             else:
                 parameter.grad.copy_(mean.view(parameter.shape))
-        self._joined.given(index)
+        self._joined.given(index, again=again)
 
     def _join_late(self, indices: Sequence[int]) -> None:
         """Gradients of parameters that were frozen at `wrap`: in rounds of their own, one after the other."""

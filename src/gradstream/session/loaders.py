@@ -99,8 +99,9 @@ class DealtLoader(DataLoader[Any]):
                 counts = sampler.counts if counts is None else counts
                 if not counts:
                     raise ConfigError(
-                        f"shard: the __iter__ of {type(self).__name__} gives minibatches that its sampler "
-                        "was not asked for: it keeps an iterator from before. Shard a plain DataLoader instead"
+                        f"shard: the __iter__ of {type(self).__name__} gives minibatches that its "
+                        "sampler was not asked for: it keeps an iterator from before. Shard a plain "
+                        "DataLoader instead"
                     )
                 samples = counts.popleft()
                 self._part.note(length_of((batch,)) if samples is None else samples)
