@@ -27,6 +27,7 @@ class SampleCount:
         self._looked_at = 0  # how many of these an evaluation has seen
         self._noted: list[int | None] = []  # minibatches behind the next exchange
         self._current: int | None = None  # of the minibatch of the last exchange, where it was one
+        self._over = False  # the loader of the minibatch that was taken last gives no more
         self._last = 1
         self._said = 0
         self._seen: int | None = None
@@ -43,12 +44,12 @@ class SampleCount:
         """
         if torch.is_grad_enabled():
             self._taken = [*self._taken[self._looked_at :], samples]
-            self._looked_at = 0
+            self._looked_at, self._over = 0, False
 
     def over(self) -> None:
-        """A loader gives no more minibatches: what comes next without one is not its last one again."""
+        """A loader gives no more minibatches: the last one counts again for no exchange that follows."""
         if torch.is_grad_enabled():
-            self._current = None
+            self._current, self._over = None, True
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called."""
@@ -93,7 +94,7 @@ class SampleCount:
             self._taken = self._taken[self._looked_at :]
         self.use()
         noted = self._noted or [self._current]
-        self._current = noted[0] if len(noted) == 1 else None
+        self._current = noted[0] if len(noted) == 1 and not self._over else None
         said = self._said
         seen = self._seen_in_evaluation if self._seen is None else self._seen
         self.clear()
