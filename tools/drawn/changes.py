@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,44 +20,19 @@ if TYPE_CHECKING:
 __all__ = ["CLIPS", "EDITS", "EVENTS", "scheduler_of"]
 
 
-def _gradients(text: Text) -> Iterator[torch.Tensor]:
-    for parameter in text.model.parameters():
-        if parameter.grad is not None:
-            yield parameter.grad
+def _gradients(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Text], None]:
+    def change_all(text: Text) -> None:
+        for parameter in text.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = change(parameter.grad)
 
-
-def _halve(text: Text) -> None:
-    for gradient in _gradients(text):
-        gradient.mul_(0.5)
-
-
-def _value(text: Text) -> None:
-    if any(True for _ in _gradients(text)):  # torch's own wants one
-        nn.utils.clip_grad_value_(text.model.parameters(), 0.1)
-
-
-def _replace(text: Text) -> None:
-    for parameter in text.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.clamp(-0.2, 0.2)
+    return change_all
 
 
 def _drop_one(text: Text) -> None:
-    for parameter in text.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = None
-            return
-
-
-def _noise(text: Text) -> None:
-    generator = torch.Generator().manual_seed(text.loop.seed + text.step)
-    for gradient in _gradients(text):
-        gradient.add_(torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype), alpha=0.1)
-
-
-def _centre(text: Text) -> None:
-    for gradient in _gradients(text):
-        gradient.sub_(gradient.mean())
+    parameters = [parameter for parameter in text.model.parameters() if parameter.grad is not None]
+    for parameter in parameters[:1]:
+        parameter.grad = None
 
 
 def _each_group(text: Text) -> None:
@@ -70,12 +45,10 @@ CLIPS: Mapping[str, Callable[[Text], Any]] = {
     "none": lambda text: None,
     "norm": lambda text: nn.utils.clip_grad_norm_(text.model.parameters(), 0.3),
     "largest": lambda text: nn.utils.clip_grad_norm_(text.model.parameters(), 0.3, norm_type=torch.inf),
-    "value": _value,
-    "halve": _halve,
-    "replace": _replace,
+    "value": _gradients(lambda gradient: gradient.clamp_(-0.1, 0.1)),
+    "replace": _gradients(lambda gradient: gradient.clamp(-0.2, 0.2)),
+    "centre": _gradients(lambda gradient: gradient.sub_(gradient.mean())),
     "drop one": _drop_one,
-    "noise": _noise,
-    "centre": _centre,
     "each group": _each_group,
 }
 
@@ -86,10 +59,6 @@ def _each(change: Callable[[nn.Parameter], Any]) -> Callable[[Text], None]:
             change(parameter)
 
     return change_all
-
-
-def _new_data(parameter: nn.Parameter) -> None:
-    parameter.data = parameter.data * 0.98
 
 
 def _average(text: Text) -> None:
@@ -108,9 +77,7 @@ EDITS: Mapping[str, Callable[[Text], None]] = {
     "none": lambda text: None,
     "clamp": _each(lambda parameter: parameter.clamp_(-0.6, 0.6)),
     "normalise": _each(lambda parameter: parameter.div_(parameter.norm() + 1)),
-    "shrink": _each(lambda parameter: parameter.mul_(0.97)),
-    "data": _each(_new_data),
-    "pointed": _each(lambda parameter: parameter.data.add_(0.001)),
+    "data": _each(lambda parameter: setattr(parameter, "data", parameter.data * 0.98)),
     "average": _average,
     "as a vector": _as_a_vector,
 }
@@ -127,7 +94,7 @@ def _new_optimizers(text: Text) -> None:
 
 def _other_inputs(text: Text) -> torch.Tensor:
     """Of another length on each worker."""
-    return torch.ones(2 + 3 * text.session.rank, DIM, dtype=torch.float64)
+    return torch.ones(2 + 3 * text.session.rank, DIM, dtype=text.dtype)
 
 
 def _evaluate(text: Text) -> None:
@@ -166,16 +133,14 @@ def _falling(group: int, step: int) -> float:
 
 def scheduler_of(loop: Loop, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler | None:
     """That of a loop; None where it has none."""
-    steps, groups = len(loop.sizes), len(optimizer.param_groups)
+    steps, first = len(loop.sizes), optimizer.param_groups[0]
     if loop.scheduler == "step":
         return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     if loop.scheduler == "by group":
-        return lr_scheduler.LambdaLR(optimizer, [partial(_falling, group) for group in range(groups)])
-    if loop.scheduler == "cosine":
-        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+        falls = [partial(_falling, group) for group in range(len(optimizer.param_groups))]
+        return lr_scheduler.LambdaLR(optimizer, list(falls))
     if loop.scheduler == "one cycle":
-        group = optimizer.param_groups[0]
-        cycled = group.get("momentum", 0) > 0 or "betas" in group
+        cycled = first.get("momentum", 0) > 0 or "betas" in first
         rate = optimizer.defaults["lr"]
         return lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, cycle_momentum=cycled)
     return None

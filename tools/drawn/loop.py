@@ -13,47 +13,21 @@ from drawn.parts import OPTIMIZERS, options_of
 __all__ = ["BY_HAND", "ENDINGS", "Loop", "draw", "draw_ending"]
 
 BACKWARDS = (
-    *("plain",) * 4,
-    "two losses",
-    "sum of losses",
-    "retained graph",
-    "both at once",
-    "of some parameters",
-    "accumulate",
-    "accumulate apart",
-    "apart, joined by the step",
-    "apart and thrown away",
-    "by hand",
-    "by hand, in place",
-    "checkpointed",
-    "checkpointed, reentrant",
-    "penalty",
-    "scaler",
-    "closure",
-    "closure by hand",
+    *("plain", "plain", "plain", "two losses", "sum of losses", "retained graph", "of some parameters"),
+    *("accumulate", "accumulate apart", "join by step", "throw away", "by hand", "by hand in place"),
+    *("checkpointed", "reentrant", "penalty", "scaler", "closure", "closure by hand"),
     "steps within backward",
-    "rivals",
 )
 """How gradients are made."""
 
-BY_HAND = ("apart, joined by the step", "by hand", "by hand, in place", "closure by hand")
+BY_HAND = ("join by step", "by hand", "by hand in place", "closure by hand")
 """They are joined when the step is made: what changes them before is this worker's own."""
 
-CLIPS = (
-    *("none",) * 3,
-    "norm",
-    "largest",
-    "value",
-    "halve",
-    "replace",
-    "drop one",
-    "noise",
-    "centre",
-    "each group",
-)
-EDITS = (*("none",) * 3, "clamp", "normalise", "shrink", "data", "pointed", "average", "as a vector")
-ZEROINGS = (*("none first",) * 3, "zeros first", "none last", "zeros last", "by hand", "module", "never")
-SCHEDULERS = (*("none",) * 3, "step", "one cycle", "by group", "cosine")
+MODELS = ("mlp", "tied", "branches", "residual", "embedding", "convolution", "batch norm")
+CLIPS = ("none", "none", "norm", "largest", "value", "replace", "centre", "drop one", "each group")
+EDITS = ("none", "none", "none", "clamp", "normalise", "data", "average", "as a vector")
+ZEROINGS = (*("none first",) * 3, "zeros first", "none last", "zeros last", "module", "never")
+SCHEDULERS = ("none", "none", "step", "one cycle", "by group")
 EVENTS = (
     *("freeze", "unfreeze", "reload optimizer", "restore", "new optimizer", "evaluate", "copy", "slower"),
     *("skip", "only the first"),
@@ -72,20 +46,22 @@ ENDINGS: Mapping[str, str] = {
 }
 """Loops that are the last ones of a run, and what they are refused with; "" where they are not."""
 
+Sizes = list[list[int | None]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What a loop does.
+    """What a loop does. What is not said here is in the tuples above.
 
     Args:
         seed: of everything that was drawn, its numbers included.
-        model: key of `MODELS`.
-        optimizers: kind and options of each; with two, layers are dealt to them in turn.
+        model: key of `parts.MODELS`.
+        dtype: of parameters and samples.
+        optimizers: kind and options of each; with two, parameters are dealt to them in turn.
         groups: of parameters, in each.
         sizes: of the minibatch of each step, part of it, and worker. None where a worker has stopped before.
         counting: how samples become known: "forward", "said" or "loader".
         by_rank: workers take branches of their own.
-        backward, clip, edit, zeroing, scheduler: see the tuples above.
         scale: of the loss.
         frozen: layers that are frozen at `wrap`, by number.
         held_back: the last layer comes into the optimizer at this step only.
@@ -95,82 +71,80 @@ class Loop:
     """
 
     seed: int
-    model: str
+    model: str = "mlp"
+    dtype: str = "float64"
     optimizers: Sequence[tuple[str, Mapping[str, Any]]]
-    groups: int
-    sizes: Sequence[Sequence[Sequence[int | None]]]
-    counting: str
-    by_rank: bool
-    backward: str
-    clip: str
-    edit: str
-    zeroing: str
-    scheduler: str
-    scale: float
-    frozen: Sequence[int]
-    held_back: int | None
-    direct: bool
-    events: Mapping[int, str]
+    groups: int = 1
+    sizes: Sequence[Sizes]
+    counting: str = "forward"
+    by_rank: bool = False
+    backward: str = "plain"
+    clip: str = "none"
+    edit: str = "none"
+    zeroing: str = "none first"
+    scheduler: str = "none"
+    scale: float = 1.0
+    frozen: Sequence[int] = ()
+    held_back: int | None = None
+    direct: bool = False
+    events: Mapping[int, str] = dataclasses.field(default_factory=dict)
     ending: str = ""
 
 
 def draw(seed: int, workers: int) -> Loop:
-    """The loop of a seed, in which workers do alike."""
+    """The loop of a seed, in which workers do alike. What plain torch refuses is not drawn."""
     rng = random.Random(f"loop {seed}")
     backward = rng.choice(BACKWARDS)
-    model = rng.choice(
-        ["mlp", "tied", "branches", "residual", "embedding", "convolution", "recurrent", "batch norm"]
-    )
-    model = rng.choice([model] * 7 + ["weight norm"])
-    if backward in ("rivals", "checkpointed", "checkpointed, reentrant"):
+    by_hand, within = backward in BY_HAND, backward == "steps within backward"
+    model = rng.choice(MODELS)
+    if backward in ("checkpointed", "reentrant"):
         model = rng.choice(["mlp", "tied"])
     if backward == "penalty":
         model = rng.choice(["mlp", "residual", "batch norm"])
-    kinds = [
-        rng.choice(list(OPTIMIZERS)) for _ in range(2 if rng.random() < 0.25 or backward == "rivals" else 1)
-    ]
-    steps = rng.randint(2, 5)
-    counting = rng.choice(["forward", "forward", "said", "loader"])
-    parts = rng.randint(2, 3) if backward.startswith(("accumulate", "apart")) else 1
-    apart = backward.startswith(("accumulate apart", "apart"))
-    nothing = counting != "said" and model != "recurrent" and rng.random() < 0.25
-    if backward == "steps within backward":  # torch may go through a layer without samples in another order
-        nothing = False
-    sizes = [_sizes(rng, workers, parts, even=apart, nothing=nothing) for _ in range(steps)]
-    clip = rng.choice(CLIPS)
-    if backward in BY_HAND:
+    several = rng.random() < 0.25
+    kinds = [rng.choice(list(OPTIMIZERS)) for _ in range(1 + several)]
+    dtype = "float64"
+    if model in ("mlp", "tied", "residual", "branches") and backward != "scaler" and rng.random() < 0.2:
+        # Other rules divide by what is near zero: there a rounding becomes a step.
+        dtype, kinds = rng.choice(["float32", "bfloat16"]), ["SGD"] * len(kinds)
+    clip, edit = rng.choice(CLIPS), rng.choice(EDITS)
+    if by_hand:
         clip = rng.choice(["none", "drop one"]) if model != "branches" else "none"
-    if model == "residual" and (clip == "largest" or "Adafactor" in kinds):
-        model = "mlp"  # torch has no largest element, and no Adafactor, of a parameter without elements
-    edit = rng.choice(EDITS)
+    if model == "residual" and (clip == "largest" or "Adafactor" in kinds):  # of a parameter without elements
+        clip, kinds = "none", ["SGD"] * len(kinds)
     if model == "convolution" and edit == "as a vector":  # torch has no view of what lies in another order
         edit = "none"
+    steps = rng.randint(2, 5)
+    counting = rng.choice(["forward", "forward", "said", "loader"])
+    apart = ("accumulate apart", "join by step", "throw away")
+    parts = rng.randint(2, 3) if backward in ("accumulate", *apart) else 1
+    # Within backward torch may go through a layer without samples in another order.
+    nothing = counting != "said" and not within and rng.random() < 0.25
+    left_out = set[str]()
+    if by_hand or (counting == "loader" and backward == "closure"):
+        left_out |= {"skip", "only the first"}  # gradients, or samples that count, are left to the next step
+    if by_hand or within:
+        left_out |= {"new optimizer"}  # nobody has wrapped it
     events = {step: rng.choice(EVENTS) for step in range(1, steps) if rng.random() < 0.25}
-    held_back = rng.randint(1, steps) if rng.random() < 0.1 and len(kinds) == 1 else None
-    frozen = [0] if rng.random() < 0.15 else []
-    if backward in BY_HAND:  # a step that is left out leaves gradients, and counted samples, to the next one
-        events = {step: event for step, event in events.items() if event not in ("skip", "only the first")}
-        held_back = None
-    scheduler = rng.choice(SCHEDULERS)
-    if backward in BY_HAND or backward == "steps within backward":  # nobody has wrapped a new one
-        events = {step: event for step, event in events.items() if event != "new optimizer"}
-    if "new optimizer" in events.values() or backward == "steps within backward" or held_back is not None:
-        scheduler = "none"
+    events = {step: event for step, event in events.items() if event not in left_out}
+    held_back = rng.randint(1, steps) if rng.random() < 0.1 and not several and not by_hand else None
+    anew = "new optimizer" in events.values() or within or held_back is not None
     return Loop(
         seed=seed,
         model=model,
+        dtype=dtype,
         optimizers=[(kind, options_of(kind, rng)) for kind in kinds],
         groups=rng.choice([1, 1, 2]),
-        sizes=sizes,
+        sizes=[_sizes(rng, workers, parts, even=backward in apart, nothing=nothing) for _ in range(steps)],
         counting=counting,
-        by_rank=model == "branches" and backward != "steps within backward" and rng.random() < 0.7,
+        by_rank=model == "branches" and not within and rng.random() < 0.7,
         backward=backward,
         clip=clip,
         edit=edit,
         zeroing=rng.choice(ZEROINGS),
-        scheduler=scheduler,
+        scheduler="none" if anew else rng.choice(SCHEDULERS),
         scale=rng.choice([1.0, 1.0, 0.5, 3.0]),
-        frozen=frozen,
+        frozen=[0] if rng.random() < 0.15 else [],
         held_back=held_back,
         direct=counting != "forward" and rng.random() < 0.3,
         events=events,
@@ -180,59 +154,34 @@ def draw(seed: int, workers: int) -> Loop:
 def draw_ending(seed: int, workers: int) -> Loop:
     """A loop that a session ends with: it is refused, or its workers do not end together."""
     rng = random.Random(f"ending {seed}")
-    loop = draw(seed, workers)
     ending = rng.choice(list(ENDINGS))
-    plain = dataclasses.replace(
-        loop,
-        ending=ending,
-        model="mlp",
-        optimizers=[("SGD", {"lr": 0.1, "momentum": rng.choice([0.0, 0.9]), "weight_decay": 0.01})],
-        groups=1,
-        sizes=[_sizes(rng, workers, 1, even=True, nothing=False) for _ in range(4)],
-        counting="forward",
-        by_rank=False,
-        backward="plain",
-        clip="none",
-        edit="none",
-        zeroing="none first",
-        scheduler="none",
-        frozen=[],
-        held_back=None,
-        direct=False,
-        events={},
-    )
+    sgd = ("SGD", {"lr": 0.1, "momentum": rng.choice([0.0, 0.9]), "weight_decay": 0.01})
+    sizes = [_sizes(rng, workers, 1, even=True, nothing=False) for _ in range(4)]
+    loop = Loop(seed=seed, optimizers=[sgd], sizes=sizes, ending=ending)
+    if ending == "uneven":  # each worker stops after another number of steps
+        counts = [rng.randint(1, 5) for _ in range(workers)]
+        kind = rng.choice(list(OPTIMIZERS))
+        return dataclasses.replace(
+            loop,
+            optimizers=[(kind, options_of(kind, rng))],
+            sizes=[
+                [[rng.randint(1, 5) if step < count else None for count in counts]]
+                for step in range(max(counts))
+            ],
+        )
     changes: dict[str, dict[str, Any]] = {
-        "uneven": {
-            "optimizers": loop.optimizers[:1],
-            "groups": loop.groups,
-            "sizes": _ending_apart(rng, workers),
-        },
         "sparse": {"model": "sparse embedding", "optimizers": [("SGD", {"lr": 0.1})]},
-        "clipped too early": {"backward": "apart, joined by the step", "clip": "value"},
+        "clipped too early": {"backward": "join by step", "clip": "value"},
         "bounded embedding": {"model": "bounded embedding"},
     }
-    return dataclasses.replace(plain, **changes.get(ending, {}))
+    return dataclasses.replace(loop, **changes.get(ending, {}))
 
 
-def _sizes(
-    rng: random.Random, workers: int, parts: int, *, even: bool, nothing: bool
-) -> list[list[int | None]]:
+def _sizes(rng: random.Random, workers: int, parts: int, *, even: bool, nothing: bool) -> Sizes:
     """Of the parts of one minibatch. At least one worker has samples."""
-
-    def one() -> list[int | None]:
-        sizes: list[int | None] = [rng.randint(1, 5) for _ in range(workers)]
+    drawn: Sizes = []
+    for _ in range(1 if even else parts):
+        drawn.append([rng.randint(1, 5) for _ in range(workers)])
         if nothing:
-            sizes[rng.randrange(workers)] = 0
-        return sizes
-
-    if even:
-        return [one()] * parts
-    return [one() for _ in range(parts)]
-
-
-def _ending_apart(rng: random.Random, workers: int) -> list[list[list[int | None]]]:
-    """Each worker stops after another number of steps."""
-    counts = [rng.randint(1, 5) for _ in range(workers)]
-    return [
-        [[rng.randint(1, 5) if step < count else None for count in counts]] for step in range(max(counts))
-    ]
+            drawn[-1][rng.randrange(workers)] = 0
+    return drawn * parts if even else drawn

@@ -44,35 +44,35 @@ class Text:
 
     def __init__(self, loop: Loop, session: Session) -> None:
         self.loop, self.session = loop, session
+        self.dtype: torch.dtype = getattr(torch, loop.dtype)
         self._alone = session.world_size == 1
         self._numbers = torch.Generator().manual_seed(loop.seed)
         self.model = self._made(loop.model)
-        self.modules: list[nn.Module] = [self.model]
-        if loop.backward == "rivals":
-            self.rival = self._made("mlp")
-            self.modules.append(self.rival)
         for number in loop.frozen:
             self.model.layers()[number].requires_grad_(False)
         self.optimizers = self.made_optimizers()
         self.average: Model | None = None
+        self.kept: State = {}
+        self.step = 0
         self._batches = [[[self._piece(n) for n in sizes] for sizes in parts] for parts in loop.sizes]
         if loop.ending == "not a number" and (broken := self._batches[1][0][-1]) is not None:
             broken[0][0] = torch.inf
         self._dealt: Iterator[Piece] | None = None
         self._now: list[tuple[int, Piece]] = []  # what a loss is of: (whose, minibatch)
-        self.step = 0
-        self.kept: dict[str, Any] = {}
         self._within = loop.backward == "steps within backward"
         if self._within and loop.seed % 2:
             self._step_within_backward()
 
     def _made(self, kind: str) -> Model:
-        model = MODELS[kind](random.Random(f"model {self.loop.seed}")).double()
+        model = MODELS[kind](random.Random(f"model {self.loop.seed}")).to(self.dtype)
         with torch.no_grad():
             for tensor in model.parameters():
-                drawn = torch.randn(tensor.shape, generator=self._numbers, dtype=torch.float64) * 0.5
-                tensor.copy_(drawn + self.session.rank)  # wrap makes them those of worker 0
+                # wrap makes them those of worker 0
+                tensor.copy_(self._drawn(*tensor.shape) * 0.5 + self.session.rank)
         return model
+
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._numbers, dtype=torch.float64).to(self.dtype)
 
     def made_optimizers(self) -> list[torch.optim.Optimizer]:
         """New ones, as the loop has them at its beginning."""
@@ -86,20 +86,15 @@ class Text:
         dealt = [parameters]
         if len(loop.optimizers) > 1:
             dealt = [parameters[::2], parameters[1::2] or parameters]
-        if loop.backward == "rivals":
-            dealt = [parameters, list(self.rival.parameters())]
         return [
             make_optimizer(kind, own, options, loop.groups)
             for (kind, options), own in zip(loop.optimizers, dealt, strict=True)
         ]
 
-    # ---- data ---------------------------------------------------------------------------
+    # ---- minibatches --------------------------------------------------------------------
 
     def _piece(self, size: int | None) -> Piece | None:
-        if size is None:
-            return None
-        x, y = (torch.randn(size, DIM, generator=self._numbers, dtype=torch.float64) for _ in range(2))
-        return x, y
+        return None if size is None else (self._drawn(size, DIM), self._drawn(size, DIM))
 
     def _steps(self) -> Iterator[int]:
         if self.loop.counting == "loader" and not self._alone:
@@ -118,15 +113,14 @@ class Text:
         pieces = self._batches[self.step][part]
         if self._alone:
             self._now = [(rank, piece) for rank, piece in enumerate(pieces) if piece and len(piece[0])]
-        else:
-            rank = self.session.rank
-            piece = pieces[rank] if self._dealt is None else next(self._dealt)
-            assert piece is not None
-            self._now = [(rank, piece)]
+            return
+        piece = pieces[self.session.rank] if self._dealt is None else next(self._dealt)
+        assert piece is not None
+        self._now = [(self.session.rank, piece)]
 
-    def loss(
-        self, of: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    # ---- losses -------------------------------------------------------------------------
+
+    def _loss(self, of: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None) -> Any:
         """The mean over samples: of this worker's, or of all workers' where the process is alone."""
         of = of or self._error
         if not self._alone:
@@ -153,7 +147,7 @@ class Text:
 
     def _checked(self, x: torch.Tensor, y: torch.Tensor, rank: int) -> torch.Tensor:
         inputs = x.clone().requires_grad_()
-        reentrant = self.loop.backward == "checkpointed, reentrant"
+        reentrant = self.loop.backward == "reentrant"
         return nn.functional.mse_loss(self.model(checkpoint(self.model, inputs, use_reentrant=reentrant)), y)
 
     def _penalised(self, x: torch.Tensor, y: torch.Tensor, rank: int) -> torch.Tensor:
@@ -176,7 +170,7 @@ class Text:
             self._happens(event)
             if not self.loop.zeroing.endswith("last"):
                 self._zero()
-            self._make_step(event)
+            self._make_step({"skip": [], "only the first": self.optimizers[:1]}.get(event, self.optimizers))
             with torch.no_grad():
                 EDITS[self.loop.edit](self)
             for scheduler in schedulers:
@@ -186,68 +180,60 @@ class Text:
                 self._zero()
         return self.state()
 
-    def _make_step(self, event: str) -> None:
-        kind, chosen = self.loop.backward, self.optimizers
-        if event in ("skip", "only the first"):
-            chosen = chosen[: event == "only the first"]
-        if kind == "rivals":
-            self._rivals()
-        elif kind == "steps within backward":
-            self.loss().backward()  # type: ignore[no-untyped-call]
+    def _make_step(self, chosen: list[torch.optim.Optimizer]) -> None:
+        kind = self.loop.backward
+        if kind == "steps within backward":
+            self._loss().backward()
         elif kind == "scaler":
             self._scaled(chosen)
         elif kind.startswith("closure"):
             for optimizer in chosen:
                 optimizer.step(self._closure)
         else:
-            self._backward()
+            self._backward(kind)
             CLIPS[self.loop.clip](self)
             self._spoil()
             for optimizer in chosen:
                 optimizer.step()
 
-    def _backward(self) -> None:
-        kind, parts = self.loop.backward, len(self._batches[self.step])
+    def _backward(self, kind: str) -> None:
         if kind == "two losses":
-            self.loss().backward()  # type: ignore[no-untyped-call]
-            self.loss(self._other_error).backward()  # type: ignore[no-untyped-call]
+            self._loss().backward()
+            self._loss(self._other_error).backward()
         elif kind == "sum of losses":
-            (self.loss() + self.loss(self._other_error)).backward()  # type: ignore[no-untyped-call]
-        elif kind == "both at once":
-            torch.autograd.backward([self.loss(), self.loss(self._other_error)])
+            (self._loss() + self._loss(self._other_error)).backward()
         elif kind == "retained graph":
-            loss = self.loss()
-            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            (loss * 0.5).backward()  # type: ignore[no-untyped-call]
+            loss = self._loss()
+            loss.backward(retain_graph=True)
+            (loss * 0.5).backward()
         elif kind == "of some parameters":
             chosen = [p for p in self.model.parameters() if p.requires_grad][::2]
-            self.loss().backward(inputs=chosen)  # type: ignore[no-untyped-call]
-        elif kind.startswith(("accumulate", "apart")):
-            self._accumulate(kind, parts)
+            self._loss().backward(inputs=chosen)
+        elif kind in ("accumulate", "accumulate apart", "join by step", "throw away"):
+            self._accumulate(kind)
         elif kind.startswith("by hand"):
             self._by_hand(in_place=kind.endswith("place"))
+        elif kind == "penalty":
+            self._loss(self._penalised).backward()
         else:
-            other = {"penalty": self._penalised} | dict.fromkeys(
-                ("checkpointed", "checkpointed, reentrant"), self._checked
-            )
-            self.loss(other.get(kind)).backward()  # type: ignore[no-untyped-call]
+            self._loss(self._checked if kind in ("checkpointed", "reentrant") else None).backward()
 
-    def _accumulate(self, kind: str, parts: int) -> None:
+    def _accumulate(self, kind: str) -> None:
+        parts = len(self._batches[self.step])
         for part in range(parts):
             if part:
                 self._take(part)
-            joined = kind == "accumulate" or (part == parts - 1 and not kind.startswith("apart, joined"))
-            if joined:
-                if kind == "apart and thrown away":
+            if kind == "accumulate" or (part == parts - 1 and kind != "join by step"):
+                if kind == "throw away":
                     self._zero(default="none")
-                (self.loss() / parts).backward()  # type: ignore[no-untyped-call]
+                (self._loss() / parts).backward()
             else:
                 with self.session.no_sync():
-                    (self.loss() / parts).backward()  # type: ignore[no-untyped-call]
+                    (self._loss() / parts).backward()
 
-    def _by_hand(self, *, in_place: bool) -> None:
+    def _by_hand(self, *, in_place: bool = False) -> None:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        gradients: Sequence[Any] = torch.autograd.grad(self.loss(), parameters, allow_unused=True)
+        gradients: Sequence[Any] = torch.autograd.grad(self._loss(), parameters, allow_unused=True)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if in_place and gradient is not None and parameter.grad is not None:
                 parameter.grad.copy_(gradient)
@@ -257,17 +243,17 @@ class Text:
     def _closure(self) -> float:
         self._zero(default="none")
         if self.loop.backward == "closure by hand":
-            self._by_hand(in_place=False)
+            self._by_hand()
         else:
-            self.loss().backward()  # type: ignore[no-untyped-call]
+            self._loss().backward()
         CLIPS[self.loop.clip](self)
         return 0.0
 
     def _scaled(self, chosen: list[torch.optim.Optimizer]) -> None:
-        loss = self._scaler.scale(self.loss())
+        loss = self._scaler.scale(self._loss())
         if self.loop.seed % 2 and self.step == 1 and 0 in (rank for rank, _ in self._now):
             loss = loss * torch.inf  # one worker's, of a part of all samples
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for optimizer in chosen:
             self._scaler.unscale_(optimizer)
         CLIPS[self.loop.clip](self)
@@ -275,22 +261,6 @@ class Text:
             self._scaler.step(optimizer)
         if chosen:
             self._scaler.update()
-
-    def _rivals(self) -> None:
-        maker, judge = self.optimizers
-
-        def judged(x: torch.Tensor, y: torch.Tensor, rank: int) -> torch.Tensor:
-            made = self.model(x).detach() if self.loop.seed % 5 else self.model(x)
-            return _off(self.rival(y), 1) + _off(self.rival(made), 0)
-
-        def made_well(x: torch.Tensor, y: torch.Tensor, rank: int) -> torch.Tensor:
-            return _off(self.rival(self.model(x)), 1)
-
-        for optimizer, loss in ((judge, judged), (maker, made_well)):
-            optimizer.zero_grad(set_to_none=not self.loop.zeroing.startswith("zeros"))
-            self.loss(loss).backward()  # type: ignore[no-untyped-call]
-            CLIPS[self.loop.clip](self)
-            optimizer.step()
 
     def _step_within_backward(self) -> None:
         def used(number: int, _: torch.Tensor) -> None:
@@ -305,9 +275,6 @@ class Text:
         way = default if self.loop.zeroing == "never" else self.loop.zeroing
         if way == "module":
             self.model.zero_grad()
-        elif way == "by hand":
-            for parameter in self.model.parameters():
-                parameter.grad = None
         elif way:
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=way.startswith("none"))
@@ -315,64 +282,49 @@ class Text:
     # ---- what happens between steps -----------------------------------------------------
 
     def _happens(self, event: str) -> None:
+        first = self.optimizers[0]
         if self.loop.held_back == self.step:
-            all_groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-            known = {id(parameter) for group in all_groups for parameter in group["params"]}
+            known = {id(parameter) for group in first.param_groups for parameter in group["params"]}
             new = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
-            if new:
-                self.optimizers[0].add_param_group({"params": new})
+            if new and not self._within:
+                first.add_param_group({"params": new})
         if self.loop.ending == "new parameter" and self.step == 2:
             layer: Any = self.model.layers()[0]
             layer.weight = nn.Parameter(layer.weight.detach() * 2)
-            self.optimizers[0].add_param_group({"params": [layer.weight]})
+            first.add_param_group({"params": [layer.weight]})
         if event in EVENTS:
             EVENTS[event](self)
 
     @torch.no_grad()
     def _spoil(self) -> None:
         """What a script must not do, on one worker otherwise than on another."""
-        if self.step != 1:
-            return
-        group = self.optimizers[0].param_groups[0]
+        group, own = self.optimizers[0].param_groups[0], self.session.rank * (self.step == 1)
         if self.loop.ending == "own rate":
-            group["lr"] *= 1 + self.session.rank
+            group["lr"] *= 1 + own
         elif self.loop.ending == "own noise":
-            group["params"][0].add_(self.session.rank)
+            group["params"][0].add_(own)
         elif self.loop.ending == "own gradient":
-            group["params"][0].grad.add_(self.session.rank)
+            group["params"][0].grad.add_(own)
 
     def state(self) -> State:
         """Parameters, buffers, gradients, and all that optimizers hold."""
-        loop = self.loop
         found: State = {}
-        named = {"average": self.average} if self.average is not None else {}
-        for name, module in (
-            *((f"model {i}", module) for i, module in enumerate(self.modules)),
-            *named.items(),
-        ):
-            found |= {f"{name} {key}": value.detach().clone() for key, value in module.state_dict().items()}
-        for number, optimizer in enumerate(self.optimizers):
+        for name, module in (("model", self.model), ("average", self.average)):
+            if module is not None:
+                found |= {f"{name} {key}": value for key, value in module.state_dict().items()}
+        optimizers = list(enumerate(self.optimizers))
+        for number, optimizer in optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for place, parameter in enumerate(parameters):
                 state = optimizer.state.get(parameter, {})
-                found |= {f"optimizer {number} {place} {key}": _copied(value) for key, value in state.items()}
-        if loop.ending == "uneven":
-            return found  # the rest is not taken over by workers that have stopped before
-        for number, optimizer in enumerate(self.optimizers):
-            for place, group in enumerate(optimizer.param_groups):
-                found |= {f"group {number} {place} {k}": v for k, v in group.items() if k != "params"}
-        found["scale"] = self._scaler.get_scale() if loop.backward == "scaler" else None
-        # What is not finite is NaN in all of a joint gradient; what no step was made of is not joined.
-        if loop.backward != "scaler" and loop.backward not in BY_HAND:
-            for number, module in enumerate(self.modules):
-                for name, parameter in module.named_parameters():
-                    found[f"gradient {number} {name}"] = _copied(parameter.grad)
-        return found
-
-
-def _off(outputs: torch.Tensor, wanted: float) -> torch.Tensor:
-    return nn.functional.mse_loss(outputs, torch.full_like(outputs, wanted))
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+                found |= {f"optimizer {number} {place} {key}": value for key, value in state.items()}
+        if self.loop.ending != "uneven":  # workers that have stopped before do not take the rest over
+            for number, optimizer in optimizers:
+                for place, group in enumerate(optimizer.param_groups):
+                    found |= {f"group {number} {place} {k}": v for k, v in group.items() if k != "params"}
+            # What is not finite is NaN in all of a joint gradient; what no step was made of is not joined.
+            if self.loop.backward == "scaler":
+                found["scale"] = self._scaler.get_scale()
+            elif self.loop.backward not in BY_HAND:
+                found |= {f"gradient {name}": p.grad for name, p in self.model.named_parameters()}
+        return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
