@@ -253,7 +253,7 @@ def test_a_worker_without_samples_may_take_a_branch_whose_gradient_was_set_to_ze
             optimizer.zero_grad(set_to_none=False)
             mine = own(session, SAMPLES[:1] if step else SAMPLES)  # of one, worker 1 has all
             models = [case.model, second] if step == 0 else [case.model] if len(mine) else [second]
-            torch.stack([model(mine).square().mean() for model in models]).sum().backward()
+            torch.stack([model(mine).square().mean() for model in models]).sum().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return torch.cat([case.parameters(), nn.utils.parameters_to_vector(second.parameters()).detach()])
 

@@ -14,6 +14,7 @@ the gradients of all, and a loop that touches another's is found out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import sys
@@ -39,7 +40,7 @@ REMEDIES = ("use ", "lower ", "let ", "deal ", "make ", "look for ", "leave ", "
 WAYS = (("allreduce", 2), ("synchronous", 2), ("allreduce", 3), ("synchronous", 3))
 
 Outcomes = list[tuple[Loop, str, str]]
-"""Loops, what came of each ("equal", "refused" or "differs"), and what is wrong with it."""
+"""Loops; what came of each: equal, refused, refused by torch, or differs; and what is wrong with it."""
 
 
 def program(seed: int, workers: int, length: int) -> list[Loop]:
@@ -56,7 +57,8 @@ def run_loops(loops: Sequence[Loop], strategy: str, workers: int) -> Outcomes:
         for number in range(min(run.reached + 1, len(loops))):
             loop, error = loops[number], run.errors.get(number)
             fault = run.fault(number) if error is None else _fault_of_error(loop, error)
-            outcomes.append((loop, "differs" if fault else "equal" if error is None else "refused", fault))
+            outcome = "refused" if isinstance(error, GradstreamError) else "refused by torch"
+            outcomes.append((loop, "differs" if fault else outcome if error else "equal", fault))
         loops = loops[run.reached + 1 :]
     return outcomes
 
@@ -112,7 +114,10 @@ class _Run:
 
 def _fault_of_error(loop: Loop, error: BaseException) -> str:
     if not isinstance(error, GradstreamError):
-        return f"it ended with {type(error).__name__}: {error}"
+        with contextlib.suppress(type(error)):  # as plain torch does
+            Text(loop, LoneSession()).train()
+            return f"it ended with {type(error).__name__}: {error}"
+        return ""
     expected = ENDINGS.get(loop.ending, "")
     if type(error).__name__ != expected or not any(word in str(error) for word in REMEDIES):
         return f"refused with {type(error).__name__}, expected {expected or 'no error'}: {error}"

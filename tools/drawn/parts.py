@@ -1,15 +1,24 @@
-"""What drawn loops train: small modules, and optimizers of all kinds."""
+"""What drawn loops are made of: modules, optimizers, and what happens to them before and after a step."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
-__all__ = ["DIM", "MODELS", "OPTIMIZERS", "Model", "make_optimizer", "options_of"]
+if TYPE_CHECKING:
+    from drawn.text import Text
+
+__all__ = [
+    *("CLIPS", "DIM", "EDITS", "EVENTS", "MODELS", "OPTIMIZERS"),
+    *("Model", "make_optimizer", "options_of", "scheduler_of"),
+]
 
 DIM = 4
 """Of inputs and outputs."""
@@ -181,3 +190,106 @@ def make_optimizer(
         own["weight_decay"] = 0.05
     dealt = [{"params": several[::2]}, own] if groups == 2 and len(several) > 1 else several
     return getattr(torch.optim, kind)(dealt, **options)  # type: ignore[no-any-return]
+
+
+def _gradients(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Text], None]:
+    def change_all(text: Text) -> None:
+        for parameter in text.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = change(parameter.grad)
+
+    return change_all
+
+
+def _drop_one(text: Text) -> None:
+    parameters = [parameter for parameter in text.model.parameters() if parameter.grad is not None]
+    for parameter in parameters[:1]:
+        parameter.grad = None
+
+
+CLIPS: Mapping[str, Callable[[Text], Any]] = {
+    "none": lambda text: None,
+    "norm": lambda text: nn.utils.clip_grad_norm_(text.model.parameters(), 0.3),
+    "largest": lambda text: nn.utils.clip_grad_norm_(text.model.parameters(), 0.3, norm_type=torch.inf),
+    "value": _gradients(lambda gradient: gradient.clamp_(-0.1, 0.1)),
+    "replace": _gradients(lambda gradient: gradient.clamp(-0.2, 0.2)),
+    "centre": _gradients(lambda gradient: gradient.sub_(gradient.mean())),
+    "drop one": _drop_one,
+}
+
+
+def _each(change: Callable[[nn.Parameter], Any]) -> Callable[[Text], None]:
+    def change_all(text: Text) -> None:
+        for parameter in text.model.parameters():
+            change(parameter)
+
+    return change_all
+
+
+EDITS: Mapping[str, Callable[[Text], None]] = {
+    "none": lambda text: None,
+    "clamp": _each(lambda parameter: parameter.clamp_(-0.6, 0.6)),
+    "normalise": _each(lambda parameter: parameter.div_(parameter.norm() + 1)),
+    "data": _each(lambda parameter: setattr(parameter, "data", parameter.data * 0.98)),
+    "pointed": _each(lambda parameter: parameter.data.add_(0.001)),
+}
+
+
+def _reload(text: Text) -> None:
+    for optimizer in text.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _new_optimizers(text: Text) -> None:
+    text.optimizers = text.made_optimizers()
+
+
+def _other_inputs(text: Text) -> torch.Tensor:
+    """Of another length on each worker."""
+    return torch.ones(2 + 3 * text.session.rank, DIM, dtype=text.dtype)
+
+
+def _evaluate(text: Text) -> None:
+    text.model.eval()
+    # A model that is trained in evaluation mode cannot be told from one that is evaluated but by no_grad.
+    with torch.set_grad_enabled(text.step % 2 == 1 and text.loop.model != "batch norm"):
+        for inputs in text.session.shard([_other_inputs(text)] * 3):
+            text.model(inputs)
+    text.model.train()
+
+
+def _train_a_copy(text: Text) -> None:
+    copy.deepcopy(text.model)(_other_inputs(text)).sum().backward()
+    copy.deepcopy(text.optimizers)
+
+
+def _slower(text: Text) -> None:
+    for optimizer in text.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+EVENTS: Mapping[str, Callable[[Text], Any]] = {
+    "freeze": lambda text: text.model.layers()[0].requires_grad_(False),
+    "unfreeze": lambda text: text.model.requires_grad_(True),
+    "reload optimizer": _reload,
+    "restore": lambda text: text.model.load_state_dict(text.kept),
+    "new optimizer": _new_optimizers,
+    "evaluate": _evaluate,
+    "copy": _train_a_copy,
+    "slower": _slower,
+}
+
+
+def _falling(group: int, step: int) -> float:
+    return 1 / (1 + group + step)
+
+
+def scheduler_of(kind: str, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler | None:
+    """One of `loop.SCHEDULERS`."""
+    if kind == "step":
+        return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    if kind == "by group":
+        falls = [partial(_falling, group) for group in range(len(optimizer.param_groups))]
+        return lr_scheduler.LambdaLR(optimizer, list(falls))
+    return None

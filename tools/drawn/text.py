@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drawn.changes import CLIPS, EDITS, EVENTS, scheduler_of
 from drawn.loop import BY_HAND, Loop
-from drawn.parts import DIM, MODELS, Model, make_optimizer
+from drawn.parts import CLIPS, DIM, EDITS, EVENTS, MODELS, Model, make_optimizer, scheduler_of
 from gradstream.session.session import Session
 
 __all__ = ["State", "Text"]
@@ -34,7 +33,6 @@ class Text:
 
     Attributes:
         model, optimizers: what it trains.
-        average: of the parameters, where it keeps one.
         step: that it is at.
         kept: the model's state at the beginning.
     """
@@ -49,9 +47,9 @@ class Text:
         self._numbers = torch.Generator().manual_seed(loop.seed)
         self.model = self._made(loop.model)
         for number in loop.frozen:
-            self.model.layers()[number].requires_grad_(False)
+            layers = self.model.layers()
+            layers[number % len(layers)].requires_grad_(False)
         self.optimizers = self.made_optimizers()
-        self.average: Model | None = None
         self.kept: State = {}
         self.step = 0
         self._batches = [[[self._piece(n) for n in sizes] for sizes in parts] for parts in loop.sizes]
@@ -163,7 +161,7 @@ class Text:
         self.kept = copy.deepcopy(self.model.state_dict())
         if self._within and not self.loop.seed % 2:
             self._step_within_backward()
-        schedulers = [scheduler_of(self.loop, optimizer) for optimizer in self.optimizers]
+        schedulers = [scheduler_of(self.loop.scheduler, optimizer) for optimizer in self.optimizers]
         self._scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         for step in self._steps():
             event = self.loop.events.get(step, "")
@@ -308,10 +306,7 @@ class Text:
 
     def state(self) -> State:
         """Parameters, buffers, gradients, and all that optimizers hold."""
-        found: State = {}
-        for name, module in (("model", self.model), ("average", self.average)):
-            if module is not None:
-                found |= {f"{name} {key}": value for key, value in module.state_dict().items()}
+        found: State = dict(self.model.state_dict())
         optimizers = list(enumerate(self.optimizers))
         for number, optimizer in optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
