@@ -222,6 +222,24 @@ def test_minibatches_of_a_loader_do_not_count_behind_its_loop() -> None:
     alike(loop)
 
 
+def test_a_validation_between_a_minibatch_and_its_pass_does_not_count() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session)
+        case.wrap()
+        dealt = session.shard([SAMPLES[:8], SAMPLES[8:]])
+        for inputs in dealt if session.world_size > 1 else [SAMPLES]:
+            case.model.eval()
+            for checked in session.shard([SAMPLES[:3]]):  # worker 1 repeats it, which counts none
+                case.model(checked)
+            case.model.train()
+            case.optimizer.zero_grad()
+            case.model(inputs).square().mean().backward()
+            case.optimizer.step()
+        return case.parameters()
+
+    alike(loop)
+
+
 def test_a_worker_without_samples_changes_nothing_though_it_takes_a_branch_of_its_own() -> None:
     def loop(session: gs.Session) -> torch.Tensor:
         case = Case(session, momentum=0.9)

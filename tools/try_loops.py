@@ -107,7 +107,9 @@ class _Run:
                 return f"worker {rank} has not ended it, and nobody was told"
             if found := _difference(told[number], expected, *TOLERANCES[loop.dtype]):
                 return f"worker {rank}: {found}"
-            if number in after and (found := _difference(after[number], told[number], 0.0, 0.0)):
+            if number in after and (
+                found := _difference(after[number], told[number], *TOLERANCES[loop.dtype])
+            ):
                 return f"worker {rank}, changed by what came after the loop: {found}"
         return "it should have been refused" if ENDINGS.get(loop.ending) else ""
 

@@ -131,7 +131,7 @@ def draw(seed: int, workers: int) -> Loop:
         seed=seed,
         model=model,
         dtype=dtype,
-        optimizers=[(kind, options_of(kind, rng)) for kind in kinds],
+        optimizers=[(kind, options_of(kind, rng, dtype)) for kind in kinds],
         groups=rng.choice([1, 1, 2]),
         sizes=[_sizes(rng, workers, parts, even=backward in apart, nothing=nothing) for _ in range(steps)],
         counting=counting,
