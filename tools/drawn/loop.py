@@ -109,7 +109,7 @@ def draw(seed: int, workers: int) -> Loop:
         dtype, kinds = rng.choice(["float32", "bfloat16"]), ["SGD"] * len(kinds)
     clip = rng.choice(CLIPS)
     if by_hand:
-        clip = rng.choice(["none", "drop one"]) if model != "branches" else "none"
+        clip = "none" if several or model == "branches" else rng.choice(["none", "drop one"])
     if model == "residual" and (clip == "largest" or "Adafactor" in kinds):  # of a parameter without elements
         clip, kinds = "none", ["SGD"] * len(kinds)
     steps = rng.randint(2, 5)
