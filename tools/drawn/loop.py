@@ -118,7 +118,8 @@ def draw(seed: int, workers: int) -> Loop:
     parts = rng.randint(2, 3) if backward in ("accumulate", *apart) else 1
     # Within backward torch may go through a layer without samples in another order.
     nothing = counting != "said" and not within and rng.random() < 0.25
-    left_out = set[str]()
+    frozen = [rng.randrange(3)] if rng.random() < 0.15 else []
+    left_out = {"freeze"} if frozen else set()  # a worker's branch would have nothing to train
     if by_hand or (counting == "loader" and backward == "closure"):
         left_out |= {"skip", "only the first"}  # gradients, or samples that count, are left to the next step
     if by_hand or within:
@@ -126,6 +127,8 @@ def draw(seed: int, workers: int) -> Loop:
     events = {step: rng.choice(EVENTS) for step in range(1, steps) if rng.random() < 0.25}
     events = {step: event for step, event in events.items() if event not in left_out}
     held_back = rng.randint(1, steps) if rng.random() < 0.1 and not several and not by_hand else None
+    if backward == "scaler":  # what no optimizer has would stay infinite, and clipping by it makes all NaN
+        held_back = None
     anew = "new optimizer" in events.values() or within or held_back is not None
     return Loop(
         seed=seed,
@@ -142,7 +145,7 @@ def draw(seed: int, workers: int) -> Loop:
         zeroing=rng.choice(ZEROINGS),
         scheduler="none" if anew else rng.choice(SCHEDULERS),
         scale=rng.choice([1.0, 1.0, 0.5, 3.0]),
-        frozen=[rng.randrange(3)] if rng.random() < 0.15 else [],
+        frozen=frozen,
         held_back=held_back,
         direct=counting != "forward" and rng.random() < 0.3,
         events=events,
