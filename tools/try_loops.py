@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="JSON file, which is added to")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
-    record: dict[str, Any] = {"total": {}, "by strategy": {}, "by kind": {}, "seeds": []}
+    record: dict[str, Any] = {"total": {"differs": 0}, "by strategy": {}, "by kind": {}, "seeds": []}
     if given.record is not None and given.record.exists():
         record = json.loads(given.record.read_text())
     faults = 0
