@@ -44,7 +44,10 @@ ENDINGS: Mapping[str, str] = {
     "own gradient": "ReplicasDifferError",
     "bounded embedding": "ReplicasDifferError",
 }
-"""Loops that are the last ones of a run, and what they are refused with; "" where they are not."""
+"""Loops that are the last ones of a run, and what they are refused with; "" where they are not.
+
+A bounded embedding is refused where a worker looks up a row that others do not, and so shortens it alone.
+"""
 
 Sizes = list[list[int | None]]
 
@@ -109,7 +112,7 @@ def draw(seed: int, workers: int) -> Loop:
         dtype, kinds = rng.choice(["float32", "bfloat16"]), ["SGD"] * len(kinds)
     clip = rng.choice(CLIPS)
     if by_hand:
-        clip = "none" if several or model == "branches" else rng.choice(["none", "drop one"])
+        clip = "none"
     if model == "residual" and (clip == "largest" or "Adafactor" in kinds):  # of a parameter without elements
         clip, kinds = "none", ["SGD"] * len(kinds)
     steps = rng.randint(2, 5)
