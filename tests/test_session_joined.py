@@ -204,6 +204,42 @@ def test_samples_of_a_model_that_is_trained_in_evaluation_mode_count() -> None:
     alike(loop)
 
 
+def test_minibatches_of_a_loader_do_not_count_behind_its_loop() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session)
+        case.wrap()
+        dealt = session.shard([SAMPLES[:6], SAMPLES[6:]])  # each worker has as many, and own() is uneven
+        for inputs in dealt if session.world_size > 1 else [SAMPLES]:
+            case.optimizer.zero_grad()
+            case.model(inputs).square().mean().backward()
+            case.optimizer.step()
+        for _ in range(2):
+            case.optimizer.zero_grad()
+            case.loss().backward()  # type: ignore[no-untyped-call]
+            case.optimizer.step()
+        return case.parameters()
+
+    alike(loop)
+
+
+def test_a_validation_between_a_minibatch_and_its_pass_does_not_count() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session)
+        case.wrap()
+        dealt = session.shard([SAMPLES[:8], SAMPLES[8:]])
+        for inputs in dealt if session.world_size > 1 else [SAMPLES]:
+            case.model.eval()
+            for checked in session.shard([SAMPLES[:3]]):  # worker 1 repeats it, which counts none
+                case.model(checked)
+            case.model.train()
+            case.optimizer.zero_grad()
+            case.model(inputs).square().mean().backward()
+            case.optimizer.step()
+        return case.parameters()
+
+    alike(loop)
+
+
 def test_a_worker_without_samples_changes_nothing_though_it_takes_a_branch_of_its_own() -> None:
     def loop(session: gs.Session) -> torch.Tensor:
         case = Case(session, momentum=0.9)
@@ -219,6 +255,25 @@ def test_a_worker_without_samples_changes_nothing_though_it_takes_a_branch_of_it
             case.optimizer.step()
             second.step()
         return torch.cat([case.parameters(), nn.utils.parameters_to_vector(other.parameters()).detach()])
+
+    alike(loop)
+
+
+def test_a_worker_without_samples_may_take_a_branch_whose_gradient_was_set_to_zero() -> None:
+    def loop(session: gs.Session) -> torch.Tensor:
+        case = Case(session, momentum=0.9)
+        second = copy.deepcopy(case.model)
+        session.wrap(
+            [case.model, second],
+            optimizer := torch.optim.Adam([*case.model.parameters(), *second.parameters()]),
+        )
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            mine = own(session, SAMPLES[:1] if step else SAMPLES)  # of one, worker 1 has all
+            models = [case.model, second] if step == 0 else [case.model] if len(mine) else [second]
+            torch.stack([model(mine).square().mean() for model in models]).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return torch.cat([case.parameters(), nn.utils.parameters_to_vector(second.parameters()).detach()])
 
     alike(loop)
 

@@ -419,6 +419,12 @@ def test_minibatches_count_before_what_the_model_is_called_with() -> None:
         count.note(100)  # of a validation
     count.see(2)
     assert count.take() == 8  # the same minibatch
+    count.note(6)
+    count.over()  # next(iter(loader)): its minibatch counts once
+    count.see(2)
+    assert count.take() == 6
+    count.see(2)
+    assert count.take() == 2
 
 
 def test_a_repeat_counts_nothing_whatever_is_said_of_it() -> None:

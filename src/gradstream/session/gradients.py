@@ -154,7 +154,7 @@ class JointGradients:
         if rest:
             self._joined.fired.update(rest)
             self._begin()
-            self._end()
+            self._end(by_hand=True)
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a GradScaler leaves it to this optimizer to pass the step over
         for index in self._not_finite.intersection(mine):
@@ -225,8 +225,12 @@ class JointGradients:
             counts = self._handover.counts and self._parameters[index].grad is not None
             self._outgoing.write(index, self._parameters[index].grad if counts else None)
 
-    def _end(self) -> None:
-        """The round's end: what has no gradient yet is filled in, and the mean becomes everybody's."""
+    def _end(self, *, by_hand: bool = False) -> None:
+        """The round's end: what has no gradient yet is filled in, and the mean becomes everybody's.
+
+        Args:
+            by_hand: no backward has made the gradients.
+        """
         if not self._outgoing.open:
             return  # a step that was made within backward has ended it
         for index in range(len(self._bounds)):
@@ -237,7 +241,7 @@ class JointGradients:
         mine = {index for index in self._joined.fired if self._parameters[index].grad is not None}
         name, digest = self._digest.next()
         checks = [self._rounds, self._steps, digest >> 16, digest]
-        fired = self._round(gradient, mine, self._outgoing.broken, checks, name)
+        fired = self._round(gradient, mine, checks, name, by_hand)
         self._rounds += 1
         self._forget()
         self._joined.fired.clear()
@@ -246,10 +250,10 @@ class JointGradients:
             self._join_late(late)
 
     def _round(
-        self, gradient: torch.Tensor, fired: set[int], broken: set[int], checks: Sequence[int], name: str
+        self, gradient: torch.Tensor, fired: set[int], checks: Sequence[int], name: str, by_hand: bool
     ) -> list[int]:
         """Completes a round, and gives the parameters that have a place their gradients."""
-        vector, total = self._vector, len(self._parameters)
+        vector, total, broken = self._vector, len(self._parameters), self._outgoing.broken
         held = {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
         flags = [[float(index in found) for index in range(total)] for found in (fired, broken, held)]
         vector.finish(gradient, flags, checks)
@@ -261,15 +265,18 @@ class JointGradients:
             return []
         self._check(vector.differing(mean, checks), name)
         found, not_finite, kept = vector.fired(mean), vector.broken(mean), vector.held(mean)
+        # What is written by hand is joined by the step of its optimizer, what is set to zero with the others.
+        again = {
+            i for i in kept.difference(found) if (i in fired if by_hand else not self._joined.is_joint(i))
+        }
         for index in fired.difference(found):  # of no samples: as the others have it
             self._parameters[index].grad = None
-        for index in {*found, *(kept & fired)}:
-            if index < len(self._bounds):
-                start, stop = self._bounds[index]
-                self._give(index, mean[start:stop], index in not_finite)
+        for index in {*found, *again}.intersection(range(len(self._bounds))):
+            start, stop = self._bounds[index]
+            self._give(index, mean[start:stop], index in not_finite, again=index in again)
         return found
 
-    def _give(self, index: int, mean: torch.Tensor, not_finite: bool) -> None:
+    def _give(self, index: int, mean: torch.Tensor, not_finite: bool, *, again: bool = False) -> None:
         parameter = self._parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter)
@@ -279,7 +286,7 @@ class JointGradients:
                 parameter.grad.fill_(torch.nan)
             else:
                 parameter.grad.copy_(mean.view(parameter.shape))
-        self._joined.given(index)
+        self._joined.given(index, again=again)
 
     def _join_late(self, indices: Sequence[int]) -> None:
         """Gradients of parameters that were frozen at `wrap`: in rounds of their own, one after the other."""

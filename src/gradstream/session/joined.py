@@ -35,12 +35,19 @@ class Joined:
         """A backward has added to this worker's own gradient, which stays its own for now."""
         self._versions[index] = self._version(index)
 
-    def given(self, index: int) -> None:
-        """A round has given the parameter the gradient that it has now."""
+    def given(self, index: int, *, again: bool = False) -> None:
+        """A round has given the parameter the gradient that it has now.
+
+        Args:
+            again: no backward has made it. If a step was made of what was there before, it was of this too.
+        """
         gradient = self._parameters[index].grad
         assert gradient is not None
         self._given[index] = weakref.ref(gradient)
-        self._fresh.add(index)
+        if again and index not in self._fresh:
+            self._versions[index] = self._version(index)
+        else:
+            self._fresh.add(index)
 
     def stepped(self, index: int) -> None:
         """A step was made of it. Some optimizers write into gradients."""

@@ -94,16 +94,20 @@ class DealtLoader(DataLoader[Any]):
     def _counted(
         self, batches: Iterator[Any], sampler: DealtBatches, counts: deque[int | None] | None
     ) -> Iterator[Any]:
-        for batch in batches:
-            counts = sampler.counts if counts is None else counts
-            if not counts:
-                raise ConfigError(
-                    f"shard: the __iter__ of {type(self).__name__} gives minibatches that its sampler was "
-                    "not asked for: it keeps an iterator from before. Shard a plain DataLoader instead"
-                )
-            samples = counts.popleft()
-            self._part.note(length_of((batch,)) if samples is None else samples)
-            yield batch
+        try:
+            for batch in batches:
+                counts = sampler.counts if counts is None else counts
+                if not counts:
+                    raise ConfigError(
+                        f"shard: the __iter__ of {type(self).__name__} gives minibatches that its "
+                        "sampler was not asked for: it keeps an iterator from before. Shard a plain "
+                        "DataLoader instead"
+                    )
+                samples = counts.popleft()
+                self._part.note(length_of((batch,)) if samples is None else samples)
+                yield batch
+        finally:
+            self._part.over()
 
 
 class DealtStream(DataLoader[Any]):

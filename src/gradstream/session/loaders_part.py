@@ -24,6 +24,7 @@ class Part:
             None where the number cannot be seen.
         aligned: all workers take the same number of minibatches. A worker for which there is none in the
             last round takes a repeat, which counts no samples.
+        over: called when the worker has gone through its minibatches, or takes no more of them.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Part:
     split: bool
     note: Callable[[int | None], None]
     aligned: bool = False
+    over: Callable[[], None] = lambda: None
 
     def of(self, samples: Any) -> Any:
         """Every W-th, from the r-th on, of anything that can be sliced."""
@@ -79,9 +81,12 @@ class Part:
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The worker's minibatches out of those of one process, where these are made and not only numbers."""
-        for batch, samples in self.taken(batches, cut_of, length_of):
-            self.note(samples)
-            yield batch
+        try:
+            for batch, samples in self.taken(batches, cut_of, length_of):
+                self.note(samples)
+                yield batch
+        finally:
+            self.over()
 
 
 def cut_of(batch: Any, which: slice) -> Any:

@@ -8,7 +8,7 @@ import math
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -196,9 +196,9 @@ class WorkerSession(Session):
         """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(one, split=split) for one in data)
-        return part_of(
-            data, Part(self.rank, self.world_size, self._seed, split, self._samples.note, self._joint)
-        )
+        mine = object()
+        note, over = (partial(call, loader=mine) for call in (self._samples.note, self._samples.over))
+        return part_of(data, Part(self.rank, self.world_size, self._seed, split, note, self._joint, over))
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
