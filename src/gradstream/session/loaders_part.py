@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradstream.session.loaders_takeover import Takeover
+
 __all__ = ["Part", "cut_of", "length_of"]
 
 
@@ -24,6 +26,7 @@ class Part:
             None where the number cannot be seen.
         aligned: all workers take the same number of minibatches. A worker for which there is none in the
             last round takes a repeat, which counts no samples.
+        takeover: asks for what lost workers have left; None where nobody takes it over.
     """
 
     rank: int
@@ -32,6 +35,7 @@ class Part:
     split: bool
     note: Callable[[int | None], None]
     aligned: bool = False
+    takeover: Takeover | None = None
 
     def of(self, samples: Any) -> Any:
         """Every W-th, from the r-th on, of anything that can be sliced."""
