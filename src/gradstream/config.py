@@ -91,6 +91,9 @@ class Job:
             command and at which commit of git the run was made, with which versions.
         record: note in which order things happen, so that the run can be replayed bit for bit:
             `gradstream.replay`. Of strategies that go through servers.
+        allow_lost: a training loop of your own ends well without data of a lost worker that the others could
+            not take over. They can where `session.shard` has made its DataLoader. Otherwise the run says
+            what is missing, and ends with an error.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
             (`server.chunks.shared_chunk_elems`). It changes no result.
@@ -140,6 +143,7 @@ class Job:
     run_dir: Path | None = None
     record_machine: bool = True
     record: bool = False
+    allow_lost: bool = False
     chunk_elems: int | None = None
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
@@ -186,6 +190,7 @@ class JobOptions(TypedDict, total=False):
     run_dir: Path | None
     record_machine: bool
     record: bool
+    allow_lost: bool
     chunk_elems: int | None
     checkpoint_every: int | str | None
     keep_last: int
