@@ -7,6 +7,7 @@ Of the peers' environments it needs numpy and mpi4py alone, so it imports what i
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -191,6 +192,18 @@ async def serve(path: str, team: str, rank: int, size: int) -> None:
     await member.close()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("socket", metavar="SOCKET")
+    parser.add_argument("team", choices=("gradstream", "gloo", "mpi"))
+    rank = next((int(os.environ[name]) for name in MPI_RANK if name in os.environ), 0)
+    parser.add_argument("rank", metavar="RANK", type=int, nargs="?", default=rank)
+    parser.add_argument("size", metavar="SIZE", type=int, nargs="?", default=1)
+    given = parser.parse_args()
+    asyncio.run(serve(given.socket, given.team, given.rank, given.size))
+
+
 if __name__ == "__main__":
-    given = sys.argv[3:] or [next((os.environ[name] for name in MPI_RANK if name in os.environ), "0"), "1"]
-    asyncio.run(serve(sys.argv[1], sys.argv[2], *map(int, given)))
+    main()

@@ -11,10 +11,10 @@ shard is; `bytes`, that a connection carries each way.
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import socket
-import sys
 import threading
 import time
 from typing import Any
@@ -27,7 +27,11 @@ TIMEOUT_S = 60.0
 
 
 def main() -> None:
-    plan = json.loads(sys.argv[1])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("plan", metavar="PLAN", type=json.loads)
+    plan = parser.parse_args().plan
     connections = connected(plan)
     begun_s, threads = time.monotonic(), []
     for connection in connections:

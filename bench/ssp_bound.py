@@ -12,6 +12,7 @@ every machine: figures are of the simulation.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from pathlib import Path
@@ -57,6 +58,9 @@ def measured(strategy: gs.Strategy, speeds: dict[str, float]) -> dict[str, float
 
 def main() -> None:
     """Measures all."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     found = {
         world: {name: measured(strategy, speeds) for name, strategy in STRATEGIES.items()}
         for world, speeds in SPEEDS.items()

@@ -7,6 +7,7 @@ After a measurement. Words around a table are not rewritten: read them again.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,9 @@ Places = dict[str, str]
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     for name, places in PAGES.items():
         print(f"{name}: {'written anew' if put(ROOT / name, places()) else 'as it was'}")
 
@@ -254,11 +258,31 @@ def scaling() -> Places:
     return {**shards_apart(), **caltech()}
 
 
+def ssp() -> Places:
+    """On virtual time: what each clock of lead wins, all alike and with one slow worker."""
+    found = recorded("ssp-bound")["found"]
+    alike, slow = found["alike"], found["one of half the speed"]
+    rows = [
+        [
+            name.removeprefix("ssp, ").replace("downpour", "`downpour`, `overlap=False`"),
+            f"{1e3 * row['step_s']:.0f}",
+            f"{row['fetches']:.2f}",
+            f"{row['staleness']:.1f}",
+            f"{1e3 * slow[name]['step_s']:.0f}",
+            f"{slow[name]['fetches']:.2f}",
+        ]
+        for name, row in alike.items()
+    ]
+    head = ["", "all alike: ms a step", "fetches a step", "staleness", "one of half the speed: ms a step"]
+    return {"bound": table([*head, "fetches a step"], rows)}
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/choose.md": carriers,
     "docs/collectives.md": collectives,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
+    "docs/strategies/ssp.md": ssp,
 }
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ class Restless(gs.Downpour):
 def check_restless(*seeds: int) -> None:
     for seed in seeds:
         strategy = Restless(push_every=1 + seed % 3, overlap=seed % 2 == 0, seed=seed)
-        run = tokens(strategy, seed=seed, world=bad_world(4, 2), shares=[1, 0, 2, 1])
+        run = tokens(strategy, seed=seed, world=bad_world(4, 2), shares=[1, 0, 2, 1], assignment="partitions")
         check_exactly_once(run, NUM_TOKENS, EPOCHS)
 
 

@@ -82,3 +82,13 @@ def test_no_generated_example_depends_on_speed() -> None:
     """A busy machine makes any example slow: hypothesis would call that a failure."""
     assert settings().deadline is None
     assert HealthCheck.too_slow in settings().suppress_health_check
+
+
+@pytest.mark.parametrize(
+    "path", sorted((SOURCE.parents[1] / "bench").glob("*.py")), ids=lambda path: path.name
+)
+def test_a_bench_can_be_asked_what_it_does(path: Path) -> None:
+    """`--help` says it, and runs nothing."""
+    text = path.read_text()
+    if "__main__" in text:
+        assert "ArgumentParser(" in text and "description=__doc__" in text and ".parse_args()" in text

@@ -11,7 +11,7 @@ from gradstream.cli.report import figures
 from gradstream.report.straggler import straggler_of
 from gradstream.run import Run
 from gradstream.runtime.world import Cost, Network, World
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized, kill_at, numbered
 
 SLOW = {"worker-3": 0.2}
 GRADIENT = {"gradient": Cost(per_sample_s=1.0)}
@@ -45,10 +45,31 @@ def test_where_staleness_is_bounded_they_wait_once_the_bound_is_reached() -> Non
 
 
 @pytest.mark.parametrize(
+    ("strategy", "waited_s"),
+    [
+        (gs.Downpour(), 50 - 19 / 3),  # for its only minibatch
+        (gs.SSP(bound=30), 5 * 50 - 5),  # for its part, which nobody else does
+    ],
+)
+def test_where_nobody_waits_before_the_end_they_wait_there(strategy: Any, waited_s: float) -> None:
+    """It takes 50 s for a minibatch, the others 1 s."""
+    found = ended(strategy, {"worker-3": 0.02}).summary["straggler"]
+    assert (found["who"], found["slower"]) == ("worker-3", pytest.approx(50.0))
+    assert found["waited_s"] == pytest.approx(waited_s, abs=0.5)
+
+
+@pytest.mark.parametrize("absent", [{"script": kill_at("worker-0", 2.0)}, {"drive": True}])
+def test_who_is_gone_or_held_back_does_not_wait_for_the_end(absent: dict[str, Any]) -> None:
+    strategy = gs.Downpour(finish_alone="0.9epochs") if absent.pop("drive", False) else gs.Downpour()
+    slow = "worker-0" if strategy.finish_alone else "worker-3"
+    run = ended(strategy, {slow: 0.5}, steps=20, **absent)
+    assert run.summary["straggler"] is None
+
+
+@pytest.mark.parametrize(
     ("strategy", "speeds", "network"),
     [
         (gs.Downpour(), SLOW, Network()),  # nobody waits for it
-        (gs.SSP(bound=30), SLOW, Network()),  # nor here, within 30 clocks
         (gs.Synchronous(), {"worker-3": 0.75}, Network()),  # 1.33 times slower
         (
             gs.Synchronous(),

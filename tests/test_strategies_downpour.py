@@ -165,6 +165,7 @@ def test_all_that_several_workers_push_is_applied(overlap: bool, push_every: int
         servers=2,
         batch_size=3,
         shares=[3, 1, 0, 2],
+        assignment="partitions",
         epochs=3,
         chunk_elems=64,
         world=SLOW,

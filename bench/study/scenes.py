@@ -173,9 +173,21 @@ SCENES: tuple[Scene, ...] = (
         uneven=True,
     ),
     Scene(
-        "by-label", "Each machine has its own classes", _chosen(*_FEW), timed=("allreduce",), by_label=True
+        "by-label",
+        "Each machine has its own classes",
+        _chosen(*_FEW),
+        5.0,
+        timed=("allreduce",),
+        by_label=True,
     ),
     Scene("paper", "α/τ in its paper's setting", PAPER, borrowed="single-momentum"),
-    Scene("cnn", "A convolutional network", _chosen(*_FEW), timed=("allreduce",), cnn=True),
+    Scene(
+        "cnn",
+        "A convolutional network",
+        _chosen("allreduce", "downpour", "softsync-30-aware", "diloco"),
+        5.0,
+        timed=("allreduce",),
+        cnn=True,
+    ),
     Scene("exponents", "Other exponents", POWERS),
 )

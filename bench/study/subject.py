@@ -57,6 +57,8 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 Images = Literal["select", "report"]
 TRAIN_MARK = CLASSES
 """Held-out samples that are training samples have this added to their target: see `watched`."""
+NEVER = -1e9
+"""The score that models give to these classes: no sample is of one, and the loss does not see them."""
 
 
 # Numbers beyond all bounds (`errstate`) are no reason to warn: a run that breaks down is told by its loss.
@@ -73,7 +75,7 @@ def _init(seed: int) -> dict[str, np.ndarray[Any, Any]]:
 @np.errstate(over="ignore", invalid="ignore")
 def _outputs(p: Arrays, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     hidden = np.maximum(x.reshape(len(x), PIXELS) @ p["w1"] + p["b1"], 0)
-    return np.asarray(hidden @ p["w2"] + p["b2"])
+    return np.pad(hidden @ p["w2"] + p["b2"], ((0, 0), (0, CLASSES)), constant_values=NEVER)
 
 
 @np.errstate(over="ignore", invalid="ignore")
@@ -110,6 +112,7 @@ def cnn() -> Model:
             nn.ReLU(),
             nn.Flatten(),
             nn.Linear(16 * 4 * 4, CLASSES),
+            nn.ConstantPad1d((0, CLASSES), NEVER),
         ),
         nn.functional.cross_entropy,
     )

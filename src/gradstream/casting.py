@@ -63,6 +63,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         open_ended=is_open_ended(job),
         find_optimizer=optimizer_of_text,
         record=job.record,
+        allow_lost=job.allow_lost,
         policy=policy_of(job) if keeps else None,
         resume=resume,
         deadlines=job.deadlines,

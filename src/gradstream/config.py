@@ -60,14 +60,15 @@ class Job:
         workers: how many replicas of the model.
         servers: how many shards of the parameter server; None is one, or none for a strategy without.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
-        shares: relative amounts of data, one per worker: of each round, or, without rounds, of each epoch,
-            which is then divided into partitions. "measured": the sizes of the workers' minibatches follow
-            their measured speed, and have as many samples together. Without rounds that is needless, but
-            under SSP: fast workers take more minibatches.
+        shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
+            partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
+            sizes of the workers' minibatches follow their measured speed, and have as many samples together.
+            Where nobody waits for others, as under Downpour, that is needless: fast workers take more
+            minibatches.
         assignment: without rounds, who gets which minibatch. "queue": each worker takes the next ones of the
             epoch as it needs them. "partitions": each has a part of every epoch, as large as its share, and
-            others take what is left of it when they are done with theirs. None: partitions where shares are
-            given or the data is a stream, else the queue.
+            others take what is left of it when they are done with theirs. None: as the strategy has it,
+            and partitions where the data is a stream.
         accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
             the joined minibatch, in the memory of a small one.
         clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.
@@ -90,6 +91,9 @@ class Job:
             command and at which commit of git the run was made, with which versions.
         record: note in which order things happen, so that the run can be replayed bit for bit:
             `gradstream.replay`. Of strategies that go through servers.
+        allow_lost: a training loop of your own ends well without data of a lost worker that the others could
+            not take over. They can where `session.shard` has made its DataLoader. Otherwise the run says
+            what is missing, and ends with an error.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
             (`server.chunks.shared_chunk_elems`). It changes no result.
@@ -139,6 +143,7 @@ class Job:
     run_dir: Path | None = None
     record_machine: bool = True
     record: bool = False
+    allow_lost: bool = False
     chunk_elems: int | None = None
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
@@ -185,6 +190,7 @@ class JobOptions(TypedDict, total=False):
     run_dir: Path | None
     record_machine: bool
     record: bool
+    allow_lost: bool
     chunk_elems: int | None
     checkpoint_every: int | str | None
     keep_last: int

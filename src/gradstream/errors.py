@@ -62,7 +62,7 @@ EXIT_CODES = {
     1: "failure: an error in your code, or of gradstream's",
     2: "wrong usage or configuration; nothing was started",
     3: "a check before the start failed (--dry-run, doctor)",
-    4: "a node that the run needs was lost, or too few came",
+    4: "a node that the run needs, or data, was lost, or too few nodes came",
     75: "stopped, and a checkpoint is saved: resume it",
     130: "interrupted by Ctrl-C; nothing more was saved",
     143: "ended by SIGTERM; nothing more was saved",

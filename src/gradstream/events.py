@@ -34,6 +34,7 @@ __all__ = [
     "LateEvent",
     "LedgerEvent",
     "LeftEvent",
+    "LeftOverEvent",
     "LinkEvent",
     "LogEvent",
     "MachineEvent",
@@ -292,6 +293,17 @@ class LedgerEvent(Event):
     batches: int
     reassigned: int
     dropped: int = 0  # of the samples: not in the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOverEvent(Event):
+    """What became of a lost worker's data, where loops of the user's own bring it (coordinator)."""
+
+    name: ClassVar[str] = "left_over"
+    who: str
+    steps: int  # of its steps, how many are in the model
+    missing: int | None  # minibatches that nobody took over; None: unknown
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

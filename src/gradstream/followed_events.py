@@ -117,5 +117,7 @@ class FollowedEvents:
             text = f"no checkpoint of step {event['step']:,} ({event['who']}: {event['message']}); {kept}"
             of_disk = any(f"[Errno {number}]" in text for number in DISK_ERRORS)
             self.say_of_disk(text, about="a checkpoint") if of_disk else say(text, MESSAGE_BYTES)
+        elif event["event"] == "left_over":
+            say(event["message"], MESSAGE_BYTES)
         elif event["event"] == "disk" and event["state"] == "waiting":
             self.say_of_disk(event["message"])

@@ -402,6 +402,9 @@ class Launcher:
             if is_script(self._job):
                 self._let_leave()  # scripts of the user's may have something to put away
             raise self._error()
+        if "failed" in self._events.last:  # finished, but without data of a lost worker
+            self._let_leave()
+            raise self._error()
 
     def _let_leave(self) -> None:
         """Gives nodes that are done the time to say goodbye, and scripts all that they take."""

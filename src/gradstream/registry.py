@@ -110,6 +110,7 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
 
 def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
     """An update rule, likewise. Raises the same."""
+    _check_ours(spec)
     found = _find("optimizer", spec, options or {})
     missing = [name for name in ("lr", "state_names", "apply") if not hasattr(found, name)]
     if missing:
@@ -118,6 +119,18 @@ def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = No
             "expected an update rule: see gradstream.optim.base"
         )
     return cast(Optimizer, found)
+
+
+def _check_ours(spec: object) -> None:
+    """Raises ConfigError for an optimizer of torch, or its class."""
+    cls = spec if isinstance(spec, type) else type(spec)
+    if any(base.__module__ == "torch.optim.optimizer" for base in cls.__mro__):
+        own = cls.__name__ if cls.__name__.lower() in OPTIMIZERS else "SGD"
+        raise ConfigError(
+            f"optimizer is {'' if cls is spec else 'a '}torch.optim.{cls.__name__}, which updates tensors of "
+            f"its own; expected an update rule of gradstream: gradstream.{own}(lr=0.01), for example. "
+            "A training loop of your own keeps torch's: gradstream.join()"
+        )
 
 
 def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset:
@@ -411,7 +424,26 @@ def _make(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, A
     try:
         return cls(**options)
     except TypeError as error:
+        _check_complete(kind, name, cls, options)
         raise ConfigError(f"{kind} {name!r}: {error}") from error
+
+
+def _check_complete(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where an option is missing that has no default."""
+    missing = [
+        entry.name
+        for entry in inspect.signature(cls).parameters.values()
+        if entry.default is entry.empty
+        and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+        and entry.name not in options
+    ]
+    if missing:
+        given = ", ".join(f"{option}=..." for option in missing)
+        flag = ", or --lr on the command line" if kind == "optimizer" and "lr" in missing else ""
+        raise ConfigError(
+            f"{kind} {name!r} lacks {', '.join(missing)}; expected an object that has it: "
+            f"{cls.__name__}({given}){flag}"
+        )
 
 
 def _changed(kind: str, value: Any, options: Mapping[str, Any]) -> Any:

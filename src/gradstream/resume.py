@@ -17,6 +17,7 @@ from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.launcher import OnEvent
 from gradstream.node import LOCK, LOCK_S
+from gradstream.registry import find_strategy
 from gradstream.remote.listening import Listening
 from gradstream.reopen import job_of_run
 from gradstream.run import FINAL_MODEL, Run
@@ -43,6 +44,7 @@ class ResumeOptions(TypedDict, total=False):
     keep_last: int
     keep_best: bool
     device: str
+    allow_lost: bool
     deadlines: Deadlines
 
 
@@ -104,6 +106,14 @@ def resume(
         raise ConfigError(
             f"workers={job.workers}, but {path} is of a training loop of its own with {found[1].workers} "
             "workers: each goes on in its own part of the data, so their number stays"
+        )
+    num_lost = job.workers - len(found[1].steps) if found is not None and is_script(job) else 0
+    if num_lost and not job.allow_lost and find_strategy(job.strategy, job.strategy_options).cut != "rounds":
+        raise ConfigError(
+            f"{path} goes on from a checkpoint that was made when {num_lost} of {job.workers} workers were "
+            "lost: nobody can tell their scripts where to go on, nor those of the others what they had taken "
+            "over, so some data would be left out and some come twice. allow_lost=True, --allow-lost, says "
+            "that this is meant"
         )
     at = None if found is None else Resume.at(*found, time_s=time_s)
     if listen is not None and at is None:

@@ -99,6 +99,7 @@ class Cast:
         open_ended: the workers bring data of their own, nobody knows how much.
         find_optimizer: makes the update rule of what workers say of it, where they bring it.
         record: nodes note in which order things happen, so that the run can be replayed.
+        allow_lost: see `Job`.
     """
 
     job: str
@@ -128,6 +129,7 @@ class Cast:
     open_ended: bool = False
     find_optimizer: FindOptimizer | None = None
     record: bool = False
+    allow_lost: bool = False
 
     @property
     def steps_left(self) -> int | None:
@@ -172,10 +174,7 @@ class Cast:
         own = self.strategy.data_cut()
         if own == "rounds":
             return own
-        if self.balanced and self.assignment is None:
-            return "queue"
-        by_shares = self.shares is not None and not self.balanced
-        return self.assignment or ("partitions" if by_shares else own)
+        return self.assignment or ("queue" if self.balanced else own)
 
     @property
     def _helping(self) -> bool:
@@ -243,6 +242,7 @@ class Cast:
             if rounds or isinstance(ledger, OpenLedger)
             else BatchAssignment(ledger, self.workers, 2 * self.deadlines.lease_s),
             turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
+            allow_lost=self.allow_lost,
         )
         return Coordinator(
             runtime,

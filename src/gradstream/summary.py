@@ -121,7 +121,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         whole_pushed_bytes, whole_fetched_bytes: what these would be with all of every chunk; 0 in a run
             without servers.
         staleness_mean, staleness_max, staleness: over chunks of gradients; the last is the histogram. The
-            first parameters, which a worker hands out, are none.
+            first parameters, which a worker hands out, are none. None and empty without servers, which count
+            it: under allreduce no gradient is stale, under hogwild nobody knows.
         carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
         group: how workers without servers sum: kind, algorithm, and by size where it was measured; or None.
         updates, duplicates, dropped, refused: of all shards, in chunks.
@@ -214,7 +215,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "loss": _last_epoch_loss(steps),
         "compute_s": math.fsum(step["compute_s"] for step in steps),
         "wait_s": math.fsum(step["wait_s"] for step in steps),
-        "straggler": straggler_of(steps, train_s),
+        "straggler": straggler_of(steps, train_s, _absent(events)),
     }
 
 
@@ -298,6 +299,12 @@ def _machines(events: Sequence[EventDict]) -> dict[str, Any]:
 
 def _workers_lost(events: Sequence[EventDict]) -> list[str]:
     return [e["who"] for e in _of(events, "left") if e["lost"] and e["who"].startswith("worker")]
+
+
+def _absent(events: Sequence[EventDict]) -> set[str]:
+    """Workers that were lost, or held back at the end."""
+    held = [name for event in _of(events, "drive")[-1:] for name in event["held"]]
+    return {*_workers_lost(events), *held}
 
 
 def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:

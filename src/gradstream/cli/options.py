@@ -75,6 +75,9 @@ def _job_options() -> list[Callable[[Any], Any]]:
             "--tracker", metavar="NAME", multiple=True, help="Curves go there, too: wandb, mlflow, trackio."
         ),
         click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Where it is kept."),
+        click.option(
+            "--allow-lost", is_flag=True, default=None, help="Go without what a lost worker's loop had left."
+        ),
         click.option("--record", is_flag=True, default=None, help="So that it can be replayed."),
         click.option(
             "--set",

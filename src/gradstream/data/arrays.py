@@ -107,7 +107,8 @@ def from_arrays(
         raise DataError(
             f"data set {name!r} lacks {absent}: give both of test_inputs and test_targets, or neither"
         )
-    test_inputs, test_targets = _arrays(test_inputs, "test_inputs"), _arrays(test_targets, "test_targets")
+    test_inputs = _in_order_of(inputs, _arrays(test_inputs, "test_inputs"))
+    test_targets = _in_order_of(targets, _arrays(test_targets, "test_targets"))
     _check_lengths(test_inputs, "test_inputs", test_targets, "test_targets")
     for what, train, test in (("inputs", inputs, test_inputs), ("targets", targets, test_targets)):
         _check_alike(what, train, test)
@@ -151,6 +152,13 @@ def _array(value: Any, what: str) -> Array:
     if not array.ndim:
         raise DataError(f"{what} are a single number; expected samples along the first axis")
     return array
+
+
+def _in_order_of(like: Tree, tree: Tree) -> Tree:
+    """The same tree; a dict with the keys of the other one has them in its order."""
+    if isinstance(like, Mapping) and isinstance(tree, Mapping) and like.keys() == tree.keys():
+        return {key: _in_order_of(branch, tree[key]) for key, branch in like.items()}
+    return tree
 
 
 def _rows(tree: Tree, rows: Any) -> Tree:

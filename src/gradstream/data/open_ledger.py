@@ -1,7 +1,8 @@
 """The ledger of an open-ended run: how many minibatches there will be, nobody knows.
 
-Each worker goes through data of its own until it has no more, and then says how much that was. So
-nothing can be handed to others: what a lost worker had not got receipts for is left out of the run.
+Each worker goes through data of its own until it has no more, and then says how much that was. What a
+lost worker had left, others take over where they can tell what it was (see `LeftOver`); else the run is
+without it.
 
 In rounds, all workers must stop before the same round, though they run out of data at different
 times, and a worker that takes part in a round cannot stop before it is over. So a worker that has
@@ -12,13 +13,14 @@ to, once everybody has run out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
 from gradstream.data.done import Done
+from gradstream.data.left_over import LeftOver, Steps
 from gradstream.errors import InternalError
 
-__all__ = ["OpenLedger"]
+__all__ = ["Loss", "OpenLedger"]
 
 
 MAX_AHEAD = 1 << 20
@@ -26,11 +28,9 @@ MAX_AHEAD = 1 << 20
 
 
 @dataclass(slots=True)
-class _Line:
+class _Line(Steps):
     """The minibatches of one worker, numbered from 0."""
 
-    low: int = 0  # all below have receipts
-    ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
     total: int | None = None  # how many there were, once the worker has run out
     samples: int = 0
     lost: bool = False
@@ -40,12 +40,30 @@ class _Line:
         return self.lost or (self.total is not None and self.low >= self.total)
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What became of a lost worker's part.
+
+    Args:
+        rank: of the worker.
+        steps: how many of its steps are in the model.
+        missing: how many minibatches of its part are not; None where that is unknown.
+    """
+
+    rank: int
+    steps: int
+    missing: int | None
+
+
 class OpenLedger:
     """Accounts for the minibatches of workers that bring their own. No I/O, as `Ledger`.
 
     Args:
         num_workers: how many bring data.
         rounds: they take part in rounds together; otherwise each stops when it has run out.
+
+    Attributes:
+        left_over: what lost workers have left, and who takes it over.
     """
 
     num_epochs = 1
@@ -54,6 +72,7 @@ class OpenLedger:
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
         self._lines = [_Line() for _ in range(num_workers)]
         self._rounds = rounds
+        self.left_over = LeftOver(self._lines)
         self._held = -1  # the last round that a worker without data was told to take part in
 
     num_complete = 0
@@ -62,7 +81,7 @@ class OpenLedger:
     @property
     def num_receipts(self) -> int:
         """How many minibatches have a receipt."""
-        return sum(line.low + len(line.ahead) for line in self._lines)
+        return sum(line.count for line in self._lines)
 
     @property
     def num_rounds(self) -> int:
@@ -89,6 +108,7 @@ class OpenLedger:
         """
         line = self._lines[rank]
         line.total, line.samples = batches, samples
+        self.left_over.ended(rank, batches)
         if not self._rounds:
             return True if self.finished else None
         everybody = all(line.lost or line.total is not None for line in self._lines)
@@ -105,25 +125,30 @@ class OpenLedger:
         if worker != ref.partition or ref.epoch != 0 or not 0 <= ref.partition < len(self._lines):
             return False
         line = self._lines[ref.partition]
-        return 0 <= ref.batch < line.low + len(line.ahead) + MAX_AHEAD
+        return 0 <= ref.batch < line.count + MAX_AHEAD
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of `worker`'s is in the model. True the first time."""
         if worker != ref.partition or ref.epoch != 0:
             raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
-        line = self._lines[ref.partition]
-        if ref.batch < line.low or ref.batch in line.ahead:
-            return False
-        line.ahead.add(ref.batch)
-        while line.low in line.ahead:
-            line.ahead.remove(line.low)
-            line.low += 1
-        return True
+        return self._lines[ref.partition].add(ref.batch)
 
     def lost(self, rank: int) -> int:
-        """A worker is gone, and with it what it had left: nobody else has its data. Returns 0."""
+        """A worker is gone. What it had left is not handed out, but asked for: see `left_over`. Returns 0."""
         self._lines[rank].lost = True
+        self.left_over.lost(rank)
         return 0
+
+    def losses(self) -> list[Loss]:
+        """What became of the parts of lost workers that had not done all of theirs. In rounds nobody asks."""
+        if self._rounds:
+            return []
+        lost = [(rank, line) for rank, line in enumerate(self._lines) if line.lost]
+        return [
+            Loss(rank, line.count, self.left_over.missing(rank))
+            for rank, line in lost
+            if line.total is None or line.low < line.total
+        ]
 
     def num_batches(self, epoch: int) -> int:
         """How many minibatches the workers that have run out had, without rounds they had no samples in."""
@@ -151,6 +176,6 @@ class OpenLedger:
         return self.finished
 
     def reassigned(self, epoch: int) -> int:
-        """None: see `lost`."""
+        """How many minibatches of lost workers others have taken over."""
         del epoch
-        return 0
+        return self.left_over.num_taken

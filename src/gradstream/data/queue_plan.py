@@ -48,8 +48,9 @@ class QueuePlan(EpochPlan):
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         if shares is not None:
             raise ConfigError(
-                f"shares={tuple(shares)}: workers take minibatches from one queue as they need them, so "
-                'nobody has a share; leave shares out, or divide the data by them: assignment="partitions"'
+                f"shares={list(shares)}: workers take minibatches from one queue as they need them, so "
+                "nobody has a share, and a fast worker does more by itself; leave shares out. "
+                'assignment="partitions" begins with parts of these sizes, of which others take what is left'
             )
         common = math.gcd(*self.batch_sizes)
         finest = max(1, common // FINENESS)

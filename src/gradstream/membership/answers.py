@@ -6,6 +6,7 @@ None is the answer that has to wait: the coordinator asks again when something h
 from __future__ import annotations
 
 from gradstream.data.ledger import Ledger
+from gradstream.data.left_over import Epoch
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.shares import Speed
 from gradstream.membership.assignment import BatchAssignment
@@ -122,6 +123,32 @@ class Answers:
         self._claims.check_ending(who, request)
         over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
         return None if over is None and not self._phases.over else v1.Ended(over=bool(over))
+
+    def take_over(self, who: str, request: v1.TakeOver) -> v1.TakenOver | Refuse:
+        """A worker whose own loop is at the end of its part of an epoch asks for what lost workers have left.
+
+        Raises:
+            RefusedError: it says what cannot be.
+        """
+        node = self._worker(who)
+        if isinstance(node, Refuse):
+            return node
+        if not isinstance(self._ledger, OpenLedger):
+            return Refuse(v1.BAD_REQUEST, f"{who} takes minibatches over in a run where they are handed out")
+        self._claims.check_take_over(who, request)
+        epoch = Epoch(request.epoch.loader, request.epoch.epoch)
+        block = self._ledger.left_over.take(
+            node.rank,
+            epoch,
+            request.epoch.step,
+            request.step,
+            request.parts,
+            request.per_step,
+            request.oldest,
+        )
+        if block is None:
+            return v1.TakenOver()
+        return v1.TakenOver(epoch=block.epoch.number, rank=block.rank, first=block.first, count=block.size)
 
     def took(self, who: str, request: v1.Took) -> list[Instruction]:
         """A worker says how long its part of the rounds before took, and asks for the shares of the next.

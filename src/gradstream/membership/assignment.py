@@ -66,11 +66,22 @@ class BatchAssignment:
         self._measures = isinstance(plan, QueuePlan) and plan.measured
         self._sizes: Sequence[int] = plan.sizes if isinstance(plan, QueuePlan) else (1,) * num_workers
         self._speeds = [Speed() for _ in range(num_workers)]
+        self._only_first: set[int] = set()  # ranks of which no more than the first gradient is known
         self._denied_s: dict[int, float] = {}  # by rank, since when
 
     def took(self, rank: int, stretch: Speed, present: Sequence[int]) -> SharesEvent | None:
-        """A worker says how many units it did, in which time, since it said so last. Returns new sizes."""
-        self._speeds[rank].measured(stretch)
+        """A worker says how many units it did, in which time, since it said so last. Returns new sizes.
+
+        What it says first is of its first gradient alone, which pays for much that no other does: that is
+        forgotten as soon as it says more.
+        """
+        if stretch.rounds:
+            if rank in self._only_first:
+                self._only_first.remove(rank)
+                self._speeds[rank] = Speed()
+            elif not self._speeds[rank].rounds:
+                self._only_first.add(rank)
+            self._speeds[rank].measured(stretch)
         if self._plan is None or not self._measures:
             return None
         sizes = better(self._sizes, {worker: self._speeds[worker] for worker in present})
@@ -138,6 +149,8 @@ class BatchAssignment:
                 left -= max(0, more) * max(1, self._sizes[worker])
         if left > 0:
             return False
+        if in_hand:  # it has something to do meanwhile
+            return True
         return at_s - self._denied_s.setdefault(rank, at_s) <= each_s[rank]
 
     def _per_s(self, present: Sequence[int]) -> dict[int, float]:

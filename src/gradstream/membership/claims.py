@@ -20,6 +20,9 @@ __all__ = ["MAX_COUNT", "Claims"]
 MAX_COUNT = 1 << 53
 """No run counts further."""
 
+MOST_EPOCHS_BACK = 1 << 10
+"""Of which a worker still knows all minibatches."""
+
 MOST_PER_S = 1e12
 """Samples: no worker is faster."""
 
@@ -45,8 +48,10 @@ class Claims:
     def check_beat(self, node: v1.Node, beat: v1.Beat) -> None:
         """Raises RefusedError for a beat that its member cannot have to say."""
         is_worker = node.role == "worker"
-        if not is_worker and (beat.receipts or beat.finished or beat.stands):
-            raise self._bad(node.name, "only workers have receipts, finish, or stand")
+        if not is_worker and (beat.receipts or beat.finished or beat.stands or beat.begun):
+            raise self._bad(node.name, "only workers have receipts, finish, stand, or begin epochs")
+        for one in beat.begun:
+            self._check_begun(node.name, one)
         for receipt in beat.receipts:
             ref = ref_of(receipt)
             if not self._ledger.knows(ref, node.rank):
@@ -75,6 +80,21 @@ class Claims:
         """Raises RefusedError for counts that no worker has got to."""
         if max(request.batches, request.samples, request.round) > MAX_COUNT:
             raise self._bad(who, f"an end after {request.batches} minibatches of {request.samples} samples")
+
+    def check_take_over(self, who: str, request: v1.TakeOver) -> None:
+        """Raises RefusedError for parts of a division among other workers, or that no worker has got to."""
+        parts = list(request.parts)
+        self._check_begun(who, request.epoch)
+        if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
+            raise self._bad(who, f"parts of {parts[:8]} minibatches; expected one of each worker")
+        if not request.epoch.step <= request.step <= MAX_COUNT:
+            raise self._bad(who, f"an epoch from step {request.epoch.step} to {request.step}")
+        if request.oldest > request.epoch.epoch or request.epoch.epoch - request.oldest > MOST_EPOCHS_BACK:
+            raise self._bad(who, f"knowledge of epochs {request.oldest} to {request.epoch.epoch}")
+
+    def _check_begun(self, who: str, begun: v1.Begun) -> None:
+        if abs(begun.step) > MAX_COUNT:
+            raise self._bad(who, f"an epoch from step {begun.step}")
 
     def check_took(self, who: str, rank: int, request: v1.Took) -> None:
         """Raises RefusedError for a round that is not planned, or a measurement that is none."""

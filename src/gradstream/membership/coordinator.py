@@ -129,6 +129,7 @@ class Coordinator:
         endpoint.serve("resume", self._serve_resume, model=False)
         endpoint.serve("assign", self._serve_assign, model=False)
         endpoint.serve("ending", self._serve_ending, model=False)
+        endpoint.serve("take_over", self._serve_take_over, model=False)
         endpoint.serve("shares", self._serve_shares, model=False)
 
     def emit(self, event: Event) -> None:
@@ -296,6 +297,10 @@ class Coordinator:
         self._wake_askers()  # what this one says may be what they wait for
         await self._answer(stream, lambda: self._membership.answers.ending(who, request))
 
+    async def _serve_take_over(self, stream: Stream) -> None:
+        request, who = v1.TakeOver.FromString(stream.opened.body), stream.opened.sender
+        await self._answer(stream, lambda: self._membership.answers.take_over(who, request))
+
     async def _serve_shares(self, stream: Stream) -> None:
         request, who = v1.Took.FromString(stream.opened.body), stream.opened.sender
         self._carry_out(self._membership.answers.took(who, request))
@@ -303,7 +308,9 @@ class Coordinator:
         await self._answer(stream, lambda: self._membership.answers.shares(who, request))
 
     async def _answer(
-        self, stream: Stream, decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | Refuse | None]
+        self,
+        stream: Stream,
+        decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | v1.TakenOver | Refuse | None],
     ) -> None:
         """Answers once there is a decision; until then says for whom it has to wait."""
         who, bell = stream.opened.sender, Bell()

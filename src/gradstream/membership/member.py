@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from gradstream.data.base import BatchRef
+from gradstream.data.left_over import Block, Epoch
 from gradstream.data.shares import Speed
 from gradstream.deadlines import Deadlines
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
@@ -209,6 +210,10 @@ class Member:
         """These batches are in the model: their pushes were acknowledged by all shards."""
         self._beat.receipts.extend(receipt_of(ref) for ref in refs)
 
+    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
+        """This worker's own loop begins an epoch of a loader: see `LeftOver.begun`."""
+        self._beat.begun.append(v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear))
+
     def report(self, report: v1.CutReport) -> None:
         """Says how far this node is with a cut: at once, behind the receipts of before."""
         self._beat.cuts.append(report)
@@ -327,6 +332,30 @@ class Member:
             silence_s=self._deadlines.patience_s,
         )
         return answer.over
+
+    async def take_over(
+        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
+    ) -> Block | None:
+        """Asks for minibatches that lost workers have left: see `LeftOver.take`.
+
+        Raises:
+            PeerLostError, DeadlineError: the coordinator was lost.
+        """
+        answer = await self._endpoint.call(
+            self._coordinator,
+            "take_over",
+            v1.TakeOver(
+                epoch=v1.Begun(loader=epoch.loader, epoch=epoch.number, step=begin),
+                oldest=oldest,
+                parts=parts,
+                per_step=per_step,
+                step=step,
+            ),
+            v1.TakenOver,
+            silence_s=self._deadlines.patience_s,
+        )
+        block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
+        return block if answer.count else None
 
     async def shares(self, ref: BatchRef, stretch: Speed) -> list[int]:
         """How many samples of a round each worker takes from `ref`'s round on. Waits for all of them to ask.

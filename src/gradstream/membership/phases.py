@@ -10,6 +10,7 @@ be reached any more; STOPPED when somebody asked for it. From these three nothin
 
 from __future__ import annotations
 
+from gradstream.errors import PeerLostError
 from gradstream.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.membership.cut import Cuts
 from gradstream.membership.instructions import Emit, Instruction, Notify
@@ -33,6 +34,7 @@ class Phases:
         survives_worker_loss: the strategy goes on without a lost worker.
         quorum: so many workers are needed, and verdicts tell what is in the model; None leaves it to
             `survives_worker_loss`.
+        allow_lost: the run ends well without data of lost workers that nobody could take over.
 
     Attributes:
         phase: the present one.
@@ -51,6 +53,7 @@ class Phases:
         *,
         survives_worker_loss: bool,
         quorum: int | None,
+        allow_lost: bool = False,
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
@@ -61,6 +64,7 @@ class Phases:
         self._tally = tally
         self._cuts = cuts
         self._turns = turns
+        self._allow_lost = allow_lost
         self._by_verdicts = quorum is not None
         self._needed = quorum or (1 if survives_worker_loss else started.workers)
 
@@ -129,9 +133,31 @@ class Phases:
             if self._by_verdicts:
                 return out  # the last ones are on their way
             return out + self._abort_unaccounted()
+        out += [] if early else self._losses()
         self.phase = v1.Notice.FINISHED
         done = self._tally.finished(self.goal if early else "")
         return [*out, *self._cuts.drop(), Emit(done), Notify()]
+
+    def _losses(self) -> list[Instruction]:
+        """Says what became of lost workers' data. The run has finished, but not well, where some is missing.
+
+        The scripts that are left go on to their end, and the model is kept.
+        """
+        told = self._tally.losses()
+        out: list[Instruction] = [Emit(one) for one in told]
+        missing = [one for one in told if one.missing != 0]
+        if missing and not self._allow_lost:
+            text = "; ".join(one.message for one in missing)
+            remedy = "The model is kept. allow_lost=True, --allow-lost, says that this is meant"
+            error = PeerLostError.__name__
+            out.append(
+                Emit(
+                    FailedEvent(
+                        culprit=missing[0].who, error=error, message=f"{text}. {remedy}", traceback=""
+                    )
+                )
+            )
+        return out
 
     def _abort_unaccounted(self) -> list[Instruction]:
         epoch, missing = self._tally.num_unaccounted

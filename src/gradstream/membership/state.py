@@ -68,6 +68,7 @@ class Membership:
         assignment: hands out minibatches to workers that ask; None where they go through rounds, or bring
             data of their own.
         turns: who takes part, where the strategy says so; None for all, from the begin.
+        allow_lost: see `Phases`.
 
     Attributes:
         nodes: who is in.
@@ -93,6 +94,7 @@ class Membership:
         assignment: BatchAssignment | None = None,
         quorum: int | None = None,
         turns: Turns | None = None,
+        allow_lost: bool = False,
     ) -> None:
         self._started = started
         self.balance = balance
@@ -117,6 +119,7 @@ class Membership:
             turns,
             survives_worker_loss=survives_worker_loss,
             quorum=quorum,
+            allow_lost=allow_lost,
         )
         first_round = resume.rounds if resume is not None else 0
         self._claims = Claims(ledger, started.workers, first_round=first_round, quorum=quorum is not None)
@@ -173,6 +176,7 @@ class Membership:
                 escaped(failure.message, MESSAGE_BYTES, newlines=True),
                 escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),
             )
+        self.tally.begun(beat.begun, node.rank)
         self.tally.receipts(beat.receipts, node.rank, at_s)
         out: list[Instruction] = []
         if beat.stands and self.turns is not None and self.turns.stands(who, beat.stands):

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from gradstream.checkpoint.manifest import Resume
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
-from gradstream.data.open_ledger import OpenLedger
-from gradstream.events import FinishedEvent, LedgerEvent, ResumedEvent, RoundEvent
+from gradstream.data.left_over import Epoch
+from gradstream.data.open_ledger import Loss, OpenLedger
+from gradstream.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.membership.receipts import ref_of
 from gradstream.wire import v1
 
@@ -45,6 +46,13 @@ class Tally:
         for receipt in receipts:
             self.ledger.receipt(ref_of(receipt), rank)
             self._heard_s = at_s
+
+    def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:
+        """The worker of this rank begins epochs of its own loop's loaders."""
+        for one in epochs:
+            if isinstance(self.ledger, OpenLedger):
+                epoch = Epoch(one.loader, one.epoch)
+                self.ledger.left_over.begun(rank, epoch, one.step, unclear=one.unclear)
 
     def verdict(self, round: int, ranks: Sequence[int], at_s: float) -> RoundEvent | None:  # noqa: A002  protocol's word
         """The first shard says whose contributions make the update of a round."""
@@ -88,6 +96,10 @@ class Tally:
     def num_unaccounted(self) -> tuple[int, int]:
         """The first data epoch that is not complete, and how many of its batches have no receipt."""
         return self._num_complete, self.ledger.missing(self._num_complete)
+
+    def losses(self) -> list[LeftOverEvent]:
+        """What became of the data of lost workers, where workers bring their own."""
+        return [_told(loss) for loss in self.ledger.losses()] if isinstance(self.ledger, OpenLedger) else []
 
     # ---- records ------------------------------------------------------------------------
 
@@ -142,3 +154,22 @@ class Tally:
         if self._num_samples is None:
             return 0
         return self.ledger.plan.done.count(self._num_samples, epoch)
+
+
+def _told(loss: Loss) -> LeftOverEvent:
+    who = f"worker-{loss.rank}"
+    lost = f"{who} was lost when {loss.steps:,} of its steps were in the model"
+    if loss.missing == 0:
+        text = f"{lost}; the others have taken over all that it had left"
+    elif loss.missing is None:
+        text = (
+            f"{lost}, and what it had left is not. The others can take it over where session.shard has made "
+            "the DataLoader, of a data set that is read by number, and all go through each epoch to its end, "
+            "with the same number of minibatches behind each step"
+        )
+    else:
+        left = f"{loss.missing:,} minibatch{'es' * (loss.missing > 1)} of its part"
+        text = (
+            f"{lost}. Not in the model: {left}; the others were through with theirs, or had gone on too far"
+        )
+    return LeftOverEvent(who=who, steps=loss.steps, missing=loss.missing, message=text)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 __all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
 
 Build = Callable[[], nn.Module]
+
+_built: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+"""Parts with trained parameters that a `build()` has returned in this process, by id."""
 
 
 class BuiltModule:
@@ -125,6 +129,17 @@ def build_module(build: Build, seed: int) -> nn.Module:
             "from_torch: build() returned a module with lazy parameters, whose shapes are not known: "
             "give the layers their sizes, or run the module once in build()"
         )
+    for part in module.modules():
+        if not any(parameter.requires_grad for parameter in part.parameters(recurse=False)):
+            continue
+        if _built.get(id(part)) is part:
+            what = type(module).__name__ if part is module else f"{type(module).__name__} with a part"
+            raise ConfigError(
+                f"from_torch: build() returned a {what} that it has returned before; expected a new module "
+                "at each call, since every worker has its own: make it inside of build(), or return "
+                "copy.deepcopy(module)"
+            )
+        _built[id(part)] = part
     return module
 
 

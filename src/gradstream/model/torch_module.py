@@ -62,8 +62,9 @@ def from_torch(
             True as keywords, or as several arguments.
 
     Raises:
-        ConfigError: `build` is a module; on first use, where it returns none, or one whose parameters
-            are none, of several dtypes, or neither float32 nor float64.
+        ConfigError: `build` is a module, or `loss` no function; on first use, where `build` returns no
+            module, the same one again, or one whose parameters are none, of several dtypes, or neither
+            float32 nor float64.
 
     Example:
         >>> model = from_torch(lambda: nn.Linear(3, 1), nn.functional.mse_loss)
@@ -75,11 +76,23 @@ def from_torch(
             f"from_torch: build is a module, {type(build).__name__}; expected a function that builds one, "
             "since every worker has its own"
         )
+    _check_loss(loss)
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"from_torch: reduction is {reduction!r}; expected 'mean' or 'sum'")
     if loss_of not in ("outputs", "batch"):
         raise ConfigError(f"from_torch: loss_of is {loss_of!r}; expected 'outputs' or 'batch'")
     return TorchModel(build, loss, reduction, loss_of, spread)
+
+
+def _check_loss(loss: object) -> None:
+    """Raises ConfigError for a class, or what cannot be called."""
+    if isinstance(loss, type):
+        got, remedy = f"the class {loss.__name__}", f"an instance of it, {loss.__name__}()"
+    elif not callable(loss):
+        got, remedy = f"a {type(loss).__name__}", "torch.nn.functional.cross_entropy, for example"
+    else:
+        return
+    raise ConfigError(f"from_torch: loss is {got}; expected a function of (outputs, targets): give {remedy}")
 
 
 class TorchModel:

@@ -6,7 +6,8 @@ that of the worker or of a server's version. So a rate does not depend on the nu
 on who computes the minibatch (one of a dead worker keeps its rate), or on how often a run was stopped.
 
     synchronous     step r is round r, the same rate for all workers
-    asynchronous    step t is the t-th minibatch of its partition: t/num_steps of the run on each worker
+    asynchronous    step t has W minibatches in a row of the epoch, whoever takes them; in partitions, each
+                    worker's t-th
 
 A rate travels with each push. What is pushed, or applied, together is a sum Σ η_i/η·g_i at one rate η, that
 of its first gradient (the first one above 0): under SGD each gradient moves the parameters at its own rate.

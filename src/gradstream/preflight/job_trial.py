@@ -40,7 +40,9 @@ class JobTrial(Trial):
             "model": self._look_at_model,
             "data": self._data,
             "memory": self._memory,
-            "disk": lambda: self.disk(self._vector_bytes, len(self.cast.shards_optimizer.state_names)),
+            "disk": lambda: self.disk(
+                self._vector_bytes, (1 + len(self.cast.shards_optimizer.state_names)) * self._vector_bytes
+            ),
             "processes": self.processes,
             "checkpoint": self.checkpoint,
             "evaluation": self._evaluation,

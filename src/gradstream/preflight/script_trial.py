@@ -31,7 +31,7 @@ class ScriptTrial(Trial):
             "processes": self.processes,
             "model": self._look_at_model,
             "memory": self._memory,
-            "disk": lambda: self.disk(self._vector_bytes, self._states),
+            "disk": self._disk,
             "checkpoint": self.checkpoint,
             "pace": self._pace,
         }
@@ -46,7 +46,8 @@ class ScriptTrial(Trial):
         return super().processes()
 
     def _look_at_model(self) -> str:
-        return f"{self._started['num_parameters']:,} parameters, {size_text(self._vector_bytes)}"
+        exchanged = size_text(self._vector_bytes)
+        return f"{self._started['num_parameters']:,} parameters, exchanged in vectors of {exchanged}"
 
     def _memory(self) -> str:
         """Against what was free before: nobody is stopped for it, the run has fitted in."""
@@ -77,7 +78,8 @@ class ScriptTrial(Trial):
     def _vector_bytes(self) -> int:
         return self._vectors("worker").get("parameters", 0)
 
-    @property
-    def _states(self) -> int:
-        """Vectors of the update rule, which the checkpoint has as files."""
-        return sum(1 for file in self.kept.parent.iterdir() if file.name.startswith("optimizer-"))
+    def _disk(self) -> str:
+        """By the files of the checkpoint that was made: it has the state of the loop's own optimizer."""
+        return self.disk(
+            self.kept.stat().st_size, sum(file.stat().st_size for file in self.kept.parent.iterdir())
+        )

@@ -113,19 +113,14 @@ class Trial(ABC):
         """The update rule, as far as it is known."""
         return type(self.cast.optimizer).__name__
 
-    def disk(self, vector_bytes: int, states: int) -> str:
-        """Whether final parameters and checkpoints have room.
-
-        Args:
-            vector_bytes: of the parameters.
-            states: vectors of the update rule.
-        """
+    def disk(self, final_bytes: int, checkpoint_bytes: int) -> str:
+        """Whether final parameters, and as many checkpoints as are kept, have room."""
         folder = Path(self.job.run_dir or "runs").resolve()
         kept = self.job.keep_last + 1  # the next one is there before the oldest goes
-        free, need = free_disk_bytes(folder), (1 + kept * (1 + states)) * vector_bytes
+        free, need = free_disk_bytes(folder), final_bytes + kept * checkpoint_bytes
         text = (
-            f"{size_text(free)} free; {size_text(need)} = {size_text(vector_bytes)} for the final "
-            f"parameters + {kept} checkpoints of {size_text((1 + states) * vector_bytes)}"
+            f"{size_text(free)} free; {size_text(need)} = {size_text(final_bytes)} for the final "
+            f"parameters + {kept} checkpoints of {size_text(checkpoint_bytes)}"
         )
         if need > free:
             raise PreflightError(f"{folder}: too little: {text}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypedDict
 
 from gradstream.events import EventDict
@@ -22,7 +22,8 @@ class Straggler(TypedDict):
     """A worker that is slower, and keeps the others waiting.
 
     `slower` is how many times fewer samples it computes in a second of its gradients than the median of the
-    others. `waited_s` are the seconds that each of the others has waited for it, in the mean.
+    others. `waited_s` are the seconds that each of the others has waited for it, in the mean: within its own
+    steps, and behind its last one until the slow worker was done with its last.
     """
 
     who: str
@@ -30,19 +31,25 @@ class Straggler(TypedDict):
     waited_s: float
 
 
-def straggler_of(steps: Sequence[EventDict], train_s: float | None) -> Straggler | None:
+def straggler_of(
+    steps: Sequence[EventDict], train_s: float | None, absent: Collection[str] = ()
+) -> Straggler | None:
     """The slowest worker, where it is 1.5 times slower and the others wait for it for a tenth of the run.
 
     Args:
         steps: events "step".
         train_s: of the run; None where nobody knows.
+        absent: names of workers that did not wait for the end: they were lost, or held back.
 
     Returns:
-        None where no worker is, or where nobody waits for it, as in asynchronous strategies.
+        None where no worker is, or where nobody waits for it, as in asynchronous strategies before the end.
     """
     samples: Counter[str] = Counter()
     computed_s: Counter[str] = Counter()
+    ends_s: dict[str, float] = {}  # of last steps; nobody waits for one whose gradient is dropped
     for step in steps:
+        if not step.get("late"):
+            ends_s[step["node"]] = max(step["time_s"], ends_s.get(step["node"], 0.0))
         samples[step["node"]] += step["samples"]
         computed_s[step["node"]] += step["compute_s"]
     per_s = {who: samples[who] / computed_s[who] for who in samples if samples[who] and computed_s[who] > 0}
@@ -56,7 +63,9 @@ def straggler_of(steps: Sequence[EventDict], train_s: float | None) -> Straggler
         for step in attributed(steps)
         if step["node"] != slowest and "waited_for" in step
     )
-    waited_s = math.fsum(waited) / len(others)
+    end_s = ends_s.get(slowest, 0.0)
+    idle = (max(0.0, end_s - last_s) for who, last_s in ends_s.items() if who not in absent)
+    waited_s = math.fsum([*waited, *idle]) / len(others)
     if slower < SLOWER or waited_s <= NOTABLE * train_s:
         return None
     return Straggler(who=slowest, slower=slower, waited_s=waited_s)

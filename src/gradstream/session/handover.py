@@ -15,12 +15,15 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 
+from gradstream.data.left_over import Block, Epoch
 from gradstream.errors import ClosedError, UserCodeError
 from gradstream.events import LogEvent
 from gradstream.model.buffers import Buffers
@@ -29,6 +32,8 @@ from gradstream.session.log import SessionLog
 from gradstream.worker.loop import LoopReplica, Round, Turn
 
 __all__ = ["Handover"]
+
+T = TypeVar("T")
 
 
 class Handover:
@@ -74,9 +79,43 @@ class Handover:
         Raises:
             PeerLostError, DeadlineError: a server is gone.
         """
+        assert self._replica is not None
+        return self._ask(self._replica.newest())
+
+    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
+        """Says that the loop begins an epoch of a loader: see `LeftOver.begun`. From the user's thread."""
         assert self._replica is not None and self._event_loop is not None
-        work = self._replica.newest()
-        return asyncio.run_coroutine_threadsafe(work, self._event_loop).result()
+        say = partial(self._replica.endings.begun, epoch, step, unclear=unclear)
+        with suppress(RuntimeError):  # the run is over: nobody needs to know
+            self._event_loop.call_soon_threadsafe(say)
+
+    def take_over(
+        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
+    ) -> Block | None:
+        """Asks for what lost workers have left: see `LeftOver.take`. From the user's thread, between steps.
+
+        Raises:
+            PeerLostError, DeadlineError: the coordinator is gone.
+            What the worker has failed with.
+        """
+        assert self._replica is not None
+        return self._ask(self._replica.endings.take_over(epoch, begin, step, parts, per_step, oldest))
+
+    def _ask(self, work: Coroutine[Any, Any, T]) -> T:
+        """What the worker answers; raises what it has ended with, where it ends before."""
+        assert self._event_loop is not None
+
+        def notify(_: object) -> None:
+            with self._condition:
+                self._condition.notify_all()
+
+        asked = asyncio.run_coroutine_threadsafe(work, self._event_loop)
+        asked.add_done_callback(notify)
+        with self._condition:
+            self._condition.wait_for(lambda: self._over or (asked.done() and not asked.cancelled()))
+            if not asked.done() or asked.cancelled():
+                self._raise_failure()
+        return asked.result()
 
     # ---- the worker's side --------------------------------------------------------------
 

@@ -68,6 +68,11 @@ class Host:
         """Waits until the run is over and everybody has left."""
         self._thread.join(timeout_s)
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the run has failed with, once it is over."""
+        return self._error
+
     def _live(self) -> None:
         try:
             self._run()

@@ -39,6 +39,7 @@ def join(
     checkpoint_every: int | str | None = "10min",
     keep_last: int = 2,
     trackers: Sequence[str] = (),
+    allow_lost: bool = False,
     deadlines: Deadlines | None = None,
 ) -> Session:
     """Joins the run that this script was started for, as one of its workers.
@@ -51,7 +52,7 @@ def join(
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
-            trackers, deadlines: as of `Job`. `gradstream train` overrides them by its own options.
+            trackers, allow_lost, deadlines: as of `Job`. `gradstream train` overrides them by its options.
         exchange: who moves the bytes of a strategy without servers: short for an entry of `strategy_options`;
             see `AllReduce`.
         workers: how many `gradstream train` starts; torchrun and python decide for themselves.
@@ -78,6 +79,7 @@ def join(
         checkpoint_every=checkpoint_every,
         keep_last=keep_last,
         trackers=trackers,
+        allow_lost=allow_lost,
         deadlines=deadlines or Deadlines(),
     )
     intercept(job)

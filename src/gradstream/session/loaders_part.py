@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradstream.session.loaders_takeover import Takeover
+
 __all__ = ["Part", "cut_of", "length_of"]
 
 
@@ -25,6 +27,7 @@ class Part:
         aligned: all workers take the same number of minibatches. A worker for which there is none in the
             last round takes a repeat, which counts no samples.
         over: called when the worker has gone through its minibatches, or takes no more of them.
+        takeover: asks for what lost workers have left; None where nobody takes it over.
     """
 
     rank: int
@@ -34,6 +37,7 @@ class Part:
     note: Callable[[int | None], None]
     aligned: bool = False
     over: Callable[[], None] = lambda: None
+    takeover: Takeover | None = None
 
     def of(self, samples: Any) -> Any:
         """Every W-th, from the r-th on, of anything that can be sliced."""

@@ -25,6 +25,7 @@ from gradstream.session.handover import Handover
 from gradstream.session.held import Held, HeldArrays
 from gradstream.session.host import Host
 from gradstream.session.joint import JointReplica, layout_of
+from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.log import SessionLog
 from gradstream.session.node import LoopNode
 from gradstream.session.optimizer import DistributedOptimizer, take_over
@@ -79,6 +80,7 @@ class WorkerSession(Session):
         self._optimizer: DistributedOptimizer | WorkerSteps | None = None
         self._stepped: Sequence[torch.optim.Optimizer] = ()  # by the loop itself
         self._samples = SampleCount()
+        self._takeover = Takeover(self._steps_behind)
         self._gradients: JointGradients | None = None
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
@@ -91,6 +93,17 @@ class WorkerSession(Session):
         """See `Session.step`."""
         self._looked = True
         return self._steps_made()
+
+    def _steps_behind(self) -> int | None:
+        """Steps since the run was resumed; below 0 while the script passes by those of before.
+
+        None while there is nothing that makes steps, or it cannot be known whether the script passes by.
+        """
+        made = None if self._handover is None else self._handover.batches
+        before = self._steps_before or 0
+        if made is None or (before and not made and not self._skipped):
+            return None
+        return made + (self._skipped - before if self._skipped else 0)
 
     def _steps_made(self) -> int:
         made = 0 if self._handover is None else self._handover.steps
@@ -198,7 +211,11 @@ class WorkerSession(Session):
             return tuple(self.shard(one, split=split) for one in data)
         mine = object()
         note, over = (partial(call, loader=mine) for call in (self._samples.note, self._samples.over))
-        return part_of(data, Part(self.rank, self.world_size, self._seed, split, note, self._joint, over))
+        strategy = self._strategy
+        takeover = self._takeover if strategy.survives_worker_loss and strategy.cut != "rounds" else None
+        return part_of(
+            data, Part(self.rank, self.world_size, self._seed, split, note, self._joint, over, takeover)
+        )
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
@@ -292,7 +309,7 @@ class WorkerSession(Session):
             self._node.join()
             if self._host is not None:
                 self._host.join()
-            error = self._handover.error
+            error = self._handover.error or (self._host.error if self._host is not None else None)
             if error is not None:
                 raise error
 
@@ -331,6 +348,7 @@ class WorkerSession(Session):
         self._check_unused()
         self._held = held
         self._handover = Handover(held, self._log, joint=self._joint, on_step=held.keep)
+        self._takeover.handover = self._handover
         self._node = LoopNode(self._place, held, self._handover, rule)
         self._node.start()
         self._handover.first()

@@ -56,6 +56,7 @@ METHODS: Mapping[str, Method] = {
     "resume": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
     "assign": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
+    "take_over": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
     # Checkpoints, for nodes whose machine does not see the run directory.
     "keep": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),

@@ -681,7 +681,7 @@ class CutReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[CutReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies", "verdicts", "stands", "number")
+    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies", "verdicts", "begun", "stands", "number")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -689,6 +689,7 @@ class Beat(_message.Message):
     CUTS_FIELD_NUMBER: _ClassVar[int]
     RELIES_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     STANDS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     events: bytes
@@ -698,9 +699,10 @@ class Beat(_message.Message):
     cuts: _containers.RepeatedCompositeFieldContainer[CutReport]
     relies: bool
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
+    begun: _containers.RepeatedCompositeFieldContainer[Begun]
     stands: int
     number: int
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., stands: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., stands: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("attempt",)
@@ -940,6 +942,44 @@ class Ended(_message.Message):
     OVER_FIELD_NUMBER: _ClassVar[int]
     over: bool
     def __init__(self, over: bool = ...) -> None: ...
+
+class Begun(_message.Message):
+    __slots__ = ("loader", "epoch", "step", "unclear")
+    LOADER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    UNCLEAR_FIELD_NUMBER: _ClassVar[int]
+    loader: int
+    epoch: int
+    step: int
+    unclear: bool
+    def __init__(self, loader: _Optional[int] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., unclear: bool = ...) -> None: ...
+
+class TakeOver(_message.Message):
+    __slots__ = ("epoch", "oldest", "parts", "per_step", "step")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    epoch: Begun
+    oldest: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    per_step: int
+    step: int
+    def __init__(self, epoch: _Optional[_Union[Begun, _Mapping]] = ..., oldest: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., per_step: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class TakenOver(_message.Message):
+    __slots__ = ("epoch", "rank", "first", "count")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    rank: int
+    first: int
+    count: int
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Took(_message.Message):
     __slots__ = ("epoch", "batch", "rounds", "samples", "seconds", "squares")

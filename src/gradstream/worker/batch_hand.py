@@ -3,6 +3,9 @@
     hand  ■ ■ ■ ■ ■ ■ ■ ■      a block; half of it gone ▶ asks for the next one, and goes on meanwhile
     none left                  takes the next block, which mostly is there already
 
+A worker computes its first minibatch before it asks for a second one, and then says how long it took. Nobody
+knows before how slow it is, and a second one would be waited for at the end of a short run.
+
 Where there is nothing for it now, the worker puts all that it has computed into the model, and asks again:
 then the answer comes when there is something, or when the run has none any more.
 """
@@ -51,13 +54,12 @@ class BatchHand:
         self._stretch = Speed()
 
     def took(self, step: StepEvent) -> None:
-        """A minibatch is done. The first one is left out: it pays for much that no other does."""
+        """A minibatch is done. What is said of the first one is of it alone: see `BatchAssignment.took`."""
         self._steps += 1
-        if self._steps > 1:
-            me = f"worker-{step.rank}"
-            others = (who for who in step.waited_for if who.startswith("worker-") and who != me)
-            for_others_s = sum(step.waited_for[who] for who in others)
-            self._stretch.took(self._units, step.compute_s + step.wait_s - for_others_s)
+        me = f"worker-{step.rank}"
+        others = (who for who in step.waited_for if who.startswith("worker-") and who != me)
+        for_others_s = sum(step.waited_for[who] for who in others)
+        self._stretch.took(self._units, step.compute_s + step.wait_s - for_others_s)
 
     async def next(self, turn: Callable[[], int], close: Callable[[], Awaitable[None]]) -> BatchRef | None:
         """The next minibatch; None where the run has none any more.
@@ -71,7 +73,7 @@ class BatchHand:
         """
         while not self._refs:
             if self._asked is None:
-                self._ask()
+                self._ask(in_hand=0)
             asked, self._asked = self._asked, None
             assert asked is not None
             answer = self._take(await asked, turn())
@@ -84,8 +86,8 @@ class BatchHand:
                     return None
         ref = self._refs.popleft()
         self._units = ref.count
-        if len(self._refs) <= self._low and self._asked is None:
-            self._ask()
+        if self._steps and len(self._refs) <= self._low and self._asked is None:
+            self._ask(in_hand=len(self._refs) + 1)
         return ref
 
     def put_back(self, ref: BatchRef, turn: int) -> None:
@@ -95,8 +97,8 @@ class BatchHand:
         else:
             self._refs.clear()
 
-    def _ask(self) -> None:
-        asking = self._source.assign(False, len(self._refs) + 1, self._since())
+    def _ask(self, in_hand: int) -> None:
+        asking = self._source.assign(False, in_hand, self._since())
         self._asked = awaited_later(self._runtime.spawn(asking, name=f"{self._runtime.node}-assign"))
 
     def _since(self) -> Speed:

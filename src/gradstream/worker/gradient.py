@@ -279,7 +279,8 @@ class Differentiator:
         beside: dict[str, Any] = {"kept": at.kept} if at.kept else {}  # only some models know of it
         if at.rows is not None and at.rows.tables:
             beside["rows"] = RowGradient(at.rows.tables, into.dtype)
-        with self._users_code(at.ref, at.step, "model"):
+        absent = "; the data has no targets: gradstream.from_arrays(inputs, targets) gives it some"
+        with self._users_code(at.ref, at.step, "model", "" if part.targets is not None else absent):
             loss = self._model.gradient(at.parameters, part, into, seed=seed, report=report, **beside)
         if at.rows is not None and at.rows.tables:
             at.rows.add_all(beside["rows"], weight)
@@ -293,7 +294,7 @@ class Differentiator:
         return read
 
     @contextmanager
-    def _users_code(self, ref: BatchRef, step: int, whose: str) -> Iterator[None]:
+    def _users_code(self, ref: BatchRef, step: int, whose: str, hint: str = "") -> Iterator[None]:
         """What the user's code raises names the worker, step and minibatch, and keeps its traceback."""
         try:
             yield
@@ -301,7 +302,7 @@ class Differentiator:
             error.args = (f"{self._where(ref, step)}: {error}", *error.args[1:])
             raise
         except Exception as error:
-            message = f"{self._where(ref, step)}: the {whose} raised {type(error).__name__}: {error}"
+            message = f"{self._where(ref, step)}: the {whose} raised {type(error).__name__}: {error}{hint}"
             raise UserCodeError(message, traceback.format_exc()) from error
 
     def _where(self, ref: BatchRef, step: int) -> str:

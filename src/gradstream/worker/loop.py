@@ -27,7 +27,7 @@ from gradstream.strategies import verbs
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Result
 from gradstream.worker.group_replica import GroupReplica
-from gradstream.worker.schedule import OpenSchedule, Supply
+from gradstream.worker.schedule import EndingSource, OpenSchedule, Supply
 from gradstream.worker.server_replica import ServerReplica
 from gradstream.worker.worker import Replica, ReplicaParts
 
@@ -191,6 +191,11 @@ class LoopReplica(Replica):
         self._last_lr, self._silent, self._silent_samples = 0.0, False, 0
         self._current: ComputedGradient | None = None
         loop.begin(self)
+
+    @property
+    def endings(self) -> EndingSource:
+        """Who knows what lost workers have left."""
+        return self._open_ended.endings
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from gradstream.data.base import BatchRef, Plan
+from gradstream.data.left_over import Block, Epoch
 from gradstream.optim.schedules import Position
 from gradstream.worker.balance import Balance
 from gradstream.worker.batch_hand import BatchHand
@@ -147,6 +148,16 @@ class EndingSource(Protocol):
         """Whether the run is over for a worker that has run out; else it takes part in `next_round`."""
         ...
 
+    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
+        """Hears of an epoch that a loop of the user's begins: see `LeftOver.begun`."""
+        ...
+
+    async def take_over(
+        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
+    ) -> Block | None:
+        """Gives minibatches that lost workers have left: see `LeftOver.take`."""
+        ...
+
 
 class Supply(Protocol):
     """Minibatches that a worker brings itself, without knowing how many there will be."""
@@ -181,9 +192,9 @@ class OpenSchedule:
     """
 
     def __init__(self, supply: Supply, rank: int, endings: EndingSource) -> None:
+        self.endings = endings
         self._supply = supply
         self._rank = rank
-        self._endings = endings
 
     @property
     def size(self) -> int:
@@ -192,7 +203,7 @@ class OpenSchedule:
 
     async def refs(self, passage: Passage) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
-        supply, endings = self._supply, self._endings
+        supply, endings = self._supply, self.endings
         for number in itertools.count():
             if supply.ended:
                 await passage.close()

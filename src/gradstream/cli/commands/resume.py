@@ -23,6 +23,9 @@ __all__ = ["resume"]
 @click.option("--steps", type=int, help="Minibatches per worker, those before included.")
 @click.option("--device", metavar="NAME", help="Another device to compute on.")
 @click.option(
+    "--allow-lost", is_flag=True, default=None, help="Go without what a lost worker's loop had left."
+)
+@click.option(
     "--from-start",
     is_flag=True,
     help="Begin again where every checkpoint is damaged; they are left as they are.",
