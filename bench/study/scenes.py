@@ -169,6 +169,7 @@ SCENES: tuple[Scene, ...] = (
         "uneven",
         "Uneven machines",
         (*_chosen(*_FEW), *MEASURED),
+        5.0,
         timed=("allreduce", "allreduce-measured", "ssp"),
         uneven=True,
     ),
@@ -180,7 +181,7 @@ SCENES: tuple[Scene, ...] = (
         timed=("allreduce",),
         by_label=True,
     ),
-    Scene("paper", "α/τ in its paper's setting", PAPER, borrowed="single-momentum"),
+    Scene("paper", "α/τ in its paper's setting", PAPER, 5.0, borrowed="single-momentum"),
     Scene(
         "cnn",
         "A convolutional network",
