@@ -72,7 +72,14 @@ def test_a_mark_that_is_lost_is_noticed(tables: Any, marks: Any, repository: Pat
         marks.filled(text, tables.carriers())
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- README and docs/benchmarks.md ---------------------------------------------------------------
+
+
+def test_the_picture_is_what_a_simulation_does(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: `python tools/draw_one_slow_worker.py`, and look at it."""
+    monkeypatch.syspath_prepend(str(repository / "tools"))
+    script: Any = importlib.import_module("draw_one_slow_worker")
+    assert script.PICTURE.read_text() == script.picture()
 
 
 def most_own_gb(row: dict[str, Any]) -> float:
