@@ -278,7 +278,7 @@ def ssp() -> Places:
 
 
 PAGES: dict[str, Callable[[], Places]] = {
-    "docs/choose.md": carriers,
+    "docs/benchmarks.md": carriers,
     "docs/collectives.md": collectives,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,

@@ -1,6 +1,6 @@
 """The documentation does what it says: its Python blocks run, its command lines parse, quick ones run.
 
-In README.md and docs/, a comment on the line before a fence says what becomes of its block:
+In README.md, CONTRIBUTING.md and docs/, a comment on the line before a fence says what becomes of its block:
 
     <!-- file: job.py -->                      written to this file; all blocks but those before it may use it
     <!-- not run: starts processes -->         compiled only
@@ -25,13 +25,13 @@ from click.testing import CliRunner
 from gradstream.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 JOBS = {"JOB.py", "job.py"}
 QUICK = {"config show", "data info", "new", "plugins", "simulate"}
-OTHER_COMMANDS = {"cd", "eval", "export", "git", "make", "pip", "python", "torchrun"}
+OTHER_COMMANDS = {"cd", "eval", "export", "git", "make", "pip", "pytest", "python", "torchrun"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def parsed(words: list[str]) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_command_lines_parse(page: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for words in command_lines(page):
         if words[0] != "gradstream":
             assert words[0] in OTHER_COMMANDS, shlex.join(words)

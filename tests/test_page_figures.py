@@ -67,12 +67,19 @@ def test_a_new_record_is_noticed(
 
 
 def test_a_mark_that_is_lost_is_noticed(tables: Any, marks: Any, repository: Path) -> None:
-    text = (repository / "docs/choose.md").read_text().replace("<!-- end: carriers -->", "")
+    text = (repository / "docs/benchmarks.md").read_text().replace("<!-- end: carriers -->", "")
     with pytest.raises(LookupError, match="0 places 'carriers'"):
         marks.filled(text, tables.carriers())
 
 
-# ---- README --------------------------------------------------------------------------------------
+# ---- README and docs/benchmarks.md ---------------------------------------------------------------
+
+
+def test_the_picture_is_what_a_simulation_does(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else: `python tools/draw_one_slow_worker.py`, and look at it."""
+    monkeypatch.syspath_prepend(str(repository / "tools"))
+    script: Any = importlib.import_module("draw_one_slow_worker")
+    assert script.PICTURE.read_text() == script.picture()
 
 
 def most_own_gb(row: dict[str, Any]) -> float:
@@ -81,8 +88,15 @@ def most_own_gb(row: dict[str, Any]) -> float:
     return max((mb / 1e3 for name, mb in found.items() if name.startswith("worker")), default=0.0)
 
 
+def of_plain(row: dict[str, Any], record: dict[str, Any]) -> float:
+    """Samples a second, divided by those of the record's plain loop; 0 where it has none."""
+    plain = record["rows"].get("plain")
+    return float(row["samples_per_s"] / plain["samples_per_s"]) if plain else 0.0
+
+
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "samples/s": lambda row: f"{row['samples_per_s']:,.0f}",
+    "of plain": lambda row: f"{row['of_plain']:.2f}",
     "seconds": lambda row: f"{row['train_s']:.0f}",
     "test accuracy": lambda row: f"{100 * row.get('accuracy', 0):.1f}",
     "own memory of a worker": lambda row: f"{most_own_gb(row):.2f}",
@@ -90,9 +104,9 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 """By the heading of a column: a row of the records as it is written there."""
 
 
-def said_of_caltech(readme: str) -> Iterator[dict[str, str]]:
+def said_of_caltech(page: str) -> Iterator[dict[str, str]]:
     """Each run of a table with such columns: its figures by column. A row may be of two, "1,391 · 1,641"."""
-    for table in re.findall(r"(?:^\|.*\n)+", readme, re.MULTILINE):
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         head, _, *rows = (
             [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
         )
@@ -109,26 +123,26 @@ def said_of_caltech(readme: str) -> Iterator[dict[str, str]]:
 def test_figures_of_caltech_are_those_of_a_recorded_run(repository: Path) -> None:
     records = [json.loads(path.read_text()) for path in repository.glob(RESULTS)]
     recorded = [
-        {column: written(row) for column, written in COLUMNS.items()}
+        {column: written({**row, "of_plain": of_plain(row, record)}) for column, written in COLUMNS.items()}
         for record in records
         for row in record["rows"].values()
     ]
-    said = list(said_of_caltech((repository / "README.md").read_text()))
+    said = list(said_of_caltech((repository / "docs/benchmarks.md").read_text()))
     assert len(said) == 12
     for run in said:
         assert any(run.items() <= row.items() for row in recorded), run
 
 
 def test_where_and_when_is_said(repository: Path) -> None:
-    readme = (repository / "README.md").read_text()
+    page = (repository / "docs/benchmarks.md").read_text()
     record = json.loads((repository / "bench/results/caltech101-large.json").read_text())
-    assert f"**{record['machine']['machine']['cores']} cores**" in readme
-    assert record["date"][:10] in readme
+    assert f"**{record['machine']['machine']['cores']} cores**" in page
+    assert record["date"][:10] in page
 
 
-def compared(readme: str) -> str:
+def compared(page: str) -> str:
     """The table of what was measured beside something else."""
-    return readme.split("| what was measured, and beside what")[1].split("\n\n")[0]
+    return page.split("| what was measured, and beside what")[1].split("\n\n")[0]
 
 
 def result(repository: Path, name: str) -> dict[str, Any]:
@@ -152,7 +166,7 @@ def over_tcp_ms(repository: Path, how: str) -> list[str]:
 
 
 def test_ratios_are_the_recorded_ones(repository: Path) -> None:
-    table = compared((repository / "README.md").read_text())
+    table = compared((repository / "docs/benchmarks.md").read_text())
     large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
     beside = "of_side_by_side"
     shm, tcp = (result(repository, f"server-bulk-{carrier}-74770901")["ratio"] for carrier in ("shm", "tcp"))
@@ -175,7 +189,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {shared} ms; gloo {gloo}, OpenMPI {mpi[0]}, MPICH {mpi[1]}, Intel MPI {mpi[2]} |",
         f"| {' · '.join(ours)} ms; gloo {' · '.join(gloos)} |",
         f"| {shm:.2f}; {tcp:.2f} |",
-        f"| {result(repository, 'server-bulk-20000000')['ratio']:.2f} | |",
+        f"| {result(repository, 'server-bulk-20000000')['ratio']:.2f} | `bench/server_bulk.py` |",
         f"| {result(repository, 'grpc_bulk')['ratio_to_bare']:.2f} | `bench/grpc_bulk.py` |",
         f"| {'; '.join(hogwild)} |",
         f"| {slow['downpour']:.2f}; {slow['synchronous']:.2f}, {slow['synchronous_measured']:.2f} |",
@@ -183,6 +197,13 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
     ):
         assert said in table, said
+
+
+def test_figures_of_readme_are_rows_of_the_benchmarks(repository: Path) -> None:
+    own = compared((repository / "README.md").read_text()).splitlines()[2:]
+    assert len(own) == 3
+    for row in own:
+        assert f"\n{row} `bench/" in compared((repository / "docs/benchmarks.md").read_text()), row
 
 
 # ---- sentences of other pages ----------------------------------------------------------------------

@@ -26,11 +26,21 @@ def index() -> str:
     return next(page for page in PAGES if page.stem == "index").read_text()
 
 
+def told_by_name(page: str) -> dict[str, list[str]]:
+    """What the rows of a page's table of strategies say, by the names in their first cells."""
+    table = page.split("| `strategy=`")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {name: row[1:] for row in rows for name in re.findall(r"`([\w-]+)`", row[0])}
+
+
 def test_every_name_is_in_the_table() -> None:
-    table = [line for line in index().splitlines() if line.startswith("| ")]
-    first_cells = [line.split("|")[1] for line in table[1:]]
-    named = {name for cell in first_cells for name in re.findall(r"`([\w-]+)`", cell)}
-    assert named == set(STRATEGIES)
+    assert told_by_name(index()).keys() == set(STRATEGIES)
+
+
+def test_the_readme_says_of_each_what_the_table_says(repository: Path) -> None:
+    in_a_line = 1
+    told = {name: cells[in_a_line:] for name, cells in told_by_name(index()).items()}
+    assert told_by_name((repository / "README.md").read_text()) == told
 
 
 @pytest.mark.parametrize(

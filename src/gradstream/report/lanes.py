@@ -13,7 +13,7 @@ from gradstream.report.figures import Figures
 from gradstream.report.timeline import REST, Band, Lane, StepSpan, Timeline, pieces
 from gradstream.report.units import time_text
 
-__all__ = ["Styles", "keys", "styles_of", "timeline_html"]
+__all__ = ["STEP", "Styles", "keys", "lane_paths", "styles_of", "timeline_html"]
 
 WIDTH = 100_000
 """Units across, however long the run was."""
@@ -75,7 +75,7 @@ def timeline_html(timeline: Timeline, styles: Styles) -> str:
     scale = WIDTH / seconds
     height = LANE * len(timeline.lanes)
     drawn = "".join(
-        _lane(lane, index * LANE, timeline.begin_s, scale, styles)
+        lane_paths(lane, index * LANE, timeline.begin_s, scale, styles)
         for index, lane in enumerate(timeline.lanes)
     )
     names = "".join(f"<div>{escape(lane.name)}</div>" for lane in timeline.lanes)
@@ -100,8 +100,18 @@ def timeline_html(timeline: Timeline, styles: Styles) -> str:
     )
 
 
-def _lane(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
-    """Computing at the back, waits over it: where a pixel holds many steps, their colours mix rightly."""
+def lane_paths(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
+    """The rectangles of one worker as SVG paths, one path for each class.
+
+    Waits lie over computing: where a pixel holds many steps, their colours mix rightly.
+
+    Args:
+        lane: the worker.
+        top: where its lane begins, in units of the drawing.
+        origin_s: the time at the left edge.
+        scale: units of the drawing for each second.
+        styles: the class of each name that was waited for.
+    """
     paths: defaultdict[str, list[str]] = defaultdict(list)
 
     def rectangle(style: str, begin_s: float, end_s: float, y: float, high: float) -> None:

@@ -33,7 +33,7 @@ Different here: a push is due after step n_push - 1, not before step 0, so that 
 worker's own progress; Adagrad divides by √(Σ acc²) + ε, as the paper's rate is 0/0 at first. The paper
 has no momentum, no weight decay and no schedule: μ = λ = 0, η = γ. With a long period and γ = α/W for W
 workers, which makes the server take the mean of their progress, momentum is what brings accuracy back to that
-of one machine (see docs/choose.md).
+of one machine (see docs/strategies/downpour.md).
 """
 
 from __future__ import annotations
