@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -175,6 +176,27 @@ def test_a_parameter_that_was_not_wrapped_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="make it before wrap"):
         loop_in_threads(loop, strategy="allreduce", deadlines=DEADLINES)
+
+
+def test_an_optimizer_that_was_not_wrapped_is_refused_where_its_gradients_are_this_workers_own() -> None:
+    def loop(session: gs.Session, *, meant: bool) -> torch.Tensor:
+        case = Case(session)
+        case.wrap()
+        scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        again, other = torch.optim.SGD(case.model.parameters(), lr=0.1), torch.optim.SGD([scale], lr=0.1)
+        (case.loss() * scale).sum().backward()  # type: ignore[no-untyped-call]
+        case.optimizer.step()
+        again.step()  # of gradients that are joint
+        if meant:
+            with session.no_sync():
+                other.step()
+        else:
+            other.step()
+        return case.parameters()
+
+    alike(partial(loop, meant=True))
+    with pytest.raises(ConfigError, match="which was not wrapped"):
+        loop_in_threads(partial(loop, meant=False), strategy="allreduce", deadlines=DEADLINES)
 
 
 def test_a_gradient_that_is_clipped_before_it_is_joined_is_refused() -> None:

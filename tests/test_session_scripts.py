@@ -253,6 +253,29 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
         gs.train(job, processes=False)
 
 
+LATE = """
+import torch
+import gradstream
+
+session = gradstream.join("downpour")
+model = torch.nn.Linear(3, 1)
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(2, 3)).square().mean().backward()
+with torch.no_grad():
+    model.bias -= model.bias.grad  # in the place of a step
+session.close()
+"""
+
+
+def test_an_error_of_close_is_the_runs(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(LATE)
+    done = run(
+        "-m", "gradstream", "train", str(path), "--workers", "2", "--run-dir", str(tmp_path / "r"), ok=False
+    )
+    assert "'bias' was written to in place" in done.stderr
+
+
 TRIED = (
     SETUP
     + """

@@ -141,6 +141,19 @@ def test_a_loop_without_any_minibatch_neither_hangs_nor_counts() -> None:
     np.testing.assert_array_equal(both.parameters["w"], np.zeros(5))
 
 
+@pytest.mark.parametrize("strategy", ["synchronous", "downpour"])
+@pytest.mark.parametrize(
+    ("sizes", "brief"), [([[8] * 4, [8] * 3], []), ([[8] * 4, [8], []], ["worker-1", "worker-2"])]
+)
+def test_a_loop_that_ends_long_before_others_is_named(
+    strategy: str, sizes: list[list[int]], brief: list[str]
+) -> None:
+    run, _ = run_of(sizes, strategy)
+    told = [event for event in run.events if event["event"] == "left_over"]
+    assert [event["who"] for event in told] == brief
+    assert all("the longest one after 4" in event["message"] for event in told)
+
+
 def test_downpour_with_one_loop_is_plain_sgd() -> None:
     run, own = run_of([[8] * 6], gs.Downpour(overlap=False))
     plain, w = own.loop(0), torch.zeros(5, dtype=torch.float64)

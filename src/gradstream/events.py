@@ -297,7 +297,7 @@ class LedgerEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOverEvent(Event):
-    """What became of a lost worker's data, where loops of the user's own bring it (coordinator)."""
+    """What became of the data of a worker whose own loop was lost or ended early (coordinator)."""
 
     name: ClassVar[str] = "left_over"
     who: str

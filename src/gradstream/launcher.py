@@ -423,7 +423,7 @@ class Launcher:
         A script may have failed after its session.
         """
         for name, said in self._errors.items():
-            if is_script(self._job) and said["error"] == UserCodeError.__name__:
+            if is_script(self._job) and said["error"] in (UserCodeError.__name__, ConfigError.__name__):
                 raise self._error_of_ended(name)
         if self._gathering is None or (self._run_dir / FINAL_MODEL).is_file():
             return

@@ -23,6 +23,9 @@ from gradstream.errors import InternalError
 __all__ = ["Loss", "OpenLedger"]
 
 
+BRIEF = 0.75
+"""Of the longest loop's minibatches. A worker may have one less in each epoch."""
+
 MAX_AHEAD = 1 << 20
 """How far beyond all others a receipt may be: each that is missing between takes memory."""
 
@@ -149,6 +152,17 @@ class OpenLedger:
             for rank, line in lost
             if line.total is None or line.low < line.total
         ]
+
+    def brief(self) -> dict[int, tuple[int, int]]:
+        """By rank, loops that were much shorter than the longest one: (minibatches, those of the longest).
+
+        Loops of `shard`'s loaders are about as long as one another, unless somebody has taken something over.
+        """
+        if any(line.lost for line in self._lines):
+            return {}
+        longest = max(line.total or 0 for line in self._lines)
+        totals = {rank: line.total or 0 for rank, line in enumerate(self._lines)}
+        return {rank: (total, longest) for rank, total in totals.items() if total < BRIEF * longest}
 
     def num_batches(self, epoch: int) -> int:
         """How many minibatches the workers that have run out had, without rounds they had no samples in."""

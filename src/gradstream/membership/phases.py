@@ -133,7 +133,7 @@ class Phases:
             if self._by_verdicts:
                 return out  # the last ones are on their way
             return out + self._abort_unaccounted()
-        out += [] if early else self._losses()
+        out += [] if early else [*self._losses(), *map(Emit, self._tally.brief())]
         self.phase = v1.Notice.FINISHED
         done = self._tally.finished(self.goal if early else "")
         return [*out, *self._cuts.drop(), Emit(done), Notify()]

@@ -97,6 +97,21 @@ class Tally:
         """The first data epoch that is not complete, and how many of its batches have no receipt."""
         return self._num_complete, self.ledger.missing(self._num_complete)
 
+    def brief(self) -> list[LeftOverEvent]:
+        """What may be missing because some loops of the user's own have ended long before others."""
+        if not isinstance(self.ledger, OpenLedger):
+            return []
+        return [
+            LeftOverEvent(
+                who=f"worker-{rank}",
+                steps=total,
+                missing=None,
+                message=f"the loop of worker-{rank} has ended after {total:,} minibatches, the longest one "
+                f"after {longest:,}: data that it had left is not in the model",
+            )
+            for rank, (total, longest) in self.ledger.brief().items()
+        ]
+
     def losses(self) -> list[LeftOverEvent]:
         """What became of the data of lost workers, where workers bring their own."""
         return [_told(loss) for loss in self.ledger.losses()] if isinstance(self.ledger, OpenLedger) else []

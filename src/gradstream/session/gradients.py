@@ -12,6 +12,7 @@ optimizer makes a step; and replicas that differ all the same are found out.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ class JointGradients:
     Args:
         names: of all parameters, those with a place in the vector first, in its order.
         parameters: likewise.
+        optimizers: those that make the steps.
         vector: what a round carries.
         handover: the other end of it makes rounds.
         samples: how many are behind the gradients since the round before.
@@ -51,6 +53,7 @@ class JointGradients:
         self,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
         vector: JointVector,
         handover: Handover,
         samples: Callable[[], int],
@@ -58,6 +61,8 @@ class JointGradients:
         loss: Callable[[], float],
     ) -> None:
         self._names = names
+        self._optimizers = optimizers
+        self._thread = threading.get_ident()
         self._parameters = parameters
         self._vector = vector
         self._bounds = vector.bounds
@@ -130,6 +135,25 @@ class JointGradients:
         if len(args) > 1:
             return (args[0], joined, *args[2:]), kwargs
         return args, {**kwargs, "closure": joined}
+
+    def before_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Refuses a step, of an optimizer that was not wrapped, with gradients that are this worker's alone.
+
+        Within `no_sync` it is meant.
+
+        Raises:
+            ConfigError: it has such a parameter.
+        """
+        if self._alone or threading.get_ident() != self._thread or optimizer in self._optimizers:
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None and id(parameter) not in self._indices:
+                raise ConfigError(
+                    f"step {self._steps}: {type(optimizer).__name__}, which was not wrapped, has a parameter "
+                    f"of shape {tuple(parameter.shape)} that no wrapped module or optimizer has, so its "
+                    "gradient is of this worker's samples alone: session.wrap([model, ...], [optimizer, "
+                    "...]); or make the step within session.no_sync(), where each worker is to have its own"
+                )
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A step was made: everything that was handed over is in the parameters."""

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
 from gradstream.model.tree import Tree
@@ -82,6 +84,7 @@ class WorkerSession(Session):
         self._samples = SampleCount()
         self._takeover = Takeover(self._steps_behind)
         self._gradients: JointGradients | None = None
+        self._guard: RemovableHandle | None = None
         self._closed = False
         self._steps_before = place.steps_before()  # None where the run begins
         self._skipped = 0
@@ -176,6 +179,7 @@ class WorkerSession(Session):
         joint = self._gradients = JointGradients(
             names,
             parameters,
+            optimizers,
             vector,
             self._handover,
             self._taken_samples,
@@ -186,6 +190,7 @@ class WorkerSession(Session):
         hook = BeforeForward(self._samples.forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
+        self._guard = register_optimizer_step_pre_hook(joint.before_other_step)
         for one in optimizers:
             one.register_step_pre_hook(joint.before_step)
             one.register_step_post_hook(joint.after_step)
@@ -301,7 +306,7 @@ class WorkerSession(Session):
         if self._closed:
             return
         self._closed = True
-        self._log.close()
+        self._leave()
         if self._handover is not None and self._node is not None:
             assert self._held is not None
             self._held.let_go()
@@ -318,7 +323,7 @@ class WorkerSession(Session):
         if self._closed or self._handover is None or self._node is None:
             return
         self._closed = True
-        self._log.close()
+        self._leave()
         if self._handover.error is None:
             text = "".join(traceback.format_exception(error))
             message = f"worker-{self.rank}: the script raised {type(error).__name__}: {error}"
@@ -343,6 +348,11 @@ class WorkerSession(Session):
         over = self._handover is None or self._closed or self._handover.error is not None
         if self._held is not None and not over:
             self._held.unchanged(self._where())
+
+    def _leave(self) -> None:
+        self._log.close()
+        if self._guard is not None:
+            self._guard.remove()
 
     def _begin(self, held: Held, rule: str) -> None:
         self._check_unused()
