@@ -66,7 +66,7 @@ class Recorder:
         self.listen: Any = None
         self.outcome: Run | BaseException = Run(events=[FINISHED])
 
-    def load_job(self, spec: str) -> gs.Job:
+    def load_job(self, spec: str, **_: Any) -> gs.Job:
         self.spec = spec
         return a_job()
 
@@ -151,7 +151,7 @@ def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pyt
     call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
     assert recorder.job.optimizer == Adam(lr=0.5)
     job = a_job(optimizer=SGD(lr=0.1, momentum=0.9))
-    monkeypatch.setattr(sys.modules["gradstream.jobfile"], "load_job", lambda spec: job)
+    monkeypatch.setattr(sys.modules["gradstream.jobfile"], "load_job", lambda spec, **_: job)
     call("train", "job.py", "--lr", "0.5")
     assert recorder.job.optimizer == SGD(lr=0.5, momentum=0.9)
 

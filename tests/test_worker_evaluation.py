@@ -79,7 +79,7 @@ def test_accumulated_steps_count_once() -> None:
 
 def test_the_next_worker_looks_when_the_first_is_dead() -> None:
     events: list[Any] = []
-    script = kill_at("worker-0", 0.7)
+    script = kill_at("worker-0", 0.4)
     run_with("downpour", epochs=12, evaluate_every=2, script=script, on_event=events.append)
     looked = [(event["node"], event["step"]) for event in events if event["event"] == "evaluated"]
     assert {node for node, _ in looked} == {"worker-0", "worker-1"}
