@@ -12,6 +12,7 @@ from types import FrameType
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kinds import KINDS, kind_of, roots_of
 
 # A machine that is busy with other things makes examples slow, and is no fault of the code.
 settings.register_profile("no speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +24,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test as `unit`, `sim` or `process`, unless it says itself what it is."""
+    for item in items:
+        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, KINDS)):
+            item.add_marker(kind_of(roots_of(item)))
 
 
 @pytest.hookimpl(wrapper=True)
