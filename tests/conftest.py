@@ -12,7 +12,8 @@ from types import FrameType
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kinds import KINDS, kind_of, roots_of
+
+from kinds import KINDS, kind_of
 
 # A machine that is busy with other things makes examples slow, and is no fault of the code.
 settings.register_profile("no speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks each test as `unit`, `sim` or `process`, unless it says itself what it is."""
     for item in items:
         if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, KINDS)):
-            item.add_marker(kind_of(roots_of(item)))
+            fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            item.add_marker(kind_of(item.function, fixtures, parameters))
 
 
 @pytest.hookimpl(wrapper=True)

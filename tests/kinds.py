@@ -4,7 +4,7 @@
     sim       runs nodes, or ranks of a group, on virtual time
     unit      all others
 
-What counts is what the test refers to, and its fixtures, its parameters, and the helpers that any of them uses.
+What counts is what the test, its fixtures and its parameters refer to, and the helpers that these use.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-import pytest
-
-__all__ = ["KINDS", "kind_of", "roots_of"]
+__all__ = ["KINDS", "kind_of"]
 
 KINDS = ("unit", "sim", "process")
 
@@ -29,18 +27,35 @@ PROCESS = (
 SIM = ("gradstream.simulate", "gradstream.runtime.virtual", "gradstream.transport.memory")
 COMMANDS = {"train", "resume", "demo", "bench", "doctor"}
 """What the command line starts processes for, or real connections, where a test gives it these words."""
-TESTS = Path(__file__).parent
+FOLDERS = [Path(__file__).parents[1] / name for name in ("tests", "tools", "bench", "examples")]
 
 
-def roots_of(item: pytest.Function) -> list[object]:
-    """What a test consists of: its function, its fixtures, and what it is parametrized with."""
-    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return [item.function, fixtures, parameters]
+def kind_of(test: object, fixtures: Iterable[object] = (), parameters: Iterable[object] = ()) -> str:
+    """The kind of a test: "unit", "sim" or "process".
+
+    Args:
+        test: its function.
+        fixtures: their functions.
+        parameters: what it is parametrized with.
+    """
+    found = [*map(reached, [test, *fixtures]), walked(parameters)]
+    modules = frozenset().union(*(modules for modules, _ in found))
+    words = frozenset().union(*(words for _, words in found))
+    if any(within(module, PROCESS) for module in modules) or (
+        "click.testing" in modules and words & COMMANDS
+    ):
+        return "process"
+    return "sim" if any(within(module, SIM) for module in modules) else "unit"
 
 
-def kind_of(roots: Iterable[object]) -> str:
-    """ "process", "sim" or "unit": the kind of a test that consists of `roots`."""
+@functools.cache  # a test has many parameters, and a fixture many tests
+def reached(function: object) -> tuple[frozenset[str], frozenset[str]]:
+    """See `walked`."""
+    return walked([function])
+
+
+def walked(roots: Iterable[object]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the modules that all these objects, and what they refer to, are of; and all strings."""
     modules: set[str] = set()
     words: set[str] = set()
     seen: dict[int, object] = {}  # by id; kept, so that no later object has the id of an earlier one
@@ -54,9 +69,7 @@ def kind_of(roots: Iterable[object]) -> str:
             else:
                 modules.add(module_of(found))
                 waiting += parts_of(found)
-    if "click.testing" in modules and words & COMMANDS or any(within(module, PROCESS) for module in modules):
-        return "process"
-    return "sim" if any(within(module, SIM) for module in modules) else "unit"
+    return frozenset(modules), frozenset(words)
 
 
 def within(module: str, packages: Iterable[str]) -> bool:
@@ -65,7 +78,7 @@ def within(module: str, packages: Iterable[str]) -> bool:
 
 
 def module_of(found: object) -> str:
-    """The name of a module, or of the module that a function or class, or an object's class, is defined in."""
+    """The name of a module, or of the module where a function, a class or an object's class is defined."""
     name = found.__name__ if isinstance(found, ModuleType) else getattr(found, "__module__", None)
     return name if isinstance(name, str) else ""
 
@@ -91,10 +104,11 @@ def parts_of(found: object) -> Iterator[object]:
         yield from (kind.__bases__, list(vars(kind).values()))
 
 
+@functools.cache
 def is_for_tests(module: str) -> bool:
-    """Whether a module is in this folder, or one of `gradstream.testing`."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return within(module, ["gradstream.testing"]) or (file is not None and Path(file).parent == TESTS)
+    """Whether a module is one of `gradstream.testing`, or of the repository's folders beside the source."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return within(module, ["gradstream.testing"]) or any(map(Path(file).is_relative_to, FOLDERS))
 
 
 @functools.cache  # a helper is looked at for each of the tests that use it
