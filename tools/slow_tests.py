@@ -1,0 +1,53 @@
+"""Chooses the tests that `make test-fast` leaves out, from how long all tests took.
+
+    pytest --junitxml=all.xml
+    python tools/slow_tests.py all.xml --budget 80 > tests/slow.txt
+
+The quickest tests stay, as many as fit into the budget; the others are printed, with the seconds that all
+cases of each took together. Tests that start processes are left out anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+
+
+def seconds_of(junit: Path) -> Counter[str]:
+    """Seconds by test, its cases together: "tests/test_memory.py::test_loans"."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        file = case.attrib["classname"].replace(".", "/")
+        name, _, _ = case.attrib["name"].partition("[")
+        seconds[f"{file}.py::{name}"] += float(case.attrib["time"])  # type: ignore[assignment]  # of seconds
+    return seconds
+
+
+def without_processes() -> set[str]:
+    """Tests that are marked `unit` or `sim`."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not process"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+
+
+def main() -> None:
+    """Prints the list."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("junit", type=Path, help="junit XML of a run")
+    parser.add_argument("--budget", type=float, default=80.0, help="seconds, of one core (default: 80)")
+    arguments = parser.parse_args()
+    seconds, left = seconds_of(arguments.junit), arguments.budget
+    for name in sorted(without_processes() & seconds.keys(), key=lambda name: (seconds[name], name)):
+        left -= seconds[name]
+        if left < 0:
+            print(f"{seconds[name]:6.1f} {name}")
+
+
+if __name__ == "__main__":
+    main()
