@@ -25,12 +25,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
+SLOW = REPOSITORY / "tests/slow.txt"
+"""Seconds and names of tests that `make test-fast` leaves out: written by tools/slow_tests.py."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test as `unit`, `sim` or `process`, unless it says itself what it is."""
+    """Marks each test as `unit`, `sim` or `process`, unless it says so itself, and those of slow.txt as `slow`."""
+    slow = {line.split()[1] for line in SLOW.read_text().splitlines()}
     for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker("slow")
         if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, KINDS)):
             fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
             parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()

@@ -22,7 +22,7 @@ KINDS = ("unit", "sim", "process")
 
 PROCESS = (
     "subprocess", "multiprocessing", "torch.multiprocessing", "gradstream.cluster", "gradstream.train",
-    "gradstream.resume", "gradstream.launcher", "gradstream.session.host",
+    "gradstream.resume", "gradstream.launcher", "gradstream.preflight", "gradstream.session.host",
 )  # fmt: skip
 SIM = ("gradstream.simulate", "gradstream.runtime.virtual", "gradstream.transport.memory")
 COMMANDS = {"train", "resume", "demo", "bench", "doctor"}

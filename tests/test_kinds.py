@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,3 +80,18 @@ def test_what_starts_processes_is_found_however_far_away_it_is() -> None:
 def test_every_test_has_one_kind(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
         assert sum(item.get_closest_marker(kind) is not None for kind in KINDS) == 1, item.nodeid
+
+
+def test_the_slow_tests_are_there(repository: Path) -> None:
+    """Renamed or moved, one would come back into `make test-fast`."""
+    names = [line.split()[1] for line in (repository / "tests/slow.txt").read_text().splitlines()]
+    assert len(names) == len(set(names)) > 0
+    assert [name for name in names if is_absent(repository, name)] == []
+    assert is_absent(repository, "tests/test_kinds.py::test_that_nobody_has_written")
+    assert is_absent(repository, "tests/test_that_nobody_has_written.py::test_the_slow_tests_are_there")
+
+
+def is_absent(repository: Path, test: str) -> bool:
+    file, _, name = test.partition("::")
+    path = repository / file
+    return not path.is_file() or re.search(rf"^(async )?def {name}\(", path.read_text(), re.MULTILINE) is None

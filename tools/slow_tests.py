@@ -1,6 +1,6 @@
 """Chooses the tests that `make test-fast` leaves out, from how long all tests took.
 
-    pytest --junitxml=all.xml
+    pytest --junitxml all.xml
     python tools/slow_tests.py all.xml --budget 80 > tests/slow.txt
 
 The quickest tests stay, as many as fit into the budget; the others are printed, with the seconds that all
@@ -13,17 +13,17 @@ import argparse
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 
-def seconds_of(junit: Path) -> Counter[str]:
+def seconds_of(junit: Path) -> dict[str, float]:
     """Seconds by test, its cases together: "tests/test_memory.py::test_loans"."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(junit).iter("testcase"):
         file = case.attrib["classname"].replace(".", "/")
         name, _, _ = case.attrib["name"].partition("[")
-        seconds[f"{file}.py::{name}"] += float(case.attrib["time"])  # type: ignore[assignment]  # of seconds
+        seconds[f"{file}.py::{name}"] += float(case.attrib["time"])
     return seconds
 
 
