@@ -31,7 +31,7 @@ SLOW = REPOSITORY / "tests/slow.txt"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test as `unit`, `sim` or `process`, unless it says so itself, and those of slow.txt as `slow`."""
+    """Marks each test as `unit`, `sim` or `process`, unless it is marked so, and as `slow` by slow.txt."""
     slow = {line.split()[1] for line in SLOW.read_text().splitlines()}
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
