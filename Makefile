@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-extras check bench format setup
+.PHONY: demo test test-fast test-extras check bench format setup
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
@@ -13,6 +13,9 @@ demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
 
 test: $(READY)  ## the files of tests in two processes: most of them wait for others for half of their time
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile
+
+test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not process and not slow"
 
 test-extras: $(READY)  ## with the real trackers, and trainers of transformers, lightning and accelerate
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'

@@ -13,6 +13,8 @@ from types import FrameType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kinds import KINDS, kind_of
+
 # A machine that is busy with other things makes examples slow, and is no fault of the code.
 settings.register_profile("no speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no speed")
@@ -23,6 +25,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
+SLOW = REPOSITORY / "tests/slow.txt"
+"""Seconds and names of tests that `make test-fast` leaves out: written by tools/slow_tests.py."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks each test as `unit`, `sim` or `process`, unless it is marked so, and as `slow` by slow.txt."""
+    slow = {line.split()[1] for line in SLOW.read_text().splitlines()}
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker("slow")
+        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, KINDS)):
+            fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            item.add_marker(kind_of(item.function, fixtures, parameters))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -56,6 +56,7 @@ def name_of(page: Path) -> str:
     return page.name
 
 
+@pytest.mark.process  # as far as pages do
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -123,6 +124,7 @@ def test_command_lines_parse(page: Path) -> None:
             assert known or any(line[:3] == made for line in command_lines(page)), shlex.join(words)
 
 
+@pytest.mark.process  # as far as pages do
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_quick_command_lines_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,34 +29,87 @@ def name_of(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_executes_what_it_reads(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            imported = {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported = {(node.module or "").split(".")[0]}
-        else:
-            imported = set()
-        assert not imported & EXECUTES_WHAT_IT_READS, f"line {node.lineno}"  # type: ignore[attr-defined]
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            spelt = f"{node.value.id}.{node.attr}"
-            assert spelt not in {"torch.load", "torch.save"}, f"line {node.lineno}: {spelt}"
-        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-            assert isinstance(node.value, ast.Constant), f"line {node.value.lineno}"
-            assert node.value.value is False, f"line {node.value.lineno}"
+def told(faults: Iterable[str]) -> None:
+    """Fails with all faults, one a line."""
+    if found := list(faults):
+        raise AssertionError("\n".join([f"{len(found)} faults:", *found]))
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__main__.py"], ids=name_of)
-def test_all_is_importable(path: Path) -> None:
-    if path.parent.name == "integrations" and path.stem != "__init__":
-        pytest.importorskip(path.stem, reason=f"needs pip install 'gradstream[{path.stem}]'")
-    module = importlib.import_module(module_name(path))
+def reading_faults(where: str, text: str) -> Iterator[str]:
+    """Where a source file could execute what it reads."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            for name in {name.split(".")[0] for name in modules} & EXECUTES_WHAT_IT_READS:
+                yield f"{where}:{node.lineno}: imports {name}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (spelt := f"{node.value.id}.{node.attr}") in {"torch.load", "torch.save"}:
+                yield f"{where}:{node.lineno}: {spelt}"
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg == "allow_pickle"
+            and ast.unparse(node.value) != "False"
+        ):
+            yield f"{where}:{node.value.lineno}: allow_pickle is not False"
+
+
+def all_faults(name: str) -> Iterator[str]:
+    """What is wrong with a module's `__all__`, or with importing it. ruff holds the order."""
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        yield f"{name}: cannot be imported: {error!r}"
+        return
     names = getattr(module, "__all__", None)
-    assert names is not None, "a module says what it offers: __all__"
-    assert len(names) == len(set(names))  # ruff holds their order
-    missing = [name for name in names if not hasattr(module, name)]
-    assert not missing
+    if names is None:
+        yield f"{name}: a module says what it offers, in __all__"
+        return
+    yield from (f"{name}: {twice} twice in __all__" for twice in set(names) if names.count(twice) > 1)
+    yield from (f"{name}: no {absent}, which __all__ has" for absent in names if not hasattr(module, absent))
+
+
+def test_nothing_executes_what_it_reads() -> None:
+    told(fault for path in FILES for fault in reading_faults(name_of(path), path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "import a, joblib.b",
+        "from marshal import loads",
+        "torch.load(f)",
+        "np.load(f, allow_pickle=yes)",
+    ],
+)
+def test_a_line_that_executes_what_it_reads_is_found(line: str) -> None:
+    with pytest.raises(AssertionError, match=r"2 faults:\nhere\.py:2: \w+[^\n]*\nthere\.py:2: "):
+        told(fault for name in ("here.py", "there.py") for fault in reading_faults(name, f"x = 1\n{line}\n"))
+
+
+def test_all_names_of_all_are_there() -> None:
+    told(fault for path in FILES if importable(path) for fault in all_faults(module_name(path)))
+
+
+def importable(path: Path) -> bool:
+    """Not a program, nor an integration with something that is not installed."""
+    if path.parent.name == "integrations" and path.stem != "__init__":
+        return importlib.util.find_spec(path.stem) is not None
+    return path.name != "__main__.py"
+
+
+def test_a_wrong_all_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wrong_silent.py").write_text("")
+    (tmp_path / "wrong_broken.py").write_text("1 / 0")
+    (tmp_path / "wrong_list.py").write_text("there = 1\n__all__ = ['there', 'there', 'absent']")
+    with pytest.raises(AssertionError) as caught:
+        told(fault for name in ("silent", "broken", "list") for fault in all_faults(f"wrong_{name}"))
+    silent, broken, twice, absent = str(caught.value).splitlines()[1:]
+    assert silent == "wrong_silent: a module says what it offers, in __all__"
+    assert broken == "wrong_broken: cannot be imported: ZeroDivisionError('division by zero')"
+    assert twice == "wrong_list: there twice in __all__"
+    assert absent == "wrong_list: no absent, which __all__ has"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
@@ -84,11 +139,21 @@ def test_no_generated_example_depends_on_speed() -> None:
     assert HealthCheck.too_slow in settings().suppress_health_check
 
 
-@pytest.mark.parametrize(
-    "path", sorted((SOURCE.parents[1] / "bench").glob("*.py")), ids=lambda path: path.name
-)
-def test_a_bench_can_be_asked_what_it_does(path: Path) -> None:
-    """`--help` says it, and runs nothing."""
-    text = path.read_text()
-    if "__main__" in text:
-        assert "ArgumentParser(" in text and "description=__doc__" in text and ".parse_args()" in text
+def help_faults(where: str, text: str) -> Iterator[str]:
+    """Of a program that runs at once, whatever it is asked."""
+    for part in ("ArgumentParser(", "description=__doc__", ".parse_args()") if "__main__" in text else ():
+        if part not in text:
+            yield f"{where}: `--help` is to say what it does and to run nothing, but it has no {part}"
+
+
+def test_a_bench_can_be_asked_what_it_does() -> None:
+    told(
+        f
+        for path in sorted((SOURCE.parents[1] / "bench").glob("*.py"))
+        for f in help_faults(path.name, path.read_text())
+    )
+
+
+def test_a_bench_that_cannot_be_asked_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"bench\.py: .* it has no description=__doc__"):
+        told(help_faults("bench.py", "ArgumentParser().parse_args()\nif __name__ == '__main__': run()"))
