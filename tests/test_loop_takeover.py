@@ -547,8 +547,10 @@ def test_survivors_take_over_what_a_killed_worker_had_left(
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (told,) = [event for event in events if event["event"] == "left_over"]
     assert in_flight or told["steps"] == 27
-    counts = Counter((epoch, one) for epoch, *samples in lost[: told["steps"]] + others for one in samples)
-    assert counts == {(epoch, one): 1 for epoch in range(3) for one in range(120)}
+    counts = Counter((epoch, one) for epoch, *samples in lost + others for one in samples)
+    assert set(counts) == {(epoch, one) for epoch in range(3) for one in range(120)}
+    # Steps of the lost worker that have no receipt come again: which ones these are is not always the last.
+    assert counts.total() == len(counts) + 2 * (27 - told["steps"])
     assert summary["samples_reassigned"] == 60 - told["steps"]
     assert summary["samples_accounted"] == 2 * len(others)
     if not in_flight:  # else what had left the lost worker may be in the model, too
