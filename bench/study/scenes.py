@@ -170,7 +170,7 @@ SCENES: tuple[Scene, ...] = (
         "Uneven machines",
         (*_chosen(*_FEW), *MEASURED),
         5.0,
-        timed=("allreduce", "allreduce-measured", "ssp", "averaging", "diloco"),
+        timed=("allreduce", "allreduce-measured", "ssp", "ssp-measured", "averaging", "diloco"),
         uneven=True,
     ),
     Scene(
