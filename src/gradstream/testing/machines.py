@@ -10,13 +10,15 @@ at most, which `tc tbf` sees to. It takes root, `ip` and `tc`: `unavailable` say
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -47,16 +49,25 @@ def unavailable() -> str:
             return f"there is no program {program!r} (package iproute2)"
     name = f"gs{os.getpid()}-try"
     try:
-        _ip("netns", "add", name)
-        try:
-            _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
-            _ip("-n", name, "link", "add", "br0", "type", "bridge")
-            _limit(name, "eth0", GIGABIT)
-        finally:
-            _ip("netns", "del", name)
+        with _alone():
+            _ip("netns", "add", name)
+            try:
+                _ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")
+                _ip("-n", name, "link", "add", "br0", "type", "bridge")
+                _limit(name, "eth0", GIGABIT)
+            finally:
+                _ip("netns", "del", name)
     except ConfigError as error:
         return f"network namespaces cannot be made here: {error}"
     return ""
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other process of this computer makes namespaces meanwhile: ip mounts them, and looks through all."""
+    with open(Path(tempfile.gettempdir()) / "gradstream-machines.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 class Machine:
@@ -185,13 +196,14 @@ class Machines:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        _sweep()
         try:
-            switch = self._namespace("switch")
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", switch, "link", "set", "br0", "up")
-            for index in range(self._count):
-                self.machines.append(self._machine(switch, index))
+            with _alone():
+                _sweep()
+                switch = self._namespace("switch")
+                _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+                _ip("-n", switch, "link", "set", "br0", "up")
+                for index in range(self._count):
+                    self.machines.append(self._machine(switch, index))
         except BaseException:
             self._stack.close()
             raise
