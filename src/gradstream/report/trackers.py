@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Points(NamedTuple):
     samples: int
 
 
-class _Tracker:
+class _Tracker(ABC):
     """A run's events as calls of a package; a class for each package says which."""
 
     package = ""
@@ -53,9 +54,9 @@ class _Tracker:
         """Begins a run of the tracker's."""
         self._open(importlib.import_module(self.package), dict(info))
 
+    @abstractmethod
     def on_points(self, points: Points) -> None:
         """Sends values."""
-        raise NotImplementedError
 
     def on_end(self, run: Run) -> None:
         """Sends the rest, and the figures of the whole run."""
@@ -71,11 +72,11 @@ class _Tracker:
         by_samples = itertools.groupby(found, lambda point: point.samples)
         return [Points({one.tag: one.value for one in group}, samples) for samples, group in by_samples]
 
-    def _open(self, module: Any, info: dict[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self, module: Any, info: dict[str, Any]) -> None: ...
 
-    def _close(self, figures: Mapping[str, float], *, failed: bool) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self, figures: Mapping[str, float], *, failed: bool) -> None: ...
 
 
 class Wandb(_Tracker):

@@ -290,7 +290,8 @@ class WorkerSession(Session):
         """See `Session.close`. Raises what the run has ended with, if not well.
 
         Raises:
-            ConfigError: the script has changed parameters since its last step. The run has ended well.
+            ConfigError: the script has changed parameters since its last step. The model is kept as the
+                servers have it, and `gradstream train` ends with status 1.
         """
         changed = None
         try:

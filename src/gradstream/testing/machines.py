@@ -16,7 +16,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -65,7 +64,7 @@ def unavailable() -> str:
 @contextmanager
 def _alone() -> Iterator[None]:
     """No other process of this computer makes namespaces meanwhile: ip mounts them, and looks through all."""
-    with open(Path(tempfile.gettempdir()) / "gradstream-machines.lock", "w") as lock:
+    with open("/run/gradstream-machines.lock", "w") as lock:  # root alone can write there
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
