@@ -35,7 +35,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("allreduce_rank.py")

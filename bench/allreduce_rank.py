@@ -81,9 +81,9 @@ class Gradstream:
     def __init__(self, meet: str, rank: int, size: int) -> None:
         import torch
 
-        from gradstream.cluster.machine import SWITCH_INTERVAL_S
-        from gradstream.collectives.shared import SharedGroup
-        from gradstream.collectives.shared_meeting import Party
+        from gradstream.collectives.shm.group import SharedGroup
+        from gradstream.collectives.shm.rendezvous import Party
+        from gradstream.run.local.machine import SWITCH_INTERVAL_S
         from gradstream.runtime.real import RealRuntime
 
         torch.set_num_threads(1)

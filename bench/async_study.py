@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gradstream.cluster.machine import describe_machine, git_commit
+from gradstream.run.local.machine import describe_machine, git_commit
 from marks import put
 from study import ledger, page, plots, subject
 from study.findings import findings

@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any
 
-from gradstream.transport.tcp import choose_congestion_control
+from gradstream.transport.socket.tcp import choose_congestion_control
 
 PORT = 7077  # each machine has all ports of its own
 PIECE_BYTES = 256 << 10

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 2
@@ -79,7 +79,7 @@ def now() -> str:
 
 
 def job(model: str) -> Any:
-    from gradstream.train import load_job
+    from gradstream._train import load_job
 
     return load_job(f"{ROOT / 'examples' / 'caltech101.py'}:{model}")
 
@@ -161,7 +161,7 @@ def ours(
 ) -> dict[str, Any]:
     """The job through gradstream: processes, gRPC, everything."""
     import gradstream as gs
-    from gradstream.train import train
+    from gradstream._train import train
 
     described = job(given.model)
     optimizer: Any = gs.SGD(lr=lr or 0.01, weight_decay=1e-4)

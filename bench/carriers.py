@@ -39,9 +39,9 @@ import grpc.aio
 import numpy as np
 import torch
 
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.errors import GradstreamError
 from gradstream.memory import Vector
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import make_endpoint, make_memory

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 1024

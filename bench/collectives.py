@@ -28,11 +28,10 @@ from typing import Any
 
 import torch
 
-from gradstream.bench import AllreducePlan, AllreduceResult, measure_here
-from gradstream.bench.allreduce import result_of
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.group import Group
+from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime import Cost, Link, Network, World
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable
@@ -273,7 +272,7 @@ def between(machines: Machines, folder: Path, elements: int) -> AllreduceResult:
         hosts=names,
     )
     plan.save(folder)
-    command = [sys.executable, "-m", "gradstream.bench.rank", str(folder)]
+    command = [sys.executable, "-m", "gradstream.preflight.allreduce_rank", str(folder)]
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**node_environment(len(listen)), "PYTHONPATH": paths}
     ranks = [

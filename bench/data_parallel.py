@@ -36,7 +36,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS, BATCH = 2, 256
@@ -86,14 +86,14 @@ def main() -> None:
 
 
 def described(model: str) -> Any:
-    from gradstream.train import load_job
+    from gradstream._train import load_job
 
     return load_job(f"{ROOT / 'examples' / 'caltech101.py'}:{model}")
 
 
 def ours(given: argparse.Namespace, workers: int, options: dict[str, Any]) -> float:
     """Samples a second of all workers, over the steps after those that warm up."""
-    from gradstream.train import train
+    from gradstream._train import train
 
     with tempfile.TemporaryDirectory() as folder:
         run = train(

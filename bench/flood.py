@@ -36,16 +36,16 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.cluster.machine import describe_machine, git_commit
 from gradstream.errors import RESUMABLE, GradstreamError
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
+from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.real import RealRuntime
 from gradstream.testing.insider import Insider, Leak
 from gradstream.testing.runs import busy
-from gradstream.transport.grpc import METHOD, GrpcEndpoint
+from gradstream.transport.grpc.endpoint import METHOD, GrpcEndpoint
 from gradstream.transport.methods import METHODS
 from gradstream.transport.offers import Offer
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import encode
 

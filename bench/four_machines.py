@@ -25,10 +25,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.run import Run
+from gradstream._train import load_job
+from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.run.result import Run
 from gradstream.testing.machines import Machine, Machines, unavailable
-from gradstream.train import load_job
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "examples" / "caltech101.py"

@@ -31,7 +31,7 @@ import torch
 
 from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.wire import v1
 
 SECRET = b"the same for all nodes of a bench"

@@ -37,9 +37,9 @@ import torch
 
 import gradstream as gs
 from gradstream import sparse
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
-from gradstream.jobfile import load_job
-from gradstream.segments import Segment
+from gradstream.job.files import load_job
+from gradstream.memory.segments import Segment
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import Place, SparseModel
 from gradstream.sparse.updates import LOOKS, UPDATES, num_locks

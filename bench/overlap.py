@@ -35,8 +35,8 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.run import Run
+from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.run.result import Run
 from gradstream.strategies import AllReduce
 from gradstream.testing.machines import Machine, Machines, unavailable
 

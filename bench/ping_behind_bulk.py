@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import server_bulk
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import ChunkMap, ServerClient
 from gradstream.transport.base import Identity

@@ -25,10 +25,10 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.cli.replaying import same_bits
-from gradstream.cluster import describe_machine, node_environment
-from gradstream.cluster.machine import git_commit
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.recording import FOLDER
+from gradstream.run.local import describe_machine, node_environment
+from gradstream.run.local.machine import git_commit
 
 WIDTH, CLASSES = 256, 10
 RESULTS = Path(__file__).parent / "results"

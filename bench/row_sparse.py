@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.cluster import describe_machine, node_environment
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
+from gradstream.run.local import describe_machine, node_environment
 
 RESULTS = Path(__file__).parent / "results"
 SPEC = Path("row_sparse.json")  # in the working directory: nodes read this file again

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.cluster.machine import git_commit
+from gradstream._simulate import simulate
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.config import Deadlines
-from gradstream.runtime.world import Cost, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream.job.job import Deadlines
+from gradstream.run.local.machine import git_commit
+from gradstream.runtime.simulation import Cost, Link, Network, World
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import Sized, numbered

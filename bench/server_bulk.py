@@ -38,11 +38,11 @@ import grpc.aio
 import numpy as np
 import torch
 
-from gradstream.cluster.machine import describe_machine, git_commit, node_environment
 from gradstream.memory import Vector
 from gradstream.optim import SGD
+from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.vitals import own_bytes
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
 from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.transport.base import Identity

@@ -45,10 +45,10 @@ from typing import Any
 
 import gradstream as gs
 from four_machines import run_on
-from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream._simulate import simulate
+from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Link, Network, World
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.runs import Sized, numbered
 

@@ -31,14 +31,14 @@ from typing import Any
 import numpy as np
 
 import gradstream as gs
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster
-from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.jobfile import load_job
-from gradstream.run import Run
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster
+from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.run.plan import cast_of
+from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.stopping import Stopper
-from gradstream.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "bench" / "results" / "silence.json"

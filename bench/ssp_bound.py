@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.runtime.world import Cost, LogNormal, Network, World
-from gradstream.simulate import simulate
+from gradstream._simulate import simulate
+from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.runtime.simulation import Cost, LogNormal, Network, World
 from gradstream.testing.runs import Sized, numbered
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,17 +30,17 @@ from typing import Any
 import torch
 
 import gradstream as gs
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.cluster.machine import describe_machine, git_commit
-from gradstream.jobfile import load_job
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
-from gradstream.summary import EventDict
+from gradstream._simulate import simulate
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.report.summary import EventDict
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.local.machine import describe_machine, git_commit
+from gradstream.run.plan import cast_of
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.runs import Sized, busy, numbered
-from gradstream.train import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 48

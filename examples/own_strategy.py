@@ -7,7 +7,7 @@ gradstream train examples/linear_regression.py --strategy examples/own_strategy.
 from dataclasses import dataclass
 
 from gradstream import SGD, Strategy
-from gradstream.server.rule import Immediate
+from gradstream.server.aggregation import Immediate
 
 
 @dataclass(frozen=True)

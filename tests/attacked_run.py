@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import gradstream as gs
-from gradstream.jobfile import load_job
-from gradstream.remote.address import Address
-from gradstream.remote.listening import Listening
+from gradstream.job.files import load_job
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.listening import Listening
 from gradstream.testing.insider import Insider
 from gradstream.testing.runs import least_squares
 

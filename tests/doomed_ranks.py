@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gradstream.cluster import LocalCluster
-from gradstream.cluster.machine import node_environment
+from gradstream.run.local import LocalCluster
+from gradstream.run.local.machine import node_environment
 
 WAIT_S = 60.0
 VICTIM = "rank-2"

@@ -21,10 +21,15 @@ __all__ = ["KINDS", "kind_of"]
 KINDS = ("unit", "sim", "process")
 
 PROCESS = (
-    "subprocess", "multiprocessing", "torch.multiprocessing", "gradstream.cluster", "gradstream.train",
-    "gradstream.resume", "gradstream.launcher", "gradstream.preflight", "gradstream.session.host",
+    "subprocess", "multiprocessing", "torch.multiprocessing", "gradstream.run.local", "gradstream._train",
+    "gradstream._resume", "gradstream.run.launcher", "gradstream.preflight", "gradstream.session.host",
 )  # fmt: skip
-SIM = ("gradstream.simulate", "gradstream.runtime.virtual", "gradstream.transport.memory")
+SIM = (
+    "gradstream._simulate",
+    "gradstream.run.simulated",
+    "gradstream.runtime.virtual",
+    "gradstream.transport.simulated.endpoint",
+)
 COMMANDS = {"train", "resume", "demo", "bench", "doctor"}
 """What the command line starts processes for, or real connections, where a test gives it these words."""
 FOLDERS = [Path(__file__).parents[1] / name for name in ("tests", "tools", "bench", "examples")]

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
 from gradstream.errors import Interrupted, PeerLostError
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.peers import Peers
+from gradstream.worker.replica.peers import Peers
 
 MODEL, DATA = least_squares(60, 700, whole=False)
 WORLD = World(

@@ -13,19 +13,19 @@ import pytest
 import torch
 
 import gradstream as gs
-import gradstream.resume  # the name in the face is the function's
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster, node_environment
+import gradstream._resume  # the name in the face is the function's
+from gradstream._simulate import simulate
+from gradstream._train import launch
 from gradstream.errors import PeerLostError
-from gradstream.jobfile import load_job
-from gradstream.run import FINAL_MODEL
-from gradstream.simulate import simulate
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
+from gradstream.run.result import FINAL_MODEL
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import least_squares
 from gradstream.testing.sessions import loop_in_threads
-from gradstream.train import launch
 
-resume_module = sys.modules["gradstream.resume"]
+resume_module = sys.modules["gradstream._resume"]
 
 JOB = """
 import os

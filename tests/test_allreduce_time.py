@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
-from gradstream.runtime.world import Cost, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, Link, Network, World
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import Sized, numbered
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradstream as gs
+from gradstream.coordinator.assignment import MOST, BatchAssignment
 from gradstream.data import EpochPlan, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import Speed
 from gradstream.errors import ConfigError
-from gradstream.membership.assignment import MOST, BatchAssignment
-from gradstream.runtime.world import Cost, Exponential, World
+from gradstream.runtime.simulation import Cost, Exponential, World
 from gradstream.testing.runs import kill_at, least_squares
 
 UNEVEN = (1.0, 1.0, 1.0, 0.2)

@@ -27,18 +27,18 @@ import grpc.aio
 import pytest
 
 from gradstream.errors import GradstreamError, RefusedError
-from gradstream.remote.authority import Authority
-from gradstream.remote.enrolment import JOB
+from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.join_service import JOB
 from gradstream.runtime import RealRuntime
 from gradstream.testing import bare
 from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.insider import Leak
 from gradstream.transport.base import Identity
-from gradstream.transport.framing import PREFIX
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.methods import METHODS, role_of
 from gradstream.transport.offers import Offer
 from gradstream.transport.security import Tls
+from gradstream.transport.socket.framing import PREFIX
 from gradstream.wire import v1
 from gradstream.wire.v1_pb2_grpc import PeerStub
 

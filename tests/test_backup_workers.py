@@ -14,18 +14,19 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.report.page import Source, page
+from gradstream.report.summary import EventDict
 from gradstream.report.uneven import quorums
-from gradstream.run import Run
+from gradstream.run.result import Run
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.server.aggregation import Contribution, FetchTerms
 from gradstream.server.quorum import Judge, Tally, Verdict
-from gradstream.server.rule import Contribution, FetchTerms
-from gradstream.server.shard import Acknowledge, Apply, Parked, Release, ShardState
-from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
 from gradstream.strategies.synchronous import Rounds
-from gradstream.summary import EventDict
 from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares, numbered
 
 LR = 2.0**-7

@@ -14,14 +14,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from gradstream.bench import AllreducePlan, AllreduceResult, measure_here
-from gradstream.bench.allreduce import result_of
 from gradstream.cli import main
-from gradstream.collectives.choice import Choice, Figures
+from gradstream.collectives.autotune import Choice, Figures
 from gradstream.collectives.group import Group
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.runtime.world import Cost, Link, Network, World
+from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
+from gradstream.runtime.simulation import Cost, Link, Network, World
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable
 
@@ -130,7 +129,7 @@ def on_machines(machines: Machines, folder: Path, plan: AllreducePlan) -> Allred
     """A rank on each machine."""
     plan.save(folder)
     paths = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "gradstream.bench.rank", str(folder)]
+    command = [sys.executable, "-m", "gradstream.preflight.allreduce_rank", str(folder)]
     ranks = [
         machine.start(
             [*command, str(rank)],

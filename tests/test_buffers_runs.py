@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
 from gradstream.data import BatchRef, RoundPlan
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.model import TorchModel, average_buffers, from_torch
 
 SIZES = (6, 2)  # minibatches of the two workers: averages must be weighted

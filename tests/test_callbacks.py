@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream import callbacks as module
-from gradstream.callbacks import QUEUE_EVENTS, Callbacks
+from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, UserCodeError
-from gradstream.overrides import overrides
-from gradstream.run import Run
-from gradstream.simulate import simulate
+from gradstream.job.callbacks import QUEUE_EVENTS, Callbacks
+from gradstream.job.overrides import overrides
+from gradstream.job import callbacks as module
+from gradstream.run.result import Run
 from gradstream.testing.runs import least_squares
 
 STEP = {"event": "step", "node": "worker-0", "time_s": 0.0}

@@ -11,14 +11,14 @@ import pytest
 from safetensors.numpy import load
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.snapshot import Cuts
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
-from gradstream.membership.cut import Cuts
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
 from gradstream.testing.runs import (
     QUICK,
     Tokens,
@@ -154,7 +154,7 @@ def test_downpour_resumed_has_every_sample_once(strategy: gs.Strategy) -> None:
 
 def test_checker_notices_a_cut_that_does_not_wait_for_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a worker says that it stands although its last push is not in the model."""
-    from gradstream.worker.server_replica import ServerReplica
+    from gradstream.worker.replica.server import ServerReplica
 
     async def hasty(self: Any) -> None:
         pass

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
 from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import data_offset
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.memory import MemoryEndpoint
+from gradstream.transport.simulated.endpoint import MemoryEndpoint
 from gradstream.wire import v1
 
 MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", reduction="mean")

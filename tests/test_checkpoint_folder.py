@@ -14,6 +14,7 @@ import torch
 from safetensors.numpy import load, load_file
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.checkpoint import (
     Draft,
     Evaluated,
@@ -30,9 +31,8 @@ from gradstream.checkpoint.policy import Kept
 from gradstream.data.done import Done, merged
 from gradstream.errors import DataError
 from gradstream.runtime.base import Storage
+from gradstream.runtime.simulation import Cost, Exponential, World
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, World
-from gradstream.simulate import simulate
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.testing.storage import CrashingStorage, FullStorage, PowerCutError
 

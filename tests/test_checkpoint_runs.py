@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-import gradstream.resume  # the name in the face is the function's
-from gradstream.casting import cast_of
+import gradstream._resume  # the name in the face is the function's
+from gradstream._train import launch
 from gradstream.checkpoint import newest
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.jobfile import load_job
-from gradstream.run import FINAL_MODEL
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
+from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
-from gradstream.train import launch
 
-resume_module = sys.modules["gradstream.resume"]
+resume_module = sys.modules["gradstream._resume"]
 
 JOB = """
 import time
@@ -134,7 +134,7 @@ def wait_for(text: str, path: Path) -> None:
 
 
 def start(job_file: Path, path: Path) -> subprocess.Popen[str]:
-    code = f"import gradstream as gs\nfrom gradstream.jobfile import load_job\nimport signal\n" \
+    code = f"import gradstream as gs\nfrom gradstream.job.files import load_job\nimport signal\n" \
         f"signal.signal(signal.SIGINT, signal.default_int_handler)\n" \
         f"gs.train(load_job({str(job_file) + ':long'!r}), run_dir={str(path)!r})\n"  # fmt: skip
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

@@ -11,9 +11,9 @@ from torch import nn
 import gradstream as gs
 from gradstream.checkpoint import kept
 from gradstream.checkpoint.folder import MODEL
-from gradstream.run import FINAL_MODEL
+from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.session.held import HeldModule
+from gradstream.session.binding import HeldModule
 
 
 class Tied(nn.Module):

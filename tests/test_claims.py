@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from gradstream.coordinator import Member
+from gradstream.coordinator.balance import Balance
+from gradstream.coordinator.claims import Claims
+from gradstream.coordinator.instructions import Emit, Refuse
+from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.snapshot import Cut
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import GradstreamError, RefusedError
-from gradstream.events import FailedEvent, StartedEvent
-from gradstream.membership import Member
-from gradstream.membership.balance import Balance
-from gradstream.membership.claims import Claims
-from gradstream.membership.cut import Cut
-from gradstream.membership.instructions import Emit, Refuse
-from gradstream.membership.state import Membership
-from gradstream.server.rule import rank_of
+from gradstream.server.aggregation import rank_of
+from gradstream.telemetry.events import FailedEvent, StartedEvent
 from gradstream.wire import v1
 from gradstream.wire.window import SequenceWindow
 from test_membership_nodes import Cluster, diligent, shard, worker

@@ -33,10 +33,10 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.optim import SGD, Adagrad, Adam
-from gradstream.report.listing import list_runs
-from gradstream.run import Evaluation, Run
-from gradstream.runtime.world import LogNormal, World
-from gradstream.summary import summary_of
+from gradstream.report.summary import summary_of
+from gradstream.run.listing import list_runs
+from gradstream.run.result import Evaluation, Run
+from gradstream.runtime.simulation import LogNormal, World
 from gradstream.untrusted import say
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
@@ -84,9 +84,9 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     modules: dict[str, dict[str, Any]] = {
-        "gradstream.jobfile": {"load_job": recorder.load_job},
-        "gradstream.train": {"train": recorder},
-        "gradstream.simulate": {"simulate": recorder},
+        "gradstream.job.files": {"load_job": recorder.load_job},
+        "gradstream._train": {"train": recorder},
+        "gradstream._simulate": {"simulate": recorder},
     }
     for name, members in modules.items():
         module = ModuleType(name)
@@ -151,7 +151,7 @@ def test_learning_rate_of_a_given_optimizer(recorder: Recorder, monkeypatch: pyt
     call("train", "job.py", "--optimizer", "adam", "--lr", "0.5")
     assert recorder.job.optimizer == Adam(lr=0.5)
     job = a_job(optimizer=SGD(lr=0.1, momentum=0.9))
-    monkeypatch.setattr(sys.modules["gradstream.jobfile"], "load_job", lambda spec, **_: job)
+    monkeypatch.setattr(sys.modules["gradstream.job.files"], "load_job", lambda spec, **_: job)
     call("train", "job.py", "--lr", "0.5")
     assert recorder.job.optimizer == SGD(lr=0.5, momentum=0.9)
 
@@ -238,7 +238,7 @@ def test_simulate_without_options_is_the_default_world(recorder: Recorder) -> No
 def test_demo_runs_its_own_job(recorder: Recorder) -> None:
     result = call("demo")
     assert result.exit_code == 0, result.output
-    assert recorder.spec == "gradstream.demo:job"
+    assert recorder.spec == "gradstream.cli.demo_job:job"
     assert "2.00 s" in result.stdout
 
 

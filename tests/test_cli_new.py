@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.cli.templates import KINDS
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 
 
 def call(*arguments: str) -> Result:

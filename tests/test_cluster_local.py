@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gradstream.cluster import LocalCluster
-from gradstream.cluster.machine import describe_machine, node_environment
+from gradstream.run.local import LocalCluster
+from gradstream.run.local.machine import describe_machine, node_environment
 
 DUMMY = """
 import json, os, signal, sys, threading
@@ -101,7 +101,7 @@ def test_a_killed_node_is_reported_with_its_signal_and_the_others_go_on(cluster:
 DRIVER = """
 import json, sys
 from pathlib import Path
-from gradstream.cluster import LocalCluster
+from gradstream.run.local import LocalCluster
 
 cluster = LocalCluster(Path(sys.argv[1]), {})
 for name in ("a", "b"):

@@ -16,20 +16,20 @@ import torch
 
 import gradstream as gs
 from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
-from gradstream.collectives.checking import play
-from gradstream.collectives.choice import TIE, Choice, Figures
-from gradstream.collectives.forming import form_group
+from gradstream.collectives.autotune import TIE, Choice, Figures
+from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
 from gradstream.collectives.hierarchical_group import HierarchicalGroup
 from gradstream.collectives.message_group import MessageGroup
-from gradstream.collectives.shared import SharedGroup
+from gradstream.collectives.shm.group import SharedGroup
 from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
-from gradstream.events import GroupEvent
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, Link, Network, RealRuntime, World
+from gradstream.telemetry.events import GroupEvent
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.runs import least_squares
+from gradstream.testing.schedule_checks import play
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, halving_doubling, ring
-from gradstream.collectives.checking import check_allreduce, play, schedules_of
 from gradstream.collectives.group import Group
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import InternalError
 from gradstream.runtime import Cost, Link, Network, World
 from gradstream.testing.group_runs import VirtualRanks
+from gradstream.testing.schedule_checks import check_allreduce, play, schedules_of
 
 SIZES = [*range(1, 10), 12, 16, 32, 64]
 ALPHA_S, BYTES_S = 1e-3, 1e9  # a byte takes a nanosecond: the clock rounds nothing

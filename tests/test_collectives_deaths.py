@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.collectives.checking import check_allreduce
+from gradstream.collectives.communicator import BEATS
 from gradstream.collectives.group import Group
-from gradstream.collectives.mesh import BEATS
 from gradstream.errors import DeadlineError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import Link, Network, Partition, World
 from gradstream.testing.group_runs import VirtualRanks
+from gradstream.testing.schedule_checks import check_allreduce
 from gradstream.testing.standstill import Standstill
 
 SIZE, ELEMS, SILENCE_S = 4, 64, 1.0

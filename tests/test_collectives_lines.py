@@ -16,22 +16,22 @@ import pytest
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.collectives.forming import form_group
+from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
 from gradstream.collectives.hierarchical_group import HierarchicalGroup
-from gradstream.collectives.lanes import Line, Passage
-from gradstream.collectives.line_player import LinePlayer
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
 from gradstream.collectives.schedule import Recv, Schedule, Send
+from gradstream.collectives.socket_executor import LinePlayer
+from gradstream.collectives.socket_io import Line, Passage
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.socket.tcp import TcpEndpoint
 
 WAIT_S = 30.0
 

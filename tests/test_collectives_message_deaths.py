@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from doomed_ranks import Message, check_survivor, forked, survivors
-from gradstream.cluster import LocalCluster
-from gradstream.segments import supported
+from gradstream.memory.segments import supported
+from gradstream.run.local import LocalCluster
 
 RANK = """
 import asyncio
 from pathlib import Path
 import torch
-from gradstream.collectives.forming import form_group
-from gradstream.collectives.lanes import Out
-from gradstream.collectives.player import Player
+from gradstream.collectives.factory import form_group
+from gradstream.collectives.socket_io import Out
+from gradstream.collectives.executor import Player
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import SECRET

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from gradstream.collectives import shared_barrier, shared_core, shared_sum
 from gradstream.collectives.group import Group, slice_of
-from gradstream.collectives.shared import SharedGroup
-from gradstream.collectives.shared_assembly import COUNT, PATIENT
-from gradstream.collectives.shared_board import ARRIVED, ASLEEP, CORE, DTYPES, SLOT_BYTES, available
-from gradstream.collectives.shared_core import BRIEF_BYTES, SharedCore
-from gradstream.collectives.shared_meeting import Party
-from gradstream.collectives.shared_native import native
-from gradstream.collectives.shared_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
+from gradstream.collectives.shm import barrier, core, weighted_sum
+from gradstream.collectives.shm.assembly import COUNT, PATIENT
+from gradstream.collectives.shm.control_block import ARRIVED, ASLEEP, CORE, DTYPES, SLOT_BYTES, available
+from gradstream.collectives.shm.core import BRIEF_BYTES, SharedCore
+from gradstream.collectives.shm.group import SharedGroup
+from gradstream.collectives.shm.native import native
+from gradstream.collectives.shm.rendezvous import Party
+from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime import RealRuntime
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory
 SMALL = 1000
 LARGE = SLOT_BYTES // 4 + 1000  # float32 elements; neither a multiple of 64 nor of the number of ranks
 
-USERS_OF_MACHINE_CODE = (shared_barrier, shared_core, shared_sum)
+USERS_OF_MACHINE_CODE = (barrier, core, weighted_sum)
 
 Body = Callable[[SharedCore], Any]
 Ranks = Callable[..., list[Any]]
@@ -697,7 +697,7 @@ def test_patience_lasts_until_it_was_in_vain(ranks: Ranks) -> None:
                 words, next_one = core._peers[0].words, core._state.words[COUNT] + 1
                 while not (words[ARRIVED] == next_one and words[ASLEEP]):
                     threading.Event().wait(0.001)
-                threading.Event().wait(2 * shared_barrier.SHORT_S)
+                threading.Event().wait(2 * barrier.SHORT_S)
             core.barrier_()
             found.append(core._state.words[PATIENT])
         return found

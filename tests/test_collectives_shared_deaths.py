@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from doomed_ranks import VICTIM, Message, check_survivor, forked, survivors, whole
-from gradstream.cluster import LocalCluster
-from gradstream.collectives.shared_board import available
+from gradstream.collectives.shm.control_block import available
+from gradstream.run.local import LocalCluster
 
 pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory, or not x86-64")
 
@@ -18,10 +18,10 @@ RANK = """
 import asyncio
 import torch
 from gradstream.collectives import shared_core
-from gradstream.collectives.shared import SharedGroup
-from gradstream.collectives.shared_assembly import LOOKS, LOOKS_NS
-from gradstream.collectives.shared_core import SharedCore
-from gradstream.collectives.shared_meeting import Party
+from gradstream.collectives.shm.group import SharedGroup
+from gradstream.collectives.shm.assembly import LOOKS, LOOKS_NS
+from gradstream.collectives.shm.core import SharedCore
+from gradstream.collectives.shm.rendezvous import Party
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, Policy, newest, prune, to_resume
 from gradstream.checkpoint.manifest import STATE
 from gradstream.cli import main
 from gradstream.errors import DataError
 from gradstream.recording import read_log
-from gradstream.run import Run
+from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
-from gradstream.simulate import simulate
 from gradstream.testing.runs import QUICK, least_squares
 from test_checkpoint_folder import WORLD, write
 
@@ -198,7 +198,7 @@ def job():
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was begun and lost: it has checkpoints, and no final parameters."""
-    from gradstream.train import load_job, train
+    from gradstream._train import load_job, train
 
     folder = tmp_path_factory.mktemp("made")
     (folder / "job.py").write_text(JOB_FILE)

@@ -11,7 +11,7 @@ import pytest
 import gradstream as gs
 from gradstream.data import checksum
 from gradstream.data.checksum import quick_checks
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 
 SCRIPT = """
 import numpy as np

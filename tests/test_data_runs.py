@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 from torch.utils.data import DataLoader, IterableDataset
 
 import gradstream as gs
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, token_counts
 
 LOADED = """

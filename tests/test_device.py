@@ -14,18 +14,18 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
-from gradstream.casting import cast_of
-from gradstream.checks import check_script
 from gradstream.cli.options import load_job_with
-from gradstream.config import Job, build_model
 from gradstream.errors import ConfigError, GradientError, UserCodeError
+from gradstream.job.job import Job, build_model
+from gradstream.job.validation import check_script
 from gradstream.model import Batch, TorchModel, from_torch, staging
 from gradstream.model import devices as devices_file
 from gradstream.model.device_model import DeviceModel, on_device
 from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Landing
-from gradstream.reopen import reopen
+from gradstream.run.plan import cast_of
+from gradstream.run.reopen import reopen
 from gradstream.runtime.base import Report
 from gradstream.testing.late_streams import LateStreams
 

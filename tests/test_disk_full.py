@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-from gradstream.casting import cast_of
 from gradstream.checkpoint import newest
-from gradstream.cluster.node_log import log_stream
-from gradstream.config import build_model, make_job
 from gradstream.errors import DiskError
-from gradstream.events import CheckpointFailedEvent, FailedEvent, FinishedEvent, StepEvent, encode
-from gradstream.followed_events import FollowedEvents
-from gradstream.node import EVENTS, write_rest
+from gradstream.job.job import build_model, make_job
 from gradstream.recording import read_log
+from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.local.node_log import log_stream
+from gradstream.run.node import EVENTS, write_rest
+from gradstream.run.plan import cast_of
+from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
+from gradstream.runtime.simulation import Cost, World
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate.cluster import SimulatedCluster
+from gradstream.telemetry.events import CheckpointFailedEvent, FailedEvent, FinishedEvent, StepEvent, encode
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.testing.storage import FailingStorage
 
@@ -371,7 +371,7 @@ def job():
 ON_SMALL_DISK = """
 import json, os, sys, threading, time
 from pathlib import Path
-from gradstream.train import load_job, train
+from gradstream._train import load_job, train
 
 run_dir, full_s = Path(sys.argv[2]), float(sys.argv[3])
 made, told, stop = [], {}, threading.Event()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.server.arrival import Arrival
-from gradstream.server.rule import Contribution, Immediate, Rule
-from gradstream.server.shard import ShardState
-from gradstream.simulate import simulate
+from gradstream._simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.server.aggregation import Contribution, Immediate, Rule
+from gradstream.server.client.arrival import Arrival
+from gradstream.server.shard.state import ShardState
 from gradstream.strategies import Worker
 from gradstream.testing.runs import QUICK, Tokens, least_squares, numbered, token_counts
 

@@ -15,22 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.cli.progress import Progress
+from gradstream.coordinator.assignment_replies import Answers
 from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
-from gradstream.membership.answers import Answers
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
+from gradstream.report.summary import EventDict
 from gradstream.report.timeline import lanes_of
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream.strategies.api import Drive
 from gradstream.strategies.downpour import ALONE
-from gradstream.strategies.verbs import Drive
-from gradstream.summary import EventDict
-from gradstream.testing import strategy_laws
+from gradstream.testing import properties
 from gradstream.testing.runs import (
     QUICK,
     Tokens,
@@ -42,7 +42,7 @@ from gradstream.testing.runs import (
 )
 from gradstream.testing.trials import bad_world
 from gradstream.wire import v1
-from gradstream.worker.pace import Pace
+from gradstream.worker.batch_gate import Pace
 
 NUM_TOKENS, EPOCHS = 24, 6
 WORLD = World(
@@ -357,7 +357,7 @@ def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("law", ["plain", "repeatable", "ends", "resumes", "deaths"])
 def test_the_laws_of_strategies_hold_for_one_that_is_driven(law: str) -> None:
-    assert getattr(strategy_laws, law)(gs.Downpour(warm_start=6, waves=2, finish_alone=4))
+    assert getattr(properties, law)(gs.Downpour(warm_start=6, waves=2, finish_alone=4))
 
 
 # ---- what is said of it -----------------------------------------------------------------------

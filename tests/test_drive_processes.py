@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 import gradstream as gs
-import gradstream.resume  # the name in the face is the function's
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.jobfile import load_job
-from gradstream.summary import EventDict
+import gradstream._resume  # the name in the face is the function's
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.report.summary import EventDict
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
 from gradstream.testing.killing import Killer
 from gradstream.testing.runs import check_nothing_lost
-from gradstream.train import launch
 
-resume_module = sys.modules["gradstream.resume"]
+resume_module = sys.modules["gradstream._resume"]
 
 JOB = """
 import time

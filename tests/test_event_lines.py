@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from gradstream import events
-from gradstream.callbacks import Callbacks
 from gradstream.cli import main
 from gradstream.cli.progress import Progress
-from gradstream.events import EvaluatedEvent, FinishedEvent, StepEvent, encode
-from gradstream.followed_events import FollowedEvents
-from gradstream.membership import Member
-from gradstream.membership.event_gate import EventGate, in_beats
-from gradstream.report.tensorboard import write_run
-from gradstream.run import Run
+from gradstream.coordinator import Member
+from gradstream.coordinator.event_gate import EventGate, in_beats
+from gradstream.job.callbacks import Callbacks
+from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.result import Run
+from gradstream.telemetry import events
+from gradstream.telemetry.event_lines import EventError, parse_event
+from gradstream.telemetry.events import EvaluatedEvent, FinishedEvent, StepEvent, encode
+from gradstream.trackers.tensorboard import write_run
 from gradstream.transport.limits import LIMITS
-from gradstream.untrusted.event_lines import EventError, parse_event
 from gradstream.wire import v1
 from test_membership_nodes import Cluster, diligent, shard, worker
 

@@ -15,9 +15,9 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.model import built_module
 from gradstream.model.batch import Batch
 from gradstream.model.factors import Kept, OuterLayer, outer_layers_of
-from gradstream.runtime.world import Cost, Network, World
+from gradstream.runtime.simulation import Cost, Network, World
 from gradstream.strategies import AllReduce
-from gradstream.worker.outer import outside
+from gradstream.worker.replica.sufficient_factors import outside
 
 WIDE, CLASSES, SAMPLES = 72, 4, 48
 BUCKET = 1 / 256  # MiB: 1024 elements; the layer has 5184, and begins and ends in the middle of one

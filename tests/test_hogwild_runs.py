@@ -15,26 +15,26 @@ import torch
 
 import gradstream as gs
 from gradstream import sparse
-from gradstream.casting import cast_of
+from gradstream._train import launch
 from gradstream.checkpoint.policy import Policy
-from gradstream.cluster import LocalCluster, node_environment
+from gradstream.coordinator.instructions import Discard, Emit
+from gradstream.coordinator.snapshot import Cuts
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
-from gradstream.events import CheckpointFailedEvent
-from gradstream.jobfile import load_job
-from gradstream.membership.cut import Cuts
-from gradstream.membership.instructions import Discard, Emit
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
 from gradstream.sparse import SparseDataset, SparseModel
 from gradstream.strategies import Worker
+from gradstream.telemetry.events import CheckpointFailedEvent
 from gradstream.testing import check_strategy
 from gradstream.testing.killing import Killer
+from gradstream.testing.properties import BrokenLawError, complete
 from gradstream.testing.runs import least_squares
-from gradstream.testing.strategy_laws import BrokenLawError, complete
-from gradstream.train import launch
 from gradstream.wire import v1
-from gradstream.worker.board import Board
-from gradstream.worker.shared_exchange import Waits
+from gradstream.worker.exchange.shared import Waits
+from gradstream.worker.shared_words import Board
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 

@@ -53,7 +53,7 @@ def test_virtual_time_is_a_simulation() -> None:
 
 def test_what_starts_processes_is_found_however_far_away_it_is() -> None:
     def local() -> None:
-        from gradstream.train import train  # noqa: F401
+        from gradstream._train import train  # noqa: F401
 
     def nested() -> None:
         def inner() -> None:

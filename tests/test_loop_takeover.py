@@ -25,12 +25,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
+from gradstream.coordinator.claims import Claims
 from gradstream.data.base import BatchRef
 from gradstream.data.left_over import Block, Epoch
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.jobfile import load_job
-from gradstream.membership.claims import Claims
-from gradstream.session.handover import Handover
+from gradstream.job.files import load_job
+from gradstream.session.bridge import Handover
 from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.shards import Part, part_of
 from gradstream.testing.sessions import loop_in_threads
@@ -452,7 +452,7 @@ def test_a_checkpoint_without_a_lost_worker_is_no_place_to_go_on(
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "own.py").write_text("import gradstream\ngradstream.join('downpour', workers=3)\n")
     found = "checkpoints/7", SimpleNamespace(workers=3, steps={"worker-0": 3, "worker-2": 4})
-    module, job = import_module("gradstream.resume"), load_job(str(tmp_path / "own.py"))
+    module, job = import_module("gradstream._resume"), load_job(str(tmp_path / "own.py"))
     monkeypatch.setattr(module, "to_resume", lambda *_, **__: found)
     with pytest.raises(gs.ConfigError, match="when 1 of 3 workers were lost"):
         gs.resume(tmp_path, job=job)

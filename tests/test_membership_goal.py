@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream.coordinator.instructions import Emit
+from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.stopping import FEWEST, Goal, Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
-from gradstream.events import FinishedEvent, StartedEvent
-from gradstream.membership.goal import FEWEST, Goal, Until
-from gradstream.membership.instructions import Emit
-from gradstream.membership.state import Membership
-from gradstream.overrides import overrides, with_overrides
-from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
-from gradstream.simulate import simulate
+from gradstream.job.overrides import overrides, with_overrides
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.telemetry.events import FinishedEvent, StartedEvent
 from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered, token_counts
 from gradstream.wire import v1
-from gradstream.worker.pace import Pace
+from gradstream.worker.batch_gate import Pace
 
 # ---- the goal: pure -----------------------------------------------------------------------
 

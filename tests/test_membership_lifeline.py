@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gradstream.deadlines import Deadlines
+from gradstream.coordinator.client.lifeline import MAX_TRIES, EvictedError, Lifeline
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
-from gradstream.membership.lifeline import MAX_TRIES, EvictedError, Lifeline
 from gradstream.runtime import VirtualCluster, World
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.limits import LIMITS
 
 DEADLINES = Deadlines(lease_s=8)

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
+from gradstream.coordinator import Coordinator, Member, Membership, Outcome, RunAbortedError
+from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
 from gradstream.data.shares import Speed
-from gradstream.deadlines import Deadlines
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
-from gradstream.events import StartedEvent, StepEvent
-from gradstream.membership import Coordinator, Member, Membership, Outcome, RunAbortedError
-from gradstream.membership.assignment import BatchAssignment
 from gradstream.runtime import Network, Partition, VirtualCluster, World
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.telemetry.events import StartedEvent, StepEvent
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 

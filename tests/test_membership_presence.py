@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from gradstream.coordinator import Member
+from gradstream.coordinator.client.presence import Presence
 from gradstream.errors import PeerLostError
-from gradstream.events import StepEvent
-from gradstream.membership import Member
-from gradstream.membership.presence import Presence
 from gradstream.runtime import Network, Partition
+from gradstream.telemetry.events import StepEvent
 from gradstream.wire import v1
 from test_membership_nodes import DEADLINES, Cluster, diligent, refs, shard, worker
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from gradstream.coordinator import EvictedError
 from gradstream.errors import GradstreamError, PeerLostError
-from gradstream.membership import EvictedError
 from gradstream.runtime import Network, Partition
 from gradstream.testing.standstill import Standstill
 from test_membership_nodes import DEADLINES, SPEC, Cluster

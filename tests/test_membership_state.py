@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
+from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
-from gradstream.events import Event, FailedEvent, FinishedEvent, LeftEvent, StartedEvent
-from gradstream.membership.assignment import BatchAssignment
-from gradstream.membership.instructions import Emit, Instruction, Notify, Refuse
-from gradstream.membership.receipts import receipt_of
-from gradstream.membership.state import Membership
+from gradstream.telemetry.events import Event, FailedEvent, FinishedEvent, LeftEvent, StartedEvent
 from gradstream.wire import v1
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)

@@ -7,8 +7,8 @@ import torch
 
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Memory, Vector, borrow_all
+from gradstream.memory.segments import SharedMemory
 from gradstream.model.base import Layout
-from gradstream.segments import SharedMemory
 
 
 def vector(elems: int = 10, name: str = "parameters") -> Vector:

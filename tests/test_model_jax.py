@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.cluster.forkserver import WARM
 from gradstream.errors import ConfigError, GradientError
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.model import Batch, JaxModel, from_jax
+from gradstream.run.local.forkserver import WARM
 
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install 'gradstream[jax]'")
 jnp = jax.numpy

@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 from torch.utils.checkpoint import checkpoint
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.model import Batch, TorchModel, built_module
-from gradstream.simulate import simulate
 from gradstream.strategies import AllReduce
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.runtime.world import Cost, Link, Network, World
+from gradstream.runtime.simulation import Cost, Link, Network, World
 
 Array = np.ndarray[Any, Any]
 Minibatch = tuple[Array, Array]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.errors import ConfigError
-from gradstream.names import check_name
-from gradstream.remote.roster import Roster
+from gradstream.run.remote.members import Roster
 from gradstream.testing.runs import least_squares
+from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
 
 BAD = ["", ".", "..", "../..", "a/b", "/etc", "..\\..", "a\nb", "a\x00b", "\x1b[2J", "x" * 101, "é" * 51]

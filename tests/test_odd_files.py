@@ -15,18 +15,18 @@ from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
 from gradstream.data.done import Done
 from gradstream.errors import ConfigError, DataError
-from gradstream.node import NodeSpec
+from gradstream.job.registry import optimizer_of_text
+from gradstream.job.settings import apply, from_texts, from_toml
 from gradstream.recording.entries import decode
 from gradstream.recording.log import read_log
-from gradstream.registry import optimizer_of_text
-from gradstream.remote.address import Address
 from gradstream.report.page import Source, page
+from gradstream.run.node import NodeSpec
+from gradstream.run.remote.address import Address
 from gradstream.runtime.storage import DiskStorage
-from gradstream.settings import apply, from_texts, from_toml
 from gradstream.sparse.data import from_csr
 from gradstream.sparse.svmlight import from_svmlight
+from gradstream.telemetry.event_lines import parse_event
 from gradstream.transport.addresses import host_and_port
-from gradstream.untrusted.event_lines import parse_event
 
 MANIFEST: dict[str, Any] = {
     "format": 2, "step": 1, "rounds": 1, "steps": {"worker-0": 1}, "versions": [1], "model": {"elems": 1},

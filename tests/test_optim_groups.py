@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
-from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
 
 RULES: list[Any] = [

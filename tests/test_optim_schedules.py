@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
+from gradstream.job.registry import describe, find_function, find_optimizer, load_module, place_of
 from gradstream.optim.schedules import Position, Rate, nominal_rate, rate_at
-from gradstream.registry import describe, find_function, find_optimizer, load_module, place_of
-from gradstream.simulate import simulate
 from gradstream.strategies import Strategy
 from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered
 

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.plugins import GROUPS
-from gradstream.registry import class_of, describe, find_dataset, find_optimizer, find_strategy
+from gradstream.job.plugins import GROUPS
+from gradstream.job.registry import class_of, describe, find_dataset, find_optimizer, find_strategy
 from gradstream.testing.runs import least_squares
 from gradstream.transport.offers import CHOICES
 

@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 
 import gradstream as gs
 from gradstream.cli import main
-from gradstream.preflight import estimate, job_trial, samples_per_s, trial
+from gradstream.preflight import base, estimate, samples_per_s
+from gradstream.preflight import job as job_dry_run
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.testing.runs import Sized, numbered
 
@@ -117,13 +118,13 @@ def test_a_wrong_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("where", "what", "free"),
-    [(job_trial, "free_memory_bytes", 600_000_000), (trial, "free_disk_bytes", 11)],
+    [(job_dry_run, "free_memory_bytes", 600_000_000), (base, "free_disk_bytes", 11)],
 )
 def test_too_little_memory_or_disk_starts_no_node(
     where: ModuleType, what: str, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, what, lambda *_: free)
-    monkeypatch.setattr(trial, "launch", None)
+    monkeypatch.setattr(base, "launch", None)
     result = dry_run("mine.py")
     assert result.exit_code == 3
     assert "free, too little" in result.stdout or "too little: 11 B free" in result.stdout

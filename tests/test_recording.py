@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 from gradstream.recording import (
@@ -27,9 +28,8 @@ from gradstream.recording import (
     read_log,
 )
 from gradstream.recording.entries import Entry, decode, encode
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
 from gradstream.testing.storage import FailingStorage
 

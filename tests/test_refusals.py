@@ -12,12 +12,12 @@ import grpc.aio
 import pytest
 
 from gradstream.cli.display import Display
-from gradstream.deadlines import Deadlines
-from gradstream.events import Event, encode
-from gradstream.remote.address import Address
-from gradstream.remote.enrolment import JOB, Enrolment, Invitation
-from gradstream.remote.gathering import Gathering
-from gradstream.remote.roster import Roster
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.join_service import JOB, Enrolment, Invitation
+from gradstream.run.remote.machine_rendezvous import Gathering
+from gradstream.run.remote.members import Roster
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.telemetry.events import Event, encode
 from gradstream.testing.bare import Bare, Refused, open_session
 from gradstream.transport.base import Identity
 from gradstream.wire import v1

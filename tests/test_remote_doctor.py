@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from gradstream.cli import main
-from gradstream.remote.address import Address
-from gradstream.remote.authority import Authority
-from gradstream.remote.doctor import (
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.doctor import (
     Finding,
     Visit,
     clock_finding,
@@ -21,8 +21,8 @@ from gradstream.remote.doctor import (
     look_there,
     version_findings,
 )
-from gradstream.remote.enrolment import Enrolment, Invitation
-from gradstream.remote.roster import Roster
+from gradstream.run.remote.join_service import Enrolment, Invitation
+from gradstream.run.remote.members import Roster
 
 TOKEN = "a token of sixteen characters or more"
 WHOLE_WAY = ["name", "TCP", "TLS", "gRPC", "round trip", "clock"]

@@ -21,15 +21,15 @@ import pytest
 import gradstream as gs
 from gradstream.data.checksum import checksum_of
 from gradstream.errors import GradstreamError, Interrupted, exit_code
-from gradstream.jobfile import load_job
-from gradstream.remote.address import Address, new_token
-from gradstream.remote.authority import Authority
-from gradstream.remote.enrolment import Enrolment, Invitation
-from gradstream.remote.facts import difference, facts_of
-from gradstream.remote.join import Joining, join
-from gradstream.remote.listening import Listening, workers_each
-from gradstream.remote.reach import reach
-from gradstream.remote.roster import Roster, Seat
+from gradstream.job.files import load_job
+from gradstream.run.remote.address import Address, new_token
+from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.facts import difference, facts_of
+from gradstream.run.remote.join import Joining, join
+from gradstream.run.remote.join_service import Enrolment, Invitation
+from gradstream.run.remote.listening import Listening, workers_each
+from gradstream.run.remote.members import Roster, Seat
+from gradstream.run.remote.reach import reach
 from gradstream.wire import v1
 
 LINEAR = """

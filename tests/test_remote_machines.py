@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 
 import gradstream as gs
-from gradstream.run import FINAL_MODEL
+from gradstream.run.result import FINAL_MODEL
 from gradstream.testing.machines import Machine, Machines, unavailable
 
 SOURCE = str(Path(gs.__file__).resolve().parents[1])

@@ -16,8 +16,8 @@ import gradstream as gs
 from gradstream.checkpoint.manifest import FileEntry, Manifest
 from gradstream.cli import main
 from gradstream.data.done import Done
-from gradstream.jobfile import load_job
-from gradstream.reopen import kept_parameters
+from gradstream.job.files import load_job
+from gradstream.run.reopen import kept_parameters
 
 JOB = """
 import numpy as np

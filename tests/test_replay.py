@@ -13,15 +13,16 @@ import pytest
 from torch import nn
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import DataError, DivergedError
-from gradstream.node import NodeSpec
 from gradstream.recording import Log, Pushed, Read, read_log
 from gradstream.recording.entries import Entry
 from gradstream.replay import Update, replay
 from gradstream.replay.finding import at_chunk_version, loss_jump, not_finite, of_step
+from gradstream.run.node import NodeSpec
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 
 WORLD = World(

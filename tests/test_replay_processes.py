@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gradstream as gs
-from gradstream.casting import cast_of
+from gradstream._train import launch
 from gradstream.cli import main
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
 from gradstream.testing.killing import Killer
-from gradstream.train import launch
 
 JOB = """
 import numpy as np

@@ -9,9 +9,9 @@ import pytest
 from gradstream.report import curves
 from gradstream.report.charts import Curve, histogram, line_chart, ticks
 from gradstream.report.figures import cost_of, figures_of
-from gradstream.report.listing import list_runs
 from gradstream.report.timeline import REST, lanes_of, pieces
 from gradstream.report.units import count_text, size_text, time_text
+from gradstream.run.listing import list_runs
 
 Event = dict[str, Any]
 

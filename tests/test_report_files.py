@@ -13,13 +13,13 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 import gradstream as gs
-from gradstream.report.tensorboard import Scalars, TensorBoard, write_run
-from gradstream.report.tfevents import EventFile, Scalar, crc32c
+from gradstream._simulate import simulate
 from gradstream.report.trace import trace_json
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate import simulate
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, World
 from gradstream.testing.runs import least_squares
+from gradstream.trackers.tensorboard import Scalars, TensorBoard, write_run
+from gradstream.trackers.tfevents import EventFile, Scalar, crc32c
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import Reason, reason_of
+from gradstream.runtime.simulation import Cost, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Network, World
-from gradstream.simulate import simulate
 from gradstream.testing.runs import Sized, least_squares, numbered
 
 Events = Sequence[Mapping[str, Any]]

@@ -14,14 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream._train import load_job
 from gradstream.cli import main
-from gradstream.events import EvaluatedEvent, encode
 from gradstream.report.page import Source, page
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate import simulate
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, World
+from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.testing.runs import least_squares
-from gradstream.train import load_job
 
 VOID = {"meta", "br"}
 HOSTILE = "</script><script>alert(1)</script>&\"'"

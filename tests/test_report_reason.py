@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.report.figures import Figures, NodeFigures, ShardFigures, WorkerFigures, figures_of
 from gradstream.report.reason import Reason, reason_of
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Exponential, Network, World
-from gradstream.simulate import simulate
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Exponential, Network, World
 from gradstream.strategies import Strategy
 from gradstream.testing.runs import Sized, least_squares, numbered
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.report.staleness import quantile, staleness_by
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, World
 from gradstream.testing.runs import least_squares
 
 

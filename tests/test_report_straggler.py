@@ -9,8 +9,8 @@ import pytest
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.report.straggler import straggler_of
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Network, World
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Network, World
 from gradstream.testing.runs import Sized, kill_at, numbered
 
 SLOW = {"worker-3": 0.2}

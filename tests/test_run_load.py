@@ -21,7 +21,7 @@ from gradstream.checkpoint.model_file import load, load_file
 from gradstream.data.base import Ids
 from gradstream.errors import ConfigError
 from gradstream.model.base import Batch, Layout, Reduction
-from gradstream.run import FINAL_MODEL, Run
+from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.base import Report
 
 STEP = {"event": "step", "node": "worker-0", "time_s": 1.0, "rank": 0, "step": 0, "epoch": 0, "samples": 2}

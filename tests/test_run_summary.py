@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gradstream import events as ev
-from gradstream.summary import history_of, staleness_of, summary_of
+from gradstream.report.summary import history_of, staleness_of, summary_of
+from gradstream.telemetry import events as ev
 
 
 def step(rank: int, number: int, time_s: float, **given: Any) -> dict[str, Any]:

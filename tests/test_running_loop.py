@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.membership import Coordinator
+from gradstream.coordinator import Coordinator
 
 NUM_SAMPLES = 200
 INPUTS = np.random.default_rng(0).standard_normal((NUM_SAMPLES, 3)).astype(np.float32)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.deadlines import Deadlines
 from gradstream.runtime import VirtualCluster
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.stalls import Stalls, StallWatch
 from gradstream.transport.silence import Bell, Silence

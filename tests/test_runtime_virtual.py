@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from gradstream._simulate import simulate
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
 from gradstream.runtime import Cost, DeadlockError, Trace, VirtualCluster, VirtualRuntime, Work, World
 from gradstream.runtime.base import Progress
-from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
 
 T = TypeVar("T")

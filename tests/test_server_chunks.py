@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradstream as gs
-from gradstream.casting import cast_of
+from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume
-from gradstream.config import Job, spread_out
 from gradstream.data.done import Done
-from gradstream.segments import supported
+from gradstream.job.job import Job, spread_out
+from gradstream.memory.segments import supported
+from gradstream.run.plan import cast_of
 from gradstream.server.chunks import (
     ALIGNMENT_ELEMS,
     CHUNK_ELEMS,
@@ -22,7 +23,6 @@ from gradstream.server.chunks import (
     ChunkMap,
     shared_chunk_elems,
 )
-from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
 from gradstream.transport import offers
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES

@@ -12,18 +12,18 @@ import torch
 
 from gradstream.errors import RefusedError
 from gradstream.memory import Vector
+from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.segments import SharedMemory, supported
 from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService
-from gradstream.server.readers import Readers
-from gradstream.server.rule import Rule
-from gradstream.server.snapshot import ShardHolder
+from gradstream.server.aggregation import Rule
+from gradstream.server.shard.chunk_leases import Readers
+from gradstream.server.shard.snapshot import ShardHolder
 from gradstream.server.update import Update
 from gradstream.strategies.synchronous import Rounds
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
-from gradstream.transport.shm import ShmEndpoint
+from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.wire import v1
 
 CHUNK_ELEMS, NUM_CHUNKS = 1 << 19, 2  # so long that arithmetic is done on a thread, and payloads are lent

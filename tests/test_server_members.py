@@ -12,16 +12,16 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import RefusedError
 from gradstream.memory import Memory, Vector
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.world import Cost, World
+from gradstream.runtime.simulation import Cost, World
 from gradstream.server import ChunkMap, Contribution, Immediate, ShardConfig, ShardService
+from gradstream.server.aggregation import Gathered
 from gradstream.server.correction import SenderStates
-from gradstream.server.rule import Gathered
-from gradstream.server.shard import Acknowledge, Instruction, Parked, ShardState
-from gradstream.simulate import simulate
+from gradstream.server.shard.state import Acknowledge, Instruction, Parked, ShardState
 from gradstream.strategies.dc_asgd import AdaptiveCompensation
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.runs import QUICK, kill_at, least_squares

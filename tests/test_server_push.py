@@ -13,7 +13,7 @@ from gradstream.errors import RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.server import Contribution, Immediate, ShardConfig, ShardService
-from gradstream.server.order import AsItComes, Go, Updating
+from gradstream.server.shard.event_schedule import AsItComes, Go, Updating
 from gradstream.transport.base import Handler, Identity, Received
 from gradstream.wire import v1
 

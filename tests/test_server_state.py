@@ -5,8 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.server.rule import Contribution, FetchTerms, Immediate
-from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState, Supersede
+from gradstream.server.aggregation import Contribution, FetchTerms, Immediate
+from gradstream.server.shard.state import (
+    Acknowledge,
+    Apply,
+    Instruction,
+    Parked,
+    Release,
+    ShardState,
+    Supersede,
+)
 from gradstream.strategies.synchronous import Rounds
 from gradstream.wire.window import SequenceWindow
 

@@ -16,7 +16,7 @@ from gradstream.testing.pieces import chunk_frame
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.limits import LIMITS
-from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
 
 FINGERPRINT, ELEMS, EPOCH = 77, 64, 3

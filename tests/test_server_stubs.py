@@ -16,7 +16,7 @@ from gradstream.server import Immediate, ShardConfig, ShardService
 from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.wire import v1_pb2 as v1
 from gradstream.wire import v1_pb2_grpc
 

@@ -15,19 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import UserCodeError
 from gradstream.memory import Memory
 from gradstream.model.base import Reduction
-from gradstream.run import Run
+from gradstream.run.result import Run
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.server.aggregation import Contribution, FetchTerms, Gathered, Rule
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.conductor import Conductor
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
-from gradstream.server.rule import Contribution, FetchTerms, Gathered, Rule
-from gradstream.server.shard import Acknowledge, Apply, Instruction, Parked, Release, ShardState
-from gradstream.server.store import Store
-from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.server.shard.executor import Conductor
+from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
+from gradstream.server.shard.store import Store
 from gradstream.strategies import Worker
 from gradstream.testing.runs import (
     QUICK,
@@ -40,7 +41,7 @@ from gradstream.testing.runs import (
 )
 from gradstream.testing.trials import bad_world
 from gradstream.wire.window import SequenceWindow
-from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.replica.server import ServerReplica
 
 NUM_SAMPLES = 24
 
@@ -337,7 +338,7 @@ class HighestAlone(SequenceWindow):
 def test_sums_count_once_on_a_bad_network_and_only_with_a_window(
     monkeypatch: pytest.MonkeyPatch, window: type[SequenceWindow]
 ) -> None:
-    monkeypatch.setattr("gradstream.server.service.ShardState", partial(ShardState, window=window))
+    monkeypatch.setattr("gradstream.server.shard.service.ShardState", partial(ShardState, window=window))
 
     def check() -> None:
         for seed in range(6):
@@ -470,7 +471,7 @@ class Looking(Drifting):
 
 def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(learnt(Looking())).all()
-    monkeypatch.setattr("gradstream.server.fetch_desk.FetchTerms", terms_of_a_reader)
+    monkeypatch.setattr("gradstream.server.shard.fetch_handler.FetchTerms", terms_of_a_reader)
     with pytest.raises(gs.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Looking())
 

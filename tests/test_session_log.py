@@ -17,14 +17,14 @@ import gradstream as gs
 from gradstream.cli.progress import Progress
 from gradstream.cli.report import figures
 from gradstream.errors import ConfigError
-from gradstream.events import LogEvent, encode
 from gradstream.report.page import Source, page
-from gradstream.report.tensorboard import Scalars
+from gradstream.report.summary import summary_of, surviving
 from gradstream.session import log as module
 from gradstream.session.log import MAX_NAMES, MAX_WAITING, SessionLog
-from gradstream.summary import summary_of, surviving
+from gradstream.telemetry.event_lines import parse_event, read_events
+from gradstream.telemetry.events import LogEvent, encode
 from gradstream.testing.sessions import loop_in_threads
-from gradstream.untrusted.event_lines import parse_event, read_events
+from gradstream.trackers.tensorboard import Scalars
 
 BACKWARD, SCALE = torch.Tensor.backward, torch.amp.GradScaler.scale
 

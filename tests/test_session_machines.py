@@ -22,7 +22,7 @@ import torch
 from safetensors.numpy import load_file
 
 import gradstream as gs
-from gradstream.run import FINAL_MODEL
+from gradstream.run.result import FINAL_MODEL
 from gradstream.session import torchrun
 from gradstream.session.job import job as session_job
 from gradstream.testing.machines import Machine, Machines, unavailable

@@ -14,14 +14,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError, GradientError, UserCodeError
-from gradstream.registry import optimizer_of_text
-from gradstream.session.handover import Handover
-from gradstream.session.held import HeldArrays, HeldModule
+from gradstream.job.registry import optimizer_of_text
+from gradstream.session.binding import HeldArrays, HeldModule
+from gradstream.session.bridge import Handover
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
 from gradstream.session.shards import Part, length_of, part_of
 from gradstream.session.torchrun import of_torchrun
-from gradstream.worker.loop import Round
+from gradstream.worker.replica.loop import Round
 
 Numbers = np.ndarray[Any, Any]
 

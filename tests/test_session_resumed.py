@@ -18,18 +18,18 @@ from safetensors.numpy import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
-import gradstream.resume  # the name in the face is the function's
-from gradstream.casting import cast_of
+import gradstream._resume  # the name in the face is the function's
+from gradstream._train import launch
 from gradstream.checkpoint import kept
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.jobfile import load_job
-from gradstream.run import FINAL_MODEL
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
+from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
-from gradstream.session.handover import Handover
-from gradstream.session.held import HeldArrays
+from gradstream.session.binding import HeldArrays
+from gradstream.session.bridge import Handover
 from gradstream.session.shards import Part, part_of
 from gradstream.session.worker_session import WorkerSession
-from gradstream.train import launch
 
 SCRIPT = """
 from pathlib import Path
@@ -75,7 +75,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture(autouse=True)
 def _resumes_warm(warm: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["gradstream.resume"], "launch", partial(launch, cluster=warm))
+    monkeypatch.setattr(sys.modules["gradstream._resume"], "launch", partial(launch, cluster=warm))
 
 
 @pytest.fixture

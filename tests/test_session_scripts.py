@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.preflight import Finding, dry_run
 from gradstream.testing.sessions import loop_in_threads
 

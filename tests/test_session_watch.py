@@ -12,7 +12,7 @@ from torch import nn
 import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.session import watch
-from gradstream.session.held import HeldModule
+from gradstream.session.binding import HeldModule
 from gradstream.testing.sessions import loop_in_threads
 from small_loops import (
     DEADLINES,

@@ -13,19 +13,11 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.config import Job
-from gradstream.settings import (
-    Setting,
-    Word,
-    apply,
-    effective,
-    from_environment,
-    from_texts,
-    from_toml,
-    to_toml,
-)
-from gradstream.settings.sources import from_toml_text
-from gradstream.settings.values import MisfitError, fit
+from gradstream.job.job import Job
+from gradstream.job.settings import Setting, Word, apply, from_environment, from_texts, from_toml
+from gradstream.job.settings.sources import from_toml_text
+from gradstream.job.settings.values import MisfitError, fit
+from gradstream.run.effective_settings import effective, to_toml
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
 DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))

@@ -13,22 +13,22 @@ import pytest
 from torch.utils.data import DataLoader
 
 import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream.coordinator.balance import Balance
 from gradstream.data.base import BatchRef, Division
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import PartitionPlan, RoundPlan
 from gradstream.data.shares import Speed, begins_stretch, dealt, stretch_end
 from gradstream.errors import ConfigError, InternalError
-from gradstream.membership.balance import Balance
 from gradstream.report.figures import figures_of
 from gradstream.report.page import Source, page
 from gradstream.report.reason import reason_of
+from gradstream.report.summary import EventDict
 from gradstream.report.uneven import shares_table
-from gradstream.run import Run
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, LogNormal, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, LogNormal, World
-from gradstream.simulate import simulate
-from gradstream.summary import EventDict
 from gradstream.testing.runs import least_squares
 from gradstream.worker.balance import Balance as WorkersBalance
 

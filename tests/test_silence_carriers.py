@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from gradstream.deadlines import Deadlines
 from gradstream.runtime import RealRuntime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
-from gradstream.transport.grpc import CLIENT_OPTIONS, SERVER_OPTIONS, GrpcEndpoint, _Peers, patience_options
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.grpc.endpoint import (
+    CLIENT_OPTIONS,
+    SERVER_OPTIONS,
+    GrpcEndpoint,
+    _Peers,
+    patience_options,
+)
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 
 ODD = Deadlines(silence_s=7.0, lease_s=3.0, coordinator_s=11.0)

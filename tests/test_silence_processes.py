@@ -12,14 +12,14 @@ from typing import Literal
 import pytest
 
 import gradstream as gs
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster
-from gradstream.cluster.machine import node_environment
-from gradstream.jobfile import load_job
-from gradstream.run import Run
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster
+from gradstream.run.local.machine import node_environment
+from gradstream.run.plan import cast_of
+from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.stopping import Stopper
-from gradstream.train import launch
 from test_remote_machines import Command
 
 LEASE_S = 2.0

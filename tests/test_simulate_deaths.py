@@ -11,8 +11,8 @@ import pytest
 from torch import nn
 
 import gradstream as gs
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream._simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.testing.runs import (
     QUICK,
     Tokens,
@@ -198,7 +198,7 @@ def test_death_of_who_is_needed_ends_the_run_and_names_them(name: str, strategy:
 
 def test_a_silent_death_is_noticed_within_the_lease() -> None:
     """Nobody is told: the network to and from a worker is cut, and its process lives on."""
-    from gradstream.runtime.world import Partition
+    from gradstream.runtime.simulation import Partition
 
     others = frozenset({"coordinator", "shard-0", "shard-1", "worker-0", "worker-2"})
     one = frozenset({"worker-1"})

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.server.pushing import Pushing
-from gradstream.server.shard import ShardState
-from gradstream.simulate import simulate
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.server.client.push import Pushing
+from gradstream.server.shard.state import ShardState
 from gradstream.strategies import Downpour, Strategy, Worker
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.wire.window import SequenceWindow
-from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.replica.server import ServerReplica
 
 NUM_SAMPLES = 24
 WORKERS, SERVERS = 2, 2
@@ -124,7 +124,7 @@ class LastOnly(SequenceWindow):
 
 
 def with_window(monkeypatch: pytest.MonkeyPatch, window: type[SequenceWindow]) -> None:
-    monkeypatch.setattr("gradstream.server.service.ShardState", partial(ShardState, window=window))
+    monkeypatch.setattr("gradstream.server.shard.service.ShardState", partial(ShardState, window=window))
 
 
 def check_seeds(strategy: Strategy) -> None:

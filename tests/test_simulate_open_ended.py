@@ -11,14 +11,14 @@ import torch
 
 import gradstream as gs
 from gradstream.checkpoint import verify
-from gradstream.config import Job
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import InternalError
+from gradstream.job.job import Job
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.loop import LoopReplica, Round, Turn
+from gradstream.worker.replica.loop import LoopReplica, Round, Turn
 
 RATE = 1 / 64
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 import gradstream as gs
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
+from gradstream._simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.testing.runs import Sized, numbered
 
 # The original on Caltech-101: seconds of a worker for a minibatch, of the one server for a push,
@@ -78,8 +78,8 @@ def test_another_system_would_not_have_this_figure() -> None:
 PHANTOM = """
 import json, pathlib, sys, time
 import gradstream as gs
-from gradstream.runtime.world import World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import World
+from gradstream._simulate import simulate
 from gradstream.testing.runs import Sized, numbered
 
 layers = [650 * 101 + 101, 1500 * 650 + 650, 49152 * 1500 + 1500]

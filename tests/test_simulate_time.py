@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.run import Run
+from gradstream._simulate import simulate
+from gradstream.run.result import Run
 from gradstream.runtime import Report, VirtualCluster, Work
-from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, Trace, World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, Trace, World
 from gradstream.strategies import Strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 

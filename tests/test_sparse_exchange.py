@@ -13,27 +13,27 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.cli.report import figures
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.memory import Vector
 from gradstream.replay import replay
 from gradstream.report.figures import figures_of
 from gradstream.report.sections import links
-from gradstream.run import Run
-from gradstream.runtime.world import World
-from gradstream.server.arrival import Patch
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import World
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.conductor import Conductor
-from gradstream.server.row_store import ChangedRows
+from gradstream.server.client.arrival import Patch
 from gradstream.server.rows import RowMap, RowPart, Table, pack
-from gradstream.server.shard import Apply
+from gradstream.server.shard.executor import Conductor
+from gradstream.server.shard.row_store import ChangedRows
+from gradstream.server.shard.state import Apply
 from gradstream.strategies.base import RowExchange
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
 from gradstream.wire import v1
-from gradstream.worker.own_steps import OwnSteps
-from gradstream.worker.row_replica import RowReplica
-from gradstream.worker.row_sum import RowSum
-from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.replica.own_steps import OwnSteps
+from gradstream.worker.replica.row_sum import RowSum
+from gradstream.worker.replica.rows import RowReplica
+from gradstream.worker.replica.server import ServerReplica
 
 VOCABULARY, WIDTH = 700, 5
 

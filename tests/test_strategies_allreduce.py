@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.buckets import Buckets
 from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError, GradientError
 from gradstream.memory import Span, Vector
-from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
-from gradstream.server.waits import Claims
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.strategies import AllReduce
+from gradstream.telemetry.wait_attribution import Claims
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
 from gradstream.testing.strategies import BrokenLawsError
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.peers import Peers
+from gradstream.worker.replica.peers import Peers
 
 LR, GRID = 2.0**-7, 2.0**-10
 FEATURES = 300  # with buckets of 128 elements three, the last one short

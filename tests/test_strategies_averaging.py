@@ -12,20 +12,21 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError, UserCodeError
-from gradstream.jobfile import load_job
-from gradstream.registry import describe, find_strategy
-from gradstream.run import Run
+from gradstream.job.files import load_job
+from gradstream.job.registry import describe, find_strategy
+from gradstream.run.result import Run
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.server.rule import Contribution
-from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.server.aggregation import Contribution
 from gradstream.strategies.averaging import Averaged
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
-from gradstream.worker.server_exchange import ServerExchange
+from gradstream.worker.exchange.server import ServerExchange
 
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements

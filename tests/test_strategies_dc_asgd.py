@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.model.base import Reduction
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.server.aggregation import Contribution, Immediate, Rule
 from gradstream.server.correction import Correction, SenderStates
-from gradstream.server.rule import Contribution, Immediate, Rule
-from gradstream.simulate import simulate
 from gradstream.strategies import Worker
 from gradstream.strategies.dc_asgd import DCASGD, AdaptiveCompensation, Compensation
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 from gradstream.testing.trials import bad_world
-from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.replica.server import ServerReplica
 
 COSTS = {"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLD = World(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-2)))

@@ -12,22 +12,23 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
+from gradstream.job.registry import describe, find_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Outer
-from gradstream.registry import describe, find_strategy
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
 from gradstream.server.update import Update
-from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
-from gradstream.worker.server_replica import ServerReplica
+from gradstream.worker.replica.server import ServerReplica
 
 Array = np.ndarray[Any, Any]
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.model.base import Model
-from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.strategies import Strategy, Worker
 from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
 
@@ -129,7 +129,7 @@ def test_a_fetch_that_does_not_wait_for_own_pushes_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planted fault: the server answers fetches whatever the worker has pushed before."""
-    from gradstream.server.shard import ShardState
+    from gradstream.server.shard.state import ShardState
 
     def satisfied(self: ShardState, chunk: int, state: Any, terms: Any) -> bool:
         return bool(state.version >= max(terms.min_version, 0))

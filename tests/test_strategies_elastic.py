@@ -11,22 +11,22 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.model.base import Model
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.simulate import simulate
 from gradstream.strategies.together import Together
 from gradstream.testing import check_strategy
+from gradstream.testing.properties import BrokenLawError, Law, complete, deaths, resumes
 from gradstream.testing.runs import Sized, Tokens, kill_at, least_squares, numbered
-from gradstream.testing.strategy_laws import BrokenLawError, Law, complete, deaths, resumes
 from gradstream.testing.trials import token_run
-from gradstream.worker.moves import ElasticPull
-from gradstream.worker.server_exchange import ServerExchange
+from gradstream.worker.exchange.server import ServerExchange
+from gradstream.worker.replica.arithmetic import ElasticPull
 
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements

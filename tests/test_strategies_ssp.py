@@ -14,19 +14,19 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef, DataCut
 from gradstream.data.plan import PartitionPlan
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.model.base import Batch, Layout
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position
 from gradstream.runtime.base import Report
+from gradstream.runtime.simulation import Constant, Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Constant, Cost, Exponential, Link, Network, World
-from gradstream.server.clocks import NOBODY, Clocks
-from gradstream.server.rule import Contribution, FetchTerms, Immediate
-from gradstream.server.shard import Acknowledge, Apply, Parked, Release, ShardState
-from gradstream.simulate import simulate
+from gradstream.server.aggregation import Contribution, FetchTerms, Immediate
+from gradstream.server.shard.clocks import NOBODY, Clocks
+from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
 from gradstream.strategies import Worker
 from gradstream.strategies.ssp import InStep
 from gradstream.testing import check_strategy

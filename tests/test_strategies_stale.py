@@ -14,19 +14,19 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.memory import Memory
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Link, Network, World
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.server.aggregation import Contribution, Rule
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.rule import Contribution, Rule
-from gradstream.server.shard import Apply, Parked, ShardState
-from gradstream.server.store import Store
-from gradstream.simulate import simulate
+from gradstream.server.shard.state import Apply, Parked, ShardState
+from gradstream.server.shard.store import Store
 from gradstream.strategies import Strategy, penalty
 from gradstream.strategies.softsync import WeighedMean
 from gradstream.testing import check_strategy
+from gradstream.testing.properties import complete, documented, plain, travels
 from gradstream.testing.runs import Sized, numbered
-from gradstream.testing.strategy_laws import complete, documented, plain, travels
 
 INSTANT = Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0), header_bytes=0)
 
@@ -236,7 +236,7 @@ def test_any_function_of_tau_weighs() -> None:
 
 
 def test_a_function_travels_as_its_place() -> None:
-    from gradstream.registry import describe, find_strategy
+    from gradstream.job.registry import describe, find_strategy
 
     described = describe(gs.StalenessAware(weight=halves))
     assert described["fields"]["weight"] == {"function": f"{__name__}:halves"}

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
-from gradstream.runtime.world import Cost, Exponential, Link, LogNormal, Network, World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
 from gradstream.testing.runs import least_squares
 
 LR = 2.0**-7

@@ -17,12 +17,12 @@ from gradstream.cli import main
 from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Contribution, Immediate, Rule
+from gradstream.server.aggregation import Contribution, Immediate, Rule
 from gradstream.strategies import Strategy, Worker
 from gradstream.strategies.synchronous import Rounds
-from gradstream.testing import BrokenLawsError, check_strategy, strategy_laws
-from gradstream.testing.strategy_laws import BrokenLawError, Law
-from gradstream.worker.server_replica import ServerReplica
+from gradstream.testing import BrokenLawsError, check_strategy, properties
+from gradstream.testing.properties import BrokenLawError, Law
+from gradstream.worker.replica.server import ServerReplica
 
 HOUSE = (
     gs.Synchronous(),
@@ -34,9 +34,9 @@ HOUSE = (
 @pytest.mark.parametrize("strategy", HOUSE, ids=str)
 def test_the_houses_own_obey(strategy: Strategy) -> None:
     report = check_strategy(strategy)
-    assert [verdict.law for verdict in report.verdicts] == [law.__name__ for law in strategy_laws.LAWS]
+    assert [verdict.law for verdict in report.verdicts] == [law.__name__ for law in properties.LAWS]
     assert not report.broken
-    assert str(report).count("holds") == len(strategy_laws.LAWS)
+    assert str(report).count("holds") == len(properties.LAWS)
 
 
 # ---- planted: one strategy for each law ---------------------------------------------------------
@@ -276,25 +276,25 @@ class Boastful(gs.Synchronous):
 
 
 PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
-    (strategy_laws.documented, Silent(), "class Silent has no docstring"),
-    (strategy_laws.travels, Pair(), r"come out of JSON as .*\[1, 2\]"),
-    (strategy_laws.travels, Bag(), "do not survive JSON"),
-    (strategy_laws.travels, Undecorated(), "is no frozen dataclass"),
-    (strategy_laws.travels, hidden(), "other processes do not find .*Hidden: define it at the top of a file"),
-    (strategy_laws.plain, Halved(), r"none of 1 settings .* away from it"),
-    (strategy_laws.plain, MeansOnly(), r"none of 8 settings .* away from it"),
-    (strategy_laws.converges, Uphill(), r"the loss goes from 12.*; expected below"),
-    (strategy_laws.complete, Twice(), r"seed 0: .* too many"),
-    (strategy_laws.complete, Forgetful(), r"seed 0: .* lost"),
-    (strategy_laws.complete, Never(), "seed 0: UserCodeError: worker-.* minibatches were never pushed"),
-    (strategy_laws.exactly_once, Anxious(), r"on a bad network: .* too many"),
-    (strategy_laws.pure_rule, Counting(), r"weights answers \[.*\] and then \[.*\] to the same question"),
-    (strategy_laws.pure_rule, TooManyWeights(), "weights are 2 for an update of 1 contributions"),
-    (strategy_laws.repeatable, Rolling(), "two runs of seed 0 end with different parameters"),
-    (strategy_laws.seeded, Deaf(), "4 seeds give one and the same history"),
-    (strategy_laws.ends, Sociable(), "with workers=1, servers=1: .*waiting for another worker"),
-    (strategy_laws.resumes, Hidden(), "resumed it ends with other parameters .* kept for itself is lost"),
-    (strategy_laws.deaths, Boastful(), "worker-0 is killed: "),
+    (properties.documented, Silent(), "class Silent has no docstring"),
+    (properties.travels, Pair(), r"come out of JSON as .*\[1, 2\]"),
+    (properties.travels, Bag(), "do not survive JSON"),
+    (properties.travels, Undecorated(), "is no frozen dataclass"),
+    (properties.travels, hidden(), "other processes do not find .*Hidden: define it at the top of a file"),
+    (properties.plain, Halved(), r"none of 1 settings .* away from it"),
+    (properties.plain, MeansOnly(), r"none of 8 settings .* away from it"),
+    (properties.converges, Uphill(), r"the loss goes from 12.*; expected below"),
+    (properties.complete, Twice(), r"seed 0: .* too many"),
+    (properties.complete, Forgetful(), r"seed 0: .* lost"),
+    (properties.complete, Never(), "seed 0: UserCodeError: worker-.* minibatches were never pushed"),
+    (properties.exactly_once, Anxious(), r"on a bad network: .* too many"),
+    (properties.pure_rule, Counting(), r"weights answers \[.*\] and then \[.*\] to the same question"),
+    (properties.pure_rule, TooManyWeights(), "weights are 2 for an update of 1 contributions"),
+    (properties.repeatable, Rolling(), "two runs of seed 0 end with different parameters"),
+    (properties.seeded, Deaf(), "4 seeds give one and the same history"),
+    (properties.ends, Sociable(), "with workers=1, servers=1: .*waiting for another worker"),
+    (properties.resumes, Hidden(), "resumed it ends with other parameters .* kept for itself is lost"),
+    (properties.deaths, Boastful(), "worker-0 is killed: "),
 )
 
 
@@ -307,7 +307,7 @@ def test_a_planted_fault_is_found_by_its_law(law: Law, strategy: Strategy, messa
 
 
 def test_every_law_has_a_planted_fault() -> None:
-    assert {law for law, _, _ in PLANTED} == set(strategy_laws.LAWS)
+    assert {law for law, _, _ in PLANTED} == set(properties.LAWS)
 
 
 def test_what_faults_are_planted_in_obeys() -> None:
@@ -320,7 +320,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *laws: Law) -> None:
 
 
 def test_all_broken_laws_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, strategy_laws.plain, strategy_laws.converges, strategy_laws.complete)
+    only(monkeypatch, properties.plain, properties.converges, properties.complete)
     with pytest.raises(
         BrokenLawsError, match=r"(?s)breaks 2 of 3 laws.*plain: .*But: .*converges: .*But: "
     ) as e:
@@ -348,7 +348,7 @@ class Nameless(gs.Downpour):
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, strategy_laws.documented, strategy_laws.travels)
+    only(monkeypatch, properties.documented, properties.travels)
     (tmp_path / "mine.py").write_text(FILE)
     good = CliRunner().invoke(main, ["check", f"{tmp_path}/mine.py:Mine", "--json"])
     assert good.exit_code == 0, good.output

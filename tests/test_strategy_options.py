@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import ConfigError
-from gradstream.simulate import simulate
 from gradstream.testing.runs import least_squares
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradstream.registry import STRATEGIES
+from gradstream.job.registry import STRATEGIES
 
 HEADINGS = [
     "Formula",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
@@ -16,7 +17,6 @@ from gradstream.errors import ConfigError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position, Rate, rate_at
-from gradstream.simulate import simulate
 from gradstream.strategies import Strategy, Worker
 
 STEPS, SAMPLES, BATCH = 11, 44, 4

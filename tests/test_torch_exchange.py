@@ -15,7 +15,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import least_squares
 

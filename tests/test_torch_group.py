@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradstream.collectives import torch_group
 from gradstream.collectives.group import slice_of
-from gradstream.collectives.torch_engine import Done, Engine, Hold, HostEngine, choose_backend
-from gradstream.collectives.torch_group import TorchGroup
+from gradstream.collectives.torch_backend import group
+from gradstream.collectives.torch_backend.engine import Done, Engine, Hold, HostEngine, choose_backend
+from gradstream.collectives.torch_backend.group import TorchGroup
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -34,7 +34,7 @@ from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime, VirtualCluster, World
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 
 Nodes = list[GrpcEndpoint]
 Form = Callable[..., Awaitable[list[TorchGroup]]]
@@ -305,7 +305,7 @@ def test_what_torch_refuses_is_an_error_of_ours_and_breaks_the_group(
             raise error
         done(error, Hold(HostEngine(None, 0, 2)))
 
-    monkeypatch.setattr(torch_group, "VERDICT_S", 0.1)
+    monkeypatch.setattr(group, "VERDICT_S", 0.1)
 
     async def main() -> None:
         async with groups(2) as (_, formed):
@@ -359,12 +359,12 @@ def test_what_cannot_be_formed_says_why() -> None:
 NODE = """
 import asyncio, os, signal, sys
 import torch
-from gradstream.collectives.torch_group import TorchGroup
+from gradstream.collectives.torch_backend.group import TorchGroup
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 
 async def main(rank, size):
     names = [f"worker-{r}" for r in range(size)]

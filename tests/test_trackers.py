@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-from gradstream.callbacks import QUEUE_EVENTS, Callbacks
 from gradstream.cli.options import load_job_with
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.overrides import overrides, with_overrides
-from gradstream.report.trackers import trackers_of
-from gradstream.run import Run
+from gradstream.job.callbacks import QUEUE_EVENTS, Callbacks
+from gradstream.job.overrides import overrides, with_overrides
+from gradstream.run.result import Run
 from gradstream.testing.runs import least_squares
+from gradstream.trackers.services import trackers_of
 
 NAMES = ("wandb", "mlflow", "trackio")
 STARTED = {"event": "started", "node": "coordinator", "time_s": 0.0, "strategy": "downpour", "workers": 2}

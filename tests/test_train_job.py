@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.config import Job, make_job
 from gradstream.errors import DataError
-from gradstream.jobfile import load_job
-from gradstream.registry import find_optimizer, find_strategy
+from gradstream.job.files import load_job
+from gradstream.job.job import Job, make_job
+from gradstream.job.registry import find_optimizer, find_strategy
 
 LINEAR = """
 import os

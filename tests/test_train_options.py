@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.jobfile import load_job
+from gradstream.job.files import load_job
 
 JOB = """
 import numpy as np

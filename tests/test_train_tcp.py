@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-import gradstream.resume  # the name in the face is the function's
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.jobfile import load_job
-from gradstream.run import FINAL_MODEL
+import gradstream._resume  # the name in the face is the function's
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
+from gradstream.run.result import FINAL_MODEL
 from gradstream.testing.killing import Killer
-from gradstream.train import launch
 
-resume_module = sys.modules["gradstream.resume"]
+resume_module = sys.modules["gradstream._resume"]
 
 JOB = """
 import time

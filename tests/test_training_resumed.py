@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.errors import Interrupted
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate import SimulatedCluster, simulate
 from gradstream.testing.runs import least_squares
 
 WORLD = World(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.005)})

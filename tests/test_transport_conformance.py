@@ -15,11 +15,11 @@ from gradstream.memory import Span
 from gradstream.testing import endpoints
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
-from gradstream.transport import network
 from gradstream.transport.base import Lent, Stream
 from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.memory import _End, _Pipe
-from gradstream.transport.network import Lane, Packet, _Card
+from gradstream.transport.simulated import network
+from gradstream.transport.simulated.endpoint import _End, _Pipe
+from gradstream.transport.simulated.network import Lane, Packet, _Card
 from gradstream.transport.stream import Failure, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream import launcher
 from gradstream.errors import ConfigError
-from gradstream.jobfile import load_job
-from gradstream.remote.authority import Authority
+from gradstream.job.files import load_job
+from gradstream.run import launcher
+from gradstream.run.remote.certificate_authority import Authority
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.transport import proof

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
+from gradstream.memory.segments import SharedMemory
 from gradstream.runtime import RealRuntime
-from gradstream.segments import SharedMemory
 from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import echo, reply_once
-from gradstream.transport import proof, sockets
+from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS
-from gradstream.transport.shm import ShmEndpoint
-from gradstream.transport.sockets import SocketEndpoint
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.shm.endpoint import ShmEndpoint
+from gradstream.transport.socket import endpoint
+from gradstream.transport.socket.endpoint import SocketEndpoint
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 
@@ -202,7 +203,7 @@ def test_streams_before_the_greeting_are_none(make: Make) -> None:
 def test_a_stranger_has_so_much_time_and_no_more(
     make: Make, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "LIMITS", replace(LIMITS, handshake_s=0.05))
+    monkeypatch.setattr(endpoint, "LIMITS", replace(LIMITS, handshake_s=0.05))
 
     async def main() -> None:
         async with started(make()) as server, dialled(server) as raw:
@@ -217,7 +218,7 @@ def test_a_stranger_has_so_much_time_and_no_more(
 
 @carriers
 def test_idle_strangers_do_not_keep_others_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "LIMITS", replace(LIMITS, strangers=3))
+    monkeypatch.setattr(endpoint, "LIMITS", replace(LIMITS, strangers=3))
 
     async def main() -> None:
         async with started(make()) as server:
@@ -397,7 +398,7 @@ def test_who_is_called_proves_it_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no stream is opened to whoever has not."""
-    monkeypatch.setattr(sockets, "CONNECT_S", 0.1)
+    monkeypatch.setattr(endpoint, "CONNECT_S", 0.1)
 
     async def main() -> None:
         async with Impostor(answers) as impostor:
@@ -426,7 +427,7 @@ def test_who_is_called_proves_it_too(
 def test_a_beginning_that_is_no_challenge(
     challenge: bytes | None, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "CONNECT_S", 0.1)
+    monkeypatch.setattr(endpoint, "CONNECT_S", 0.1)
 
     async def main() -> None:
         async with Impostor(lambda greeting: None, challenge) as impostor:

@@ -32,11 +32,11 @@ from gradstream.transport import intake as intake_module
 from gradstream.transport import stream as stream_module
 from gradstream.transport.base import Caller, Identity, Priority, Stream
 from gradstream.transport.endpoint import EndpointCore
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.intake import Intake, Intakes
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import Method
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 

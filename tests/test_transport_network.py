@@ -15,8 +15,8 @@ from gradstream.testing.endpoints import run_check
 from gradstream.testing.endpoints import tensors as tensors_check
 from gradstream.testing.pairs import memory_pairs
 from gradstream.transport.base import Identity, Priority, Stream
-from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
-from gradstream.transport.network import Lane, Packet, VirtualNetwork
+from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated.network import Lane, Packet, VirtualNetwork
 from gradstream.wire import v1
 
 LATENCY_S, BANDWIDTH = 1e-3, 1e9

@@ -18,11 +18,11 @@ from gradstream.testing.pairs import SECRET, real_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.offers import Offer, choose
 from gradstream.transport.routed import RoutedEndpoint
 from gradstream.transport.security import Tls
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 
 GRPC, TCP, SHM = {"grpc": "10.0.0.1:1"}, {"tcp": "10.0.0.1:2"}, {"shm": "gradstream/job/a/1"}

@@ -15,15 +15,15 @@ import pytest
 
 import gradstream
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.remote import authority as authority_module
-from gradstream.remote.authority import ENROLMENT, LIFE, Authority, Key, fingerprint_of
+from gradstream.run.remote import certificate_authority as authority_module
+from gradstream.run.remote.certificate_authority import ENROLMENT, LIFE, Authority, Key, fingerprint_of
 from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.testing.pieces import echo, reply_once
 from gradstream.transport import security
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import METHODS, ROLES, Method, role_of
 from gradstream.transport.security import Shown, Tls

@@ -25,13 +25,13 @@ from gradstream.testing.bare import (
 )
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import body_frame, echo, reply_once
-from gradstream.transport import grpc as grpc_module
-from gradstream.transport import grpc_connection
 from gradstream.transport.base import Caller, Identity, Priority, Stream
-from gradstream.transport.grpc import METHOD, GrpcEndpoint
-from gradstream.transport.grpc_connection import CHALLENGE, SESSION, GrpcConnection
+from gradstream.transport.grpc import connection
+from gradstream.transport.grpc import endpoint as grpc_module
+from gradstream.transport.grpc.connection import CHALLENGE, SESSION, GrpcConnection
+from gradstream.transport.grpc.endpoint import METHOD, GrpcEndpoint
+from gradstream.transport.grpc.sessions import BAD_SECRET, NO_CHALLENGE
 from gradstream.transport.limits import LIMITS
-from gradstream.transport.sessions import BAD_SECRET, NO_CHALLENGE
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.v1_pb2_grpc import PeerStub
@@ -280,7 +280,7 @@ def test_who_is_called_proves_it_too(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grpc_connection, "LIMITS", replace(LIMITS, handshake_s=0.2))
+    monkeypatch.setattr(connection, "LIMITS", replace(LIMITS, handshake_s=0.2))
 
     async def main() -> None:
         async with Impostor(**answers) as impostor:

@@ -21,9 +21,9 @@ import torch
 
 from gradstream.errors import ConfigError, LentMemoryError, PeerLostError, RefusedError
 from gradstream.memory import Vector
+from gradstream.memory.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
-from gradstream.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.server import (
     ChunkMap,
     Gathered,
@@ -33,17 +33,17 @@ from gradstream.server import (
     ShardConfig,
     ShardService,
     Update,
-    readers,
 )
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
+from gradstream.server.shard import chunk_leases
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import Held, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
-from gradstream.transport.loans import SHELF_BYTES
-from gradstream.transport.shelf import Shelf
-from gradstream.transport.shm import ShmEndpoint
+from gradstream.transport.shm.arena import Shelf
+from gradstream.transport.shm.endpoint import ShmEndpoint
+from gradstream.transport.shm.leases import SHELF_BYTES
+from gradstream.transport.socket.unix import send_descriptors
 from gradstream.transport.stream import StreamCore
-from gradstream.transport.unix import send_descriptors
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
@@ -417,7 +417,7 @@ async def _reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
             fetched = await there.fetch()
         assert bool((fetched == -2).all())
         stream, kept = await there.kept()
-        monkeypatch.setattr(readers, "PATIENCE_S", 0.02)
+        monkeypatch.setattr(chunk_leases, "PATIENCE_S", 0.02)
         await there.push()
         assert bool((there.parameters == -3).all())
         assert kept.payload is not None and kept.payload[0] == -3, "it was lent, and is not what it was"

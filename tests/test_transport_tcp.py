@@ -22,11 +22,11 @@ from gradstream.runtime import RealRuntime
 from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
-from gradstream.transport import framing, posted, tcp
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.framing import PREFIX, Inbox, Parcel, Place
-from gradstream.transport.greeting import answer
-from gradstream.transport.tcp import TcpEndpoint, choose_congestion_control
+from gradstream.transport.socket import framing, posted, tcp
+from gradstream.transport.socket.framing import PREFIX, Inbox, Parcel, Place
+from gradstream.transport.socket.greeting import answer
+from gradstream.transport.socket.tcp import TcpEndpoint, choose_congestion_control
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.casting import cast_of
-from gradstream.cluster import LocalCluster, node_environment
-from gradstream.jobfile import load_job
-from gradstream.summary import EventDict
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.report.summary import EventDict
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import cast_of
 from gradstream.testing.quota import CpuQuota, no_quota
-from gradstream.train import launch
 
 JOB = """
 import gradstream as gs

@@ -9,11 +9,11 @@ from typing import Literal
 
 import pytest
 
+from gradstream.runtime.throttle import Throttle
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.untrusted import (
     DocumentError,
     MismatchError,
-    Throttle,
     check_record,
     counted,
     escaped,

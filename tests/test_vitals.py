@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from gradstream.runtime.vitals import Lateness, OwnMemory, own_bytes
+from gradstream.runtime.process_metrics import Lateness, OwnMemory, own_bytes
 
 
 class Machine:

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.cli.progress import Progress
 from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
-from gradstream.overrides import overrides, with_overrides
-from gradstream.runtime.world import Cost, World
-from gradstream.simulate import simulate
+from gradstream.job.overrides import overrides, with_overrides
+from gradstream.runtime.simulation import Cost, World
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.evaluation import evaluate
 

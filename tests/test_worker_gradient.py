@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError, GradientError
-from gradstream.runtime.world import Cost, Network, World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import Cost, Network, World
 from gradstream.testing.runs import Tokens, least_squares, numbered
 from gradstream.worker.gradient import Clip, Differentiator, hash_seed
 

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 import gradstream as gs
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, Link, Network, World
-from gradstream.server.latecomers import Latecomers
-from gradstream.server.rule import Contribution
-from gradstream.server.shard import Apply, Parked
-from gradstream.server.waits import Claims, Kind, shared_out
-from gradstream.simulate import simulate
+from gradstream._simulate import simulate
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.server.aggregation import Contribution
+from gradstream.server.shard.state import Apply, Parked
+from gradstream.server.shard.stragglers import Latecomers
 from gradstream.strategies import Strategy
+from gradstream.telemetry.stopwatch import Stopwatch
+from gradstream.telemetry.wait_attribution import Claims, Kind, shared_out
 from gradstream.testing.runs import Sized, numbered
-from gradstream.worker.stopwatch import Stopwatch
 
 # ---- pure parts -------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ import gradstream as gs
 from gradstream.report import figures, lanes
 from gradstream.report.timeline import lanes_of
 from gradstream.report.units import time_text
-from gradstream.run import Run
-from gradstream.runtime.world import Cost, World
+from gradstream.run.result import Run
+from gradstream.runtime.simulation import Cost, World
 from gradstream.testing.runs import least_squares
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "one-slow-worker.svg"

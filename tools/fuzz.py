@@ -23,7 +23,7 @@ from typing import Any
 
 from fuzzing import files, messages, texts
 from fuzzing.harness import Decoder, Outcome, fuzz
-from gradstream.cluster.machine import describe_machine, git_commit
+from gradstream.run.local.machine import describe_machine, git_commit
 
 __all__ = ["DECODERS", "main"]
 

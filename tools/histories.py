@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 import gradstream as gs
+from gradstream.runtime.simulation import Exponential
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Exponential
 
 KEPT = Path(__file__).with_suffix(".json")
 FEATURES, SAMPLES = 1500, 96

@@ -27,8 +27,8 @@ import torch
 from drawn.loop import ENDINGS, Loop, draw, draw_ending
 from drawn.text import State, Text
 from gradstream import Deadlines
-from gradstream.cluster.machine import describe_machine, git_commit
 from gradstream.errors import GradientError, GradstreamError
+from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.session.session import LoneSession, Session
 from gradstream.testing.sessions import loop_in_threads
 

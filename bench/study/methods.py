@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import gradstream as gs
+from gradstream.job.registry import find_strategy
 from gradstream.optim.base import Optimizer
-from gradstream.registry import find_strategy
 from gradstream.strategies.base import Strategy
 
 __all__ = [

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from gradstream._simulate import simulate
 from gradstream.errors import GradientError, RefusedError
-from gradstream.run import Run
-from gradstream.simulate import simulate
+from gradstream.run.result import Run
 from study import subject
 from study.methods import Method
 from study.scenes import TUNING_SEED, Scene, warm_start

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.model.base import Model
-from gradstream.runtime.world import World
-from gradstream.simulate import simulate
+from gradstream.runtime.simulation import World
 from study import subject
 from study.methods import BATCH, BY_NAME, MEASURED, METHODS, PAPER, POWERS, Method, downpour
 

@@ -24,7 +24,7 @@ from gradstream.data.base import Division, Ids
 from gradstream.data.feed import plan_samples
 from gradstream.data.plan import EpochPlan, epoch_order
 from gradstream.model.base import Model
-from gradstream.runtime.world import Cost, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Link, LogNormal, Network, World
 
 __all__ = [
     "BANDWIDTH_BYTES_S",

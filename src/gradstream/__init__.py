@@ -23,7 +23,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradstream.config import Deadlines, Job
+    from gradstream._resume import resume
+    from gradstream._simulate import simulate
+    from gradstream._train import train
+    from gradstream.coordinator.stopping import until
     from gradstream.data import caltech101, fashion_mnist, from_arrays, from_dataset, from_loader, from_stream
     from gradstream.errors import (
         ConfigError,
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
         RefusedError,
         UserCodeError,
     )
-    from gradstream.membership.goal import until
+    from gradstream.job.job import Deadlines, Job
     from gradstream.model import Batch, Rows, from_functions, from_jax, from_torch
     from gradstream.optim import (
         SGD,
@@ -56,12 +59,9 @@ if TYPE_CHECKING:
         Warmup,
     )
     from gradstream.replay.replay import replay
-    from gradstream.report.tensorboard import TensorBoard
-    from gradstream.resume import resume
-    from gradstream.run import Run
-    from gradstream.runtime.world import Cost, Link, Network, World
+    from gradstream.run.result import Run
+    from gradstream.runtime.simulation import Cost, Link, Network, World
     from gradstream.session import Session, join
-    from gradstream.simulate.simulate import simulate
     from gradstream.strategies import (
         DCASGD,
         EAMSGD,
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
         Strategy,
         Synchronous,
     )
-    from gradstream.train import train
+    from gradstream.trackers.tensorboard import TensorBoard
 
 __version__ = "0.1.0"
 
@@ -150,7 +150,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "gradstream.config": ("Deadlines", "Job"),
+    "gradstream.job.job": ("Deadlines", "Job"),
     "gradstream.data": (
         "caltech101",
         "fashion_mnist",
@@ -160,7 +160,7 @@ _ROOMS = {
         "from_stream",
     ),
     "gradstream.errors": tuple(name for name in __all__ if name.endswith(("Error", "Interrupted"))),
-    "gradstream.membership.goal": ("until",),
+    "gradstream.coordinator.stopping": ("until",),
     "gradstream.model": ("Batch", "Rows", "from_functions", "from_jax", "from_torch"),
     "gradstream.optim": ("SGD", "Adagrad", "Adam", "AdamW", "Momentum", "Nesterov"),
     "gradstream.optim.schedules": (
@@ -175,12 +175,12 @@ _ROOMS = {
         "Warmup",
     ),
     "gradstream.replay": ("replay",),
-    "gradstream.report.tensorboard": ("TensorBoard",),
-    "gradstream.resume": ("resume",),
-    "gradstream.run": ("Run",),
-    "gradstream.runtime.world": ("Cost", "Link", "Network", "World"),
+    "gradstream.trackers.tensorboard": ("TensorBoard",),
+    "gradstream._resume": ("resume",),
+    "gradstream.run.result": ("Run",),
+    "gradstream.runtime.simulation": ("Cost", "Link", "Network", "World"),
     "gradstream.session": ("Session", "join"),
-    "gradstream.simulate": ("simulate",),
+    "gradstream._simulate": ("simulate",),
     "gradstream.strategies": (
         "DCASGD",
         "EAMSGD",
@@ -197,7 +197,7 @@ _ROOMS = {
         "Strategy",
         "Synchronous",
     ),
-    "gradstream.train": ("train",),
+    "gradstream._train": ("train",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -218,7 +218,7 @@ class _Face(ModuleType):
     """Keeps `gradstream.train` and `gradstream.simulate` the functions.
 
     Importing a submodule sets the attribute of its name; these two have the name of the function
-    that users want, and are themselves found by `from gradstream.train import ...`.
+    that users want, and are themselves found by `from gradstream._train import ...`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -17,20 +17,20 @@ import numpy as np
 import gradstream as gs
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_json
-from gradstream import plugins
 from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Evaluated, FileEntry, Manifest, Resume, seal_of
 from gradstream.checkpoint.own_state import OwnState
-from gradstream.config import Job
 from gradstream.data.base import BatchRef
 from gradstream.data.done import Done
 from gradstream.errors import ConfigError, DataError
-from gradstream.node import NodeSpec
-from gradstream.overrides import overrides, with_overrides
+from gradstream.job import plugins
+from gradstream.job.job import Job
+from gradstream.job.overrides import overrides, with_overrides
+from gradstream.job.registry import describe, optimizer_of_text, text_of_optimizer
+from gradstream.job.settings import apply, from_texts
+from gradstream.job.settings.sources import from_toml_text
 from gradstream.recording import entries, log
-from gradstream.registry import describe, optimizer_of_text, text_of_optimizer
-from gradstream.settings import apply, from_texts
-from gradstream.settings.sources import from_toml_text
+from gradstream.run.node import NodeSpec
 from gradstream.sparse.data import from_csr
 from gradstream.sparse.svmlight import from_svmlight
 from gradstream.strategies.downpour import Downpour

@@ -17,25 +17,25 @@ from google.protobuf.message import DecodeError, Message
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
+from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.balance import Balance
+from gradstream.coordinator.checkpoint_handler import lies_in
+from gradstream.coordinator.event_gate import EventGate
+from gradstream.coordinator.instructions import Emit, Refuse
+from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
-from gradstream.events import MachineEvent, StartedEvent, encode
-from gradstream.membership.assignment import BatchAssignment
-from gradstream.membership.balance import Balance
-from gradstream.membership.event_gate import EventGate
-from gradstream.membership.instructions import Emit, Refuse
-from gradstream.membership.keeping_desk import lies_in
-from gradstream.membership.receipts import receipt_of
-from gradstream.membership.state import Membership
-from gradstream.remote.roster import Roster
+from gradstream.run.remote.members import Roster
+from gradstream.server.aggregation import Contribution, FetchTerms
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.inspection import Inspection
-from gradstream.server.rule import Contribution, FetchTerms
-from gradstream.server.shard import Acknowledge, Apply, Parked, ShardState
+from gradstream.server.shard.inspection import Inspection
+from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
 from gradstream.strategies.synchronous import Rounds
+from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 

@@ -9,21 +9,21 @@ from typing import Any
 
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_json
-from gradstream import events as kinds
 from gradstream.cli.progress import Progress
 from gradstream.errors import ConfigError
-from gradstream.remote.address import Address
 from gradstream.report.page import Source, page
 from gradstream.report.staleness import staleness_by
-from gradstream.report.tensorboard import Scalars
+from gradstream.report.summary import evaluations_of, history_of, summary_of
 from gradstream.report.trace import trace_json
-from gradstream.run import check_info
-from gradstream.summary import evaluations_of, history_of, summary_of
+from gradstream.run.remote.address import Address
+from gradstream.run.result import check_info
+from gradstream.telemetry import events as kinds
+from gradstream.telemetry.event_lines import EventError, EventLines, parse_event
+from gradstream.trackers.tensorboard import Scalars
 from gradstream.transport.addresses import host_and_port, is_loopback
-from gradstream.transport.framing import Inbox, Place
 from gradstream.transport.offers import Offer, choose
+from gradstream.transport.socket.framing import Inbox, Place
 from gradstream.untrusted import escaped, parse_json
-from gradstream.untrusted.event_lines import EventError, EventLines, parse_event
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, check_chunk, decode, encode
 

@@ -2,7 +2,7 @@
 
 `format.py` safetensors headers; `manifest.py` what a checkpoint is; `policy.py` when, and which are
 kept; `folder.py` the files themselves; `own_state.py` what a worker has of its own.
-Who makes a cut, and when, is for `membership/cut.py` to say.
+Who makes a cut, and when, is for `coordinator/snapshot.py` to say.
 """
 
 from gradstream.checkpoint.folder import Draft, Place, kept, newest, prune, sweep, to_resume, verify

@@ -49,7 +49,7 @@ class Holder(Protocol):
 
 
 class Member(Protocol):
-    """What is needed of `gradstream.membership.Member`."""
+    """What is needed of `gradstream.coordinator.Member`."""
 
     notice: v1.Notice
 

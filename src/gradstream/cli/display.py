@@ -14,7 +14,7 @@ from rich.text import Text
 from gradstream.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from gradstream.summary import EventDict
+    from gradstream.report.summary import EventDict
 
 __all__ = ["Display"]
 

@@ -12,7 +12,7 @@ import click
 from gradstream.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gradstream.remote.listening import Listening
+    from gradstream.run.remote.listening import Listening
 
 __all__ = ["listen_options", "listening_of", "token_of", "token_options"]
 
@@ -70,7 +70,7 @@ def token_of(token: str | None, file: Path | None) -> str | None:
     """
     if token is not None:
         return token
-    from gradstream.remote.address import token_in, token_of_environment
+    from gradstream.run.remote.address import token_in, token_of_environment
 
     return token_of_environment(os.environ) if file is None else token_in(file, "--token-file")
 
@@ -91,8 +91,8 @@ def listening_of(
     Raises:
         ConfigError: options that need --listen, without it; numbers that do not fit.
     """
-    from gradstream.remote.address import Address
-    from gradstream.remote.listening import Listening, workers_each
+    from gradstream.run.remote.address import Address
+    from gradstream.run.remote.listening import Listening, workers_each
 
     if listen is None:
         asked = {

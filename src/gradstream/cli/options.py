@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from gradstream.config import Job
+    from gradstream.job.job import Job
 
 __all__ = ["JobCommand", "arguments_of_job", "config_options", "job_options", "json_option", "load_job_with"]
 
@@ -113,7 +113,7 @@ def load_job_with(
     Later ones are stronger: the job file, a TOML file, the environment, the command line.
 
     Args:
-        spec: as for `gradstream.jobfile.load_job`.
+        spec: as for `gradstream.job.files.load_job`.
         config: the TOML file; None is the one beside the job, if there is one.
         settings: "key=value".
         given: other options by name; None is not given.
@@ -121,8 +121,8 @@ def load_job_with(
     Raises:
         ConfigError: no such job, an unknown key, a value of the wrong type.
     """
-    from gradstream.jobfile import load_job
-    from gradstream.settings import Setting, apply, from_environment, from_texts, from_toml
+    from gradstream.job.files import load_job
+    from gradstream.job.settings import Setting, apply, from_environment, from_texts, from_toml
 
     typed = [
         Setting(KEYS.get(name, name), value, f"--{name.replace('_', '-')}")

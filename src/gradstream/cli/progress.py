@@ -11,7 +11,7 @@ from gradstream.report.held import turn_text
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
-    from gradstream.summary import EventDict
+    from gradstream.report.summary import EventDict
 
 __all__ = ["Progress"]
 

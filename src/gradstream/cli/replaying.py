@@ -17,7 +17,7 @@ from gradstream.errors import ConfigError, DivergedError
 from gradstream.replay import Replay, Update
 from gradstream.replay import replay as replay_run
 from gradstream.replay.finding import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
-from gradstream.run import Run
+from gradstream.run.result import Run
 
 __all__ = ["Asked", "record_of", "rows_of", "show_replay"]
 

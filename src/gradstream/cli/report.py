@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import GradientError, GradstreamError, UserCodeError
-from gradstream.events import EvaluatedEvent, encode
 from gradstream.report.staleness import quantile
 from gradstream.report.straggler import straggler_text
 from gradstream.report.units import size_text
 from gradstream.runtime.event_log import disk_error
+from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.untrusted import TEXT_BYTES, escaped, say
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from gradstream.run import Evaluation, Run
+    from gradstream.run.result import Evaluation, Run
 
 __all__ = [
     "error_text",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from gradstream.config import Job
-    from gradstream.run import Run
-    from gradstream.summary import EventDict
+    from gradstream.job.job import Job
+    from gradstream.report.summary import EventDict
+    from gradstream.run.result import Run
 
 __all__ = ["OnEvent", "run_and_show", "show_dry_run"]
 

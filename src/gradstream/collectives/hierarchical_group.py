@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from gradstream.collectives.communicator import Mesh
 from gradstream.collectives.group import Group, slice_of
-from gradstream.collectives.mesh import Mesh
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import torch
 
-from gradstream.collectives.choice import Figures
-from gradstream.collectives.mesh import Mesh
+from gradstream.collectives.autotune import Figures
+from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.executor import carry_out
 from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
-from gradstream.collectives.player import carry_out
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.runtime.base import Work
 

@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
-from gradstream.collectives.choice import Choice, Figures
+from gradstream.collectives.autotune import Choice, Figures
+from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.executor import carry_out
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.measuring import measure
-from gradstream.collectives.mesh import Mesh
 from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import Plan
-from gradstream.collectives.player import carry_out
 from gradstream.collectives.schedule import Schedule
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector

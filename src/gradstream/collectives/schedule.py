@@ -6,7 +6,7 @@ same elements, so that who carries them out may do the others at the same time, 
 piece. What one rank sends to another arrives in the order sent.
 
 A schedule is made by a pure function of (rank, size, elems), one for each algorithm, in
-`gradstream.collectives.algorithms`. `gradstream.collectives.checking` plays all ranks' schedules on
+`gradstream.collectives.algorithms`. `gradstream.testing.schedule_checks` plays all ranks' schedules on
 plain arrays.
 """
 

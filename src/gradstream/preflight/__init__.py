@@ -12,11 +12,11 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from gradstream.config import Job, is_script
+from gradstream.job.job import Job, is_script
 from gradstream.preflight.estimates import estimate, samples_per_s
-from gradstream.preflight.findings import Finding, carry_out
-from gradstream.preflight.job_trial import JobTrial
-from gradstream.preflight.script_trial import ScriptTrial
+from gradstream.preflight.job import JobTrial
+from gradstream.preflight.results import Finding, carry_out
+from gradstream.preflight.script import ScriptTrial
 
 __all__ = ["Finding", "dry_run", "estimate", "samples_per_s"]
 

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradstream.config import Job
+from gradstream._simulate import simulate
+from gradstream.job.job import Job
 from gradstream.model.base import Model
-from gradstream.runtime.world import World
-from gradstream.simulate import simulate
-from gradstream.summary import EventDict
+from gradstream.report.summary import EventDict
+from gradstream.runtime.simulation import World
 
 __all__ = ["by_role", "count", "estimate", "quiet", "samples_per_s"]
 

@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.casting import cast_of
 from gradstream.checkpoint import Resume
-from gradstream.config import Job, build_model
 from gradstream.data.joined import ids_of
 from gradstream.errors import ConfigError, DivergedError, GradstreamError
-from gradstream.jobfile import digest_of
+from gradstream.job.files import digest_of
+from gradstream.job.job import Job, build_model
 from gradstream.recording import FOLDER, JOB_FILE, Part, differences, origin_of, read_log
-from gradstream.reopen import job_of_run, spec_of_run
-from gradstream.replay.stage import Stage
+from gradstream.replay.cluster import Stage
 from gradstream.replay.update import Update
-from gradstream.roles import Cast, shard_name
-from gradstream.run import Run
-from gradstream.run_files import read_record
+from gradstream.run.files import read_record
+from gradstream.run.nodes import Cast, shard_name
+from gradstream.run.plan import cast_of
+from gradstream.run.reopen import job_of_run, spec_of_run
+from gradstream.run.result import Run
 from gradstream.runtime.base import Storage
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.worker.evaluation import EvaluationPlan

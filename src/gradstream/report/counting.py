@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from gradstream.events import EventDict
+from gradstream.telemetry.events import EventDict
 
 __all__ = ["by_node", "cpu_s_of", "mean_of", "rank_order", "total_of"]
 

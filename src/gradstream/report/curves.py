@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradstream.summary import EventDict, begin_s
+from gradstream.report.summary import EventDict, begin_s
 
 __all__ = ["MAX_POINTS", "Point", "evaluated", "logged", "throughput", "training"]
 

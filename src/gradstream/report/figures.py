@@ -1,6 +1,6 @@
 """What became of each worker, shard, link and node of a run, as pure functions of its events.
 
-Totals over the whole run are `gradstream.summary`'s; here they are by who.
+Totals over the whole run are `gradstream.report.summary`'s; here they are by who.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradstream.report.grouped import attributed
 from gradstream.report.held import held_of
 from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
+from gradstream.report.summary import EventDict, begin_s, carriers_of, summary_of
 from gradstream.report.worker_figures import WorkerFigures, workers_of
-from gradstream.summary import EventDict, begin_s, carriers_of, summary_of
 
 __all__ = [
     "Figures",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradstream.events import GROUP, EventDict
+from gradstream.telemetry.events import GROUP, EventDict
 
 __all__ = ["attributed"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradstream.summary import EventDict
+from gradstream.report.summary import EventDict
 
 __all__ = ["held_of", "turn_text"]
 

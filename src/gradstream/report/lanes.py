@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
 
-from gradstream.events import GROUP
 from gradstream.report.figures import Figures
 from gradstream.report.timeline import REST, Band, Lane, StepSpan, Timeline, pieces
 from gradstream.report.units import time_text
+from gradstream.telemetry.events import GROUP
 
 __all__ = ["STEP", "Styles", "keys", "lane_paths", "styles_of", "timeline_html"]
 

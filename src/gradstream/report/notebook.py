@@ -7,8 +7,8 @@ from html import escape
 
 from gradstream.report import curves
 from gradstream.report.charts import Curve, line_chart
+from gradstream.report.summary import EventDict
 from gradstream.report.units import count_text
-from gradstream.summary import EventDict
 
 __all__ = ["run_html"]
 

@@ -12,9 +12,9 @@ from gradstream.report import sections
 from gradstream.report.figures import Figures, cost_of, figures_of
 from gradstream.report.lanes import keys, styles_of, timeline_html
 from gradstream.report.reason import Reason, reason_of
+from gradstream.report.summary import EventDict
 from gradstream.report.timeline import lanes_of
 from gradstream.report.units import time_text, value_text
-from gradstream.summary import EventDict
 from gradstream.untrusted import escaped
 
 __all__ = ["Source", "page"]

@@ -14,9 +14,9 @@ from gradstream.report.charts import Curve, histogram, line_chart, shares, spark
 from gradstream.report.figures import Figures, LinkFigures, WorkerFigures
 from gradstream.report.lanes import Styles
 from gradstream.report.staleness import MEMORY, StalenessRow
+from gradstream.report.summary import EventDict
 from gradstream.report.uneven import quorums, shares_table
 from gradstream.report.units import count_text, size_text, time_text
-from gradstream.summary import EventDict
 
 __all__ = [
     "configuration",

@@ -16,7 +16,7 @@ from html import escape
 from typing import Literal, overload
 
 from gradstream.report.charts import histogram
-from gradstream.summary import EventDict
+from gradstream.report.summary import EventDict
 
 __all__ = ["MEMORY", "By", "Staleness", "StalenessRow", "quantile", "staleness_by"]
 

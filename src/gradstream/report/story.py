@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradstream.report.held import turn_text
-from gradstream.summary import EventDict
+from gradstream.report.summary import EventDict
 
 __all__ = ["Moment", "Status", "status_of", "story_of"]
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TypedDict
 
-from gradstream.events import EventDict
 from gradstream.report.grouped import attributed
+from gradstream.telemetry.events import EventDict
 
 __all__ = ["Straggler", "straggler_of", "straggler_text"]
 

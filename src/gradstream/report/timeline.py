@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gradstream.report.held import held_of
-from gradstream.summary import EventDict, begin_s
+from gradstream.report.summary import EventDict, begin_s
 
 __all__ = ["MAX_STEPS", "Band", "Lane", "Piece", "StepSpan", "Timeline", "lanes_of", "pieces"]
 

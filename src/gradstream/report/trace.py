@@ -15,8 +15,8 @@ from typing import Any
 
 from gradstream.report.figures import figures_of
 from gradstream.report.staleness import StalenessRow
+from gradstream.report.summary import EventDict
 from gradstream.report.timeline import REST, StepSpan, lanes_of, pieces
-from gradstream.summary import EventDict
 
 __all__ = ["trace_events", "trace_json"]
 

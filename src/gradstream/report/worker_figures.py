@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from gradstream.events import EventDict
 from gradstream.report.counting import by_node, cpu_s_of, mean_of, rank_order, total_of
+from gradstream.telemetry.events import EventDict
 
 __all__ = ["WorkerFigures", "workers_of"]
 

@@ -2,8 +2,7 @@
 
 from gradstream.runtime.base import Progress, Report, Runtime, Storage, Timer, Work
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.virtual import DeadlockError, VirtualCluster, VirtualRuntime
-from gradstream.runtime.world import (
+from gradstream.runtime.simulation import (
     Constant,
     Cost,
     Exponential,
@@ -15,6 +14,7 @@ from gradstream.runtime.world import (
     Trace,
     World,
 )
+from gradstream.runtime.virtual import DeadlockError, VirtualCluster, VirtualRuntime
 
 __all__ = [
     "Constant",

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from gradstream.events import Event
 from gradstream.memory import Memory, Span
 from gradstream.runtime.stalls import Stalls
+from gradstream.telemetry.events import Event
 
 __all__ = ["Buffer", "Lane", "Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
 

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradstream.events import DiskEvent, encode
 from gradstream.runtime.base import Storage
+from gradstream.telemetry.events import DiskEvent, encode
 
 __all__ = ["DISK_ERRORS", "RETRY_S", "EventLog", "disk_error"]
 

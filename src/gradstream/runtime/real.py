@@ -19,14 +19,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from gradstream.events import CpuEvent, Event, LateEvent, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
+from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
+from gradstream.runtime.process_metrics import Lateness, OwnMemory, load_of_machine, queued_s
 from gradstream.runtime.stalls import StallWatch
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
-from gradstream.runtime.vitals import Lateness, OwnMemory, load_of_machine, queued_s
-from gradstream.segments import SharedMemory
+from gradstream.telemetry.events import CpuEvent, Event, LateEvent, MemoryEvent
 
 __all__ = ["RealRuntime"]
 

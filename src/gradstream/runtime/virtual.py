@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from gradstream.errors import InternalError
-from gradstream.events import CpuEvent, Event, MemoryEvent
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.nesting import standing_still
+from gradstream.runtime.simulation import World
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
-from gradstream.runtime.world import World
+from gradstream.telemetry.events import CpuEvent, Event, MemoryEvent
 
 __all__ = ["Clock", "DeadlockError", "VirtualCluster", "VirtualRuntime"]
 

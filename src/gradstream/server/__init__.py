@@ -1,13 +1,13 @@
 """The sharded parameter server: chunk map, shard state machine, service, client, rules."""
 
-from gradstream.server.arrival import Arrival
+from gradstream.server.aggregation import Contribution, Gathered, Immediate, Rule
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.client import ServerClient
+from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.client import ServerClient
 from gradstream.server.correction import Correction
-from gradstream.server.rule import Contribution, Gathered, Immediate, Rule
-from gradstream.server.service import ShardService
-from gradstream.server.shard import ShardState
-from gradstream.server.shard_config import ShardConfig
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
+from gradstream.server.shard.state import ShardState
 from gradstream.server.update import Update
 
 __all__ = [

@@ -20,8 +20,8 @@ import torch
 
 from gradstream.errors import UserCodeError
 from gradstream.memory import Memory, Span, Vector
+from gradstream.server.aggregation import Contribution
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.rule import Contribution
 
 __all__ = ["MOST_COPIES", "Correction", "SenderStates"]
 

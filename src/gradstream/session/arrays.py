@@ -10,8 +10,8 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.model.check import finite
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.session.handover import Handover
-from gradstream.session.held import HeldArrays
+from gradstream.session.binding import HeldArrays
+from gradstream.session.bridge import Handover
 from gradstream.session.joint import JointArrays, JointVector
 
 __all__ = ["ArrayLoop", "LoneArrays", "rate_of"]

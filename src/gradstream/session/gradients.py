@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError, UserCodeError
-from gradstream.session.handover import Handover
+from gradstream.session.bridge import Handover
 from gradstream.session.joined import Joined
 from gradstream.session.joint import Digest, JointVector
 from gradstream.session.outgoing import Outgoing

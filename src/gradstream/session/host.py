@@ -15,15 +15,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradstream.config import Job
+from gradstream._train import host
 from gradstream.errors import PeerLostError
-from gradstream.remote.address import Address
-from gradstream.remote.entrance import Entrance
-from gradstream.remote.listening import Listening
-from gradstream.remote.reach import reach
-from gradstream.remote.roster import name_of_rank
-from gradstream.run import Run
-from gradstream.train import host
+from gradstream.job.job import Job
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.entrance import Entrance
+from gradstream.run.remote.listening import Listening
+from gradstream.run.remote.members import name_of_rank
+from gradstream.run.remote.reach import reach
+from gradstream.run.result import Run
 from gradstream.untrusted import say
 
 __all__ = ["Guest", "Host"]

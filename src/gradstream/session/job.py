@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gradstream.config import Job
 from gradstream.errors import ConfigError
+from gradstream.job.job import Job
 from gradstream.model.base import Reduction
-from gradstream.worker.loop import Loop
+from gradstream.worker.replica.loop import Loop
 
 __all__ = ["OwnLoop", "ScriptModel", "job"]
 

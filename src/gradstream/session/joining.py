@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradstream.config import Deadlines, Job
 from gradstream.errors import ConfigError
-from gradstream.jobfile import intercept, script_of_caller
-from gradstream.registry import describe, find_strategy
-from gradstream.run import FINAL_MODEL
+from gradstream.job.files import intercept, script_of_caller
+from gradstream.job.job import Deadlines, Job
+from gradstream.job.registry import describe, find_strategy
+from gradstream.run.result import FINAL_MODEL
 from gradstream.session import place, torchrun
 from gradstream.session.exits import at_the_end
 from gradstream.session.job import OwnLoop, ScriptModel

@@ -29,7 +29,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
 from gradstream.model.buffers import Buffers
 from gradstream.model.fixed import Fixed
-from gradstream.session.held import Held
+from gradstream.session.binding import Held
 from gradstream.session.replica import Replica
 
 __all__ = ["Digest", "JointArrays", "JointReplica", "JointVector", "layout_of"]

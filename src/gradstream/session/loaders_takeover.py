@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gradstream.data.left_over import Block, Epoch
-from gradstream.session.handover import Handover
+from gradstream.session.bridge import Handover
 
 __all__ = ["EpochSteps", "Order", "Takeover"]
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstream.checks import whole
 from gradstream.errors import ConfigError
-from gradstream.events import LogEvent
+from gradstream.job.validation import whole
+from gradstream.telemetry.events import LogEvent
 
 __all__ = ["MAX_NAMES", "SessionLog"]
 

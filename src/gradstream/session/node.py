@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError
-from gradstream.failures import typed_error
-from gradstream.membership import RunAbortedError, RunStoppedError
-from gradstream.node import SWITCH_INTERVAL_S, take_part
-from gradstream.session.handover import Handover
-from gradstream.session.held import Held
+from gradstream.run.failures import typed_error
+from gradstream.run.node import SWITCH_INTERVAL_S, take_part
+from gradstream.session.binding import Held
+from gradstream.session.bridge import Handover
 from gradstream.session.job import OwnLoop
 from gradstream.session.place import Assignment, newest_in
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gradstream.errors import ConfigError
-from gradstream.registry import text_of_optimizer
-from gradstream.session.held import HeldModule
+from gradstream.job.registry import text_of_optimizer
+from gradstream.session.binding import HeldModule
 from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, options_of, rule_for
 from gradstream.session.watch import ShownParameters
 from gradstream.session.worker_steps import HeldSteps, Step, WorkerSteps, loss_of

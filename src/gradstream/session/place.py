@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradstream.checkpoint import Resume, kept
-from gradstream.config import Job
-from gradstream.node import NodeSpec
-from gradstream.roles import worker_name
+from gradstream.job.job import Job
+from gradstream.run.node import NodeSpec
+from gradstream.run.nodes import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 

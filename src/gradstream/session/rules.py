@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from gradstream.errors import ConfigError
+from gradstream.job.registry import text_of_optimizer
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of
-from gradstream.registry import text_of_optimizer
-from gradstream.server.rule import Contribution
+from gradstream.server.aggregation import Contribution
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import Strategy
 

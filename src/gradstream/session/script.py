@@ -10,12 +10,12 @@ from typing import Any, TextIO
 
 import torch
 
-from gradstream.cluster.ranks import set_environment
 from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeError
-from gradstream.jobfile import traceback_in
-from gradstream.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
-from gradstream.registry import load_module
-from gradstream.remote.address import Address
+from gradstream.job.files import traceback_in
+from gradstream.job.registry import load_module
+from gradstream.run.local.ranks import set_environment
+from gradstream.run.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
+from gradstream.run.remote.address import Address
 from gradstream.session.place import Assignment, assign
 from gradstream.session.worker_session import running
 

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from gradstream.config import Job
 from gradstream.errors import ConfigError, DeadlineError
-from gradstream.remote.address import Address, local_address, new_token, token_of_environment
-from gradstream.remote.listening import Listening
+from gradstream.job.job import Job
+from gradstream.run.remote.address import Address, local_address, new_token, token_of_environment
+from gradstream.run.remote.listening import Listening
 from gradstream.session.host import Guest, Host
 from gradstream.session.place import Assignment, handed_out
 from gradstream.transport.addresses import is_loopback
-from gradstream.transport.unix import host_id
+from gradstream.transport.socket.unix import host_id
 
 __all__ = ["of_process_group", "of_torchrun", "take_part"]
 

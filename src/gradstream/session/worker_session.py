@@ -17,14 +17,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import ClosedError, ConfigError, UserCodeError
+from gradstream.job.registry import find_strategy, text_of_optimizer
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.registry import find_strategy, text_of_optimizer
 from gradstream.session.arrays import ArrayLoop, rate_of
+from gradstream.session.binding import Held, HeldArrays
+from gradstream.session.bridge import Handover
 from gradstream.session.forward import BeforeForward
 from gradstream.session.gradients import JointGradients
-from gradstream.session.handover import Handover
-from gradstream.session.held import Held, HeldArrays
 from gradstream.session.host import Host
 from gradstream.session.joint import JointReplica, layout_of
 from gradstream.session.loaders_takeover import Takeover

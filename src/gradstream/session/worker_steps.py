@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradstream.session.held import HeldModule
+from gradstream.session.binding import HeldModule
 from gradstream.session.rules import STEPS
 
 __all__ = ["HeldSteps", "Step", "WorkerSteps", "loss_of"]

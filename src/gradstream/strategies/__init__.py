@@ -1,6 +1,7 @@
 """One algorithm, one file, readable beside the paper's pseudo-code."""
 
 from gradstream.strategies.allreduce import AllReduce
+from gradstream.strategies.api import Worker
 from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.averaging import ParameterAveraging
 from gradstream.strategies.base import Strategy
@@ -13,7 +14,6 @@ from gradstream.strategies.softsync import Softsync
 from gradstream.strategies.ssp import SSP
 from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
-from gradstream.strategies.verbs import Worker
 
 __all__ = [
     "DCASGD",

@@ -31,16 +31,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
-from gradstream.collectives.forming import KINDS, TORCH
+from gradstream.collectives.factory import KINDS, TORCH
 from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_flag, check_not_negative
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["EXCHANGES", "AllReduce"]
 

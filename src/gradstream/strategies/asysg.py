@@ -35,10 +35,10 @@ from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Gathered, Rule
+from gradstream.server.aggregation import Gathered, Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["AsySG"]
 

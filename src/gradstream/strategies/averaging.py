@@ -46,11 +46,11 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Replace
-from gradstream.server.rule import Contribution, Rule
+from gradstream.server.aggregation import Contribution, Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_choice, check_count
 from gradstream.strategies.together import Together, train_together
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["Averaged", "Combine", "ParameterAveraging"]
 

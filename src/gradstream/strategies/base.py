@@ -21,9 +21,9 @@ from gradstream.model.base import Reduction
 from gradstream.model.factors import OuterLayer
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Add, Replace
+from gradstream.server.aggregation import Rule
 from gradstream.server.correction import Correction
-from gradstream.server.rule import Rule
-from gradstream.strategies.verbs import Drive, Worker
+from gradstream.strategies.api import Drive, Worker
 
 __all__ = ["Pushes", "RowExchange", "Strategy"]
 

@@ -35,12 +35,12 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD, AdamW
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Rule
+from gradstream.server.aggregation import Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.averaging import Averaged
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_count, check_flag
 from gradstream.strategies.together import train_together
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["DiLoCo"]
 

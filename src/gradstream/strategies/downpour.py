@@ -48,13 +48,13 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
-from gradstream.server.arrival import Arrival
+from gradstream.server.aggregation import Immediate, Rule
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
-from gradstream.server.rule import Immediate, Rule
+from gradstream.server.client.arrival import Arrival
 from gradstream.strategies.amount import amount
+from gradstream.strategies.api import Drive, Worker
 from gradstream.strategies.base import RowExchange, Strategy
 from gradstream.strategies.checks import check_count, check_not_negative
-from gradstream.strategies.verbs import Drive, Worker
 
 __all__ = ["ALONE", "TOGETHER", "Downpour"]
 

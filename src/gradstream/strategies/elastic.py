@@ -38,11 +38,11 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Immediate, Rule
+from gradstream.server.aggregation import Immediate, Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.together import Together
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["EAMSGD", "ElasticAveraging"]
 

@@ -46,8 +46,8 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import StepDecay
 from gradstream.sparse.updates import UPDATES
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["Hogwild"]
 

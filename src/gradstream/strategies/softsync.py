@@ -29,11 +29,11 @@ from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Contribution, Gathered, Rule
+from gradstream.server.aggregation import Contribution, Gathered, Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["Softsync", "WeighedMean"]
 

@@ -44,10 +44,10 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Immediate, Rule
+from gradstream.server.aggregation import Immediate, Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count, check_not_negative
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["SSP", "InStep"]
 

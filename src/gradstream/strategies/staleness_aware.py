@@ -28,11 +28,11 @@ from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.rule import Rule
+from gradstream.server.aggregation import Rule
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.penalty import Penalty, check_penalty
 from gradstream.strategies.softsync import WeighedMean
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["StalenessAware"]
 

@@ -37,10 +37,10 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.arrival import Arrival
-from gradstream.server.rule import Contribution, Rule
+from gradstream.server.aggregation import Contribution, Rule
+from gradstream.server.client.arrival import Arrival
+from gradstream.strategies.api import Worker
 from gradstream.strategies.base import RowExchange, Strategy
-from gradstream.strategies.verbs import Worker
 
 __all__ = ["Rounds", "Synchronous"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.server.rule import Contribution
-from gradstream.strategies.verbs import Worker
+from gradstream.server.aggregation import Contribution
+from gradstream.strategies.api import Worker
 
 __all__ = ["Together", "train_together"]
 

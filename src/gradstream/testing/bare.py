@@ -25,10 +25,10 @@ import grpc.aio
 
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
-from gradstream.transport.framing import GREETING, PREFIX
-from gradstream.transport.grpc_connection import GREETING as GREETING_METADATA
-from gradstream.transport.grpc_connection import PASS
-from gradstream.transport.sessions import CallerSession, proved
+from gradstream.transport.grpc.connection import GREETING as GREETING_METADATA
+from gradstream.transport.grpc.connection import PASS
+from gradstream.transport.grpc.sessions import CallerSession, proved
+from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.v1_pb2_grpc import PeerStub

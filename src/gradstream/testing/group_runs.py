@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from gradstream.collectives.forming import form_group
+from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
+from gradstream.runtime.simulation import World
 from gradstream.runtime.virtual import VirtualCluster
-from gradstream.runtime.world import World
 from gradstream.transport.base import Identity
-from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.strategies import Downpour
-from gradstream.strategies.verbs import Worker
+from gradstream.strategies.api import Worker
 from gradstream.transport.base import Identity
 
 __all__ = ["Insider", "Leak"]

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from gradstream.cluster import LocalCluster
+from gradstream.run.local import LocalCluster
 
 __all__ = ["Killer"]
 

@@ -8,17 +8,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
+from gradstream.memory.segments import SharedMemory
 from gradstream.runtime import Link, Network, RealRuntime, VirtualCluster, World
 from gradstream.runtime.base import Runtime
-from gradstream.segments import SharedMemory
 from gradstream.testing.endpoints import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
-from gradstream.transport.grpc import GrpcEndpoint
-from gradstream.transport.memory import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.methods import METHODS, Method
 from gradstream.transport.security import Tls
-from gradstream.transport.shm import ShmEndpoint
-from gradstream.transport.tcp import TcpEndpoint
+from gradstream.transport.shm.endpoint import ShmEndpoint
+from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 
 __all__ = [

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstream.config import Deadlines
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
+from gradstream.job.job import Deadlines
 from gradstream.model import from_functions
 from gradstream.model.base import Batch, Layout, Model, Reduction
-from gradstream.run import Run
+from gradstream.run.result import Run
+from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Report
-from gradstream.simulate import Script, SimulatedCluster
 
 __all__ = [
     "QUICK",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from gradstream.config import Job
+from gradstream.job.job import Job
 from gradstream.session.host import Host
 from gradstream.session.job import job as session_job
 from gradstream.session.place import Assignment, handed_out

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from gradstream.runtime import VirtualCluster
 from gradstream.runtime.base import Timer
-from gradstream.transport import memory
+from gradstream.transport.simulated import endpoint
 
 __all__ = ["Standstill"]
 
@@ -65,7 +65,7 @@ class Standstill:
         self._begin_ns, self._end_ns = round(begin_s * 1e9), round(end_s * 1e9)
         cluster.clock.call_at(self._begin_ns, self._begin)
         cluster.clock.call_at(self._end_ns, self._end)
-        call_later, take, standstill = self._runtime.call_later, memory._End.take, self
+        call_later, take, standstill = self._runtime.call_later, endpoint._End.take, self
 
         def call(seconds: float, callback: Callable[[], None]) -> Timer:
             late = _Late(standstill, callback)
@@ -80,7 +80,7 @@ class Standstill:
 
         self._patches: list[Any] = [
             patch.object(self._runtime, "call_later", call),
-            patch.object(memory._End, "take", hold),
+            patch.object(endpoint._End, "take", hold),
         ]
 
     def __enter__(self) -> Self:

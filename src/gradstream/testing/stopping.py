@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradstream.cluster import LocalCluster
+from gradstream.run.local import LocalCluster
 
 __all__ = ["Stopper"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gradstream.registry import find_strategy
+from gradstream.job.registry import find_strategy
 from gradstream.strategies.base import Strategy
-from gradstream.testing.strategy_laws import LAWS, BrokenLawError, Law
+from gradstream.testing.properties import LAWS, BrokenLawError, Law
 
 __all__ = ["BrokenLawsError", "Report", "Verdict", "check_strategy"]
 
@@ -68,7 +68,7 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
     """Runs a strategy through some hundred small simulations, and says which laws it obeys.
 
     It takes seconds and no processes. The laws, and how each is looked at, are in
-    `gradstream.testing.strategy_laws`. They are of strategies whose pushes are sums of gradients
+    `gradstream.testing.properties`. They are of strategies whose pushes are sums of gradients
     (what `accumulate` and `update` make of them, without momentum): those are counted sample by sample. Of a
     strategy that pushes differences, Σ over the server and all workers is; one that pushes parameters is
     expected to take their mean where all have gone through as many samples. Outer gradients are counted as

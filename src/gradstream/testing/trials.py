@@ -15,16 +15,17 @@ from typing import Any, cast
 
 import numpy as np
 
+from gradstream._simulate import simulate
 from gradstream.data.base import Dataset
 from gradstream.errors import Interrupted
 from gradstream.model.base import Model, Reduction
 from gradstream.optim import SGD
-from gradstream.roles import COORDINATOR
-from gradstream.run import Run
+from gradstream.run.nodes import COORDINATOR
+from gradstream.run.result import Run
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.runtime.world import Cost, Exponential, Link, Network, World
-from gradstream.server.rule import Contribution, Rule, completes_of
-from gradstream.simulate import SimulatedCluster, simulate
+from gradstream.server.aggregation import Contribution, Rule, completes_of
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, Tokens, numbered
 

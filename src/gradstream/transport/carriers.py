@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Memory
+from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Runtime
-from gradstream.segments import SharedMemory
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import CONNECTION_S, EndpointCore
-from gradstream.transport.grpc import GrpcEndpoint
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.offers import CHOICES, Choice, shares_memory
 from gradstream.transport.routed import RoutedEndpoint
 from gradstream.transport.security import Tls
-from gradstream.transport.shm import ShmEndpoint
-from gradstream.transport.tcp import TcpEndpoint
-from gradstream.transport.unix import host_id
+from gradstream.transport.shm.endpoint import ShmEndpoint
+from gradstream.transport.socket.tcp import TcpEndpoint
+from gradstream.transport.socket.unix import host_id
 
 __all__ = ["make_endpoint", "make_memory"]
 

@@ -20,7 +20,6 @@ from typing import TypeVar
 import torch
 from google.protobuf.message import DecodeError, Message
 
-from gradstream.deadlines import Deadlines
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -31,16 +30,18 @@ from gradstream.errors import (
 )
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.throttle import Throttle
 from gradstream.transport.base import Caller, Handler, Identity, Priority, Stream
 from gradstream.transport.carrier import Carrier, Depot, OutgoingCarrier
 from gradstream.transport.intake import Intakes
-from gradstream.transport.lending import Lending
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.mailbox import Arrival, Mailbox
 from gradstream.transport.methods import COORDINATOR, METHODS, UNLISTED, Method, role_of
+from gradstream.transport.shm.lending import Lending
 from gradstream.transport.silence import Bell
 from gradstream.transport.stream import StreamCore, code_of
-from gradstream.untrusted import Throttle, escaped
+from gradstream.untrusted import escaped
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.frames import PROTOCOL

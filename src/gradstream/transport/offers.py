@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from gradstream.errors import ConfigError
-from gradstream.segments import supported
+from gradstream.memory.segments import supported
 
 __all__ = ["CARRIERS", "CHOICES", "CarrierName", "Choice", "Offer", "choose", "shares_memory"]
 

@@ -1,6 +1,6 @@
 """Who may talk to whom: TLS between the nodes of a run, and what each node's certificate allows.
 
-Every run has a certificate authority of its own (`gradstream.remote.authority`); no other is
+Every run has a certificate authority of its own (`gradstream.run.remote.certificate_authority`); no other is
 believed. A node's certificate carries its name, "worker-3", as common name and as DNS name, so
 
 * who dials `shard-0` talks to the holder of the certificate of `shard-0`, at whatever address;

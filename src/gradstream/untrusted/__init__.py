@@ -7,14 +7,12 @@ here turns what they say into a checked value or into one typed error, in memory
 from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import LINE_BYTES, TEXT_BYTES, counted, escaped, say
-from gradstream.untrusted.throttle import Throttle
 
 __all__ = [
     "LINE_BYTES",
     "TEXT_BYTES",
     "DocumentError",
     "MismatchError",
-    "Throttle",
     "check_record",
     "check_value",
     "counted",

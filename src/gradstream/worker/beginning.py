@@ -14,7 +14,7 @@ from gradstream.model.buffers import buffers_of, load_buffers
 from gradstream.model.fixed import fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.worker import Replica
+from gradstream.worker.replica.base import Replica
 
 __all__ = ["fill_parameters", "restore_own"]
 

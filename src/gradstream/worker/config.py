@@ -9,24 +9,24 @@ from typing import Protocol
 from gradstream.checkpoint.manifest import Resume
 from gradstream.collectives.group import Group
 from gradstream.data.base import Dataset, Plan
-from gradstream.events import Event
 from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
 from gradstream.recording import Log
 from gradstream.runtime.base import Runtime
 from gradstream.strategies.base import Strategy
+from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
-from gradstream.worker.loop import Loop
-from gradstream.worker.updater import UpdateRule
-from gradstream.worker.watch import Watch
+from gradstream.worker.observer import Watch
+from gradstream.worker.replica.loop import Loop
+from gradstream.worker.replica.updater import UpdateRule
 
 __all__ = ["FormGroup", "WorkerConfig"]
 
 
 class FormGroup(Protocol):
-    """Makes a group; see `gradstream.collectives.forming.form_group`."""
+    """Makes a group; see `gradstream.collectives.factory.form_group`."""
 
     def __call__(
         self,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
-from gradstream.events import EvaluatedEvent
-from gradstream.membership.member import Member
 from gradstream.model.buffers import with_buffers
 from gradstream.runtime.base import Runtime, Work
+from gradstream.telemetry.events import EvaluatedEvent
+from gradstream.worker.buffer_averager import Siblings
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluation import Evaluation, check_outputs, evaluate
+from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
-from gradstream.worker.siblings import Siblings
-from gradstream.worker.worker import Replica
 
 __all__ = ["Evaluator"]
 

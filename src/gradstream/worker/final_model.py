@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from gradstream.checkpoint.model_file import save
 from gradstream.errors import DiskError
-from gradstream.events import DiskEvent, Event
 from gradstream.memory import trim
 from gradstream.model.base import Model
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error
-from gradstream.worker.worker import Replica
+from gradstream.telemetry.events import DiskEvent, Event
+from gradstream.worker.replica.base import Replica
 
 __all__ = ["FINAL_MODEL", "write_final_model"]
 

@@ -6,30 +6,30 @@ import traceback
 from functools import partial
 from typing import cast
 
+from gradstream.coordinator.client.member import Member
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import UserCodeError
-from gradstream.events import StepEvent
-from gradstream.membership.member import Member
 from gradstream.runtime.base import Runtime
-from gradstream.server.client import names_of
-from gradstream.strategies.verbs import Worker
+from gradstream.server.client.client import names_of
+from gradstream.strategies.api import Worker
+from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.worker.assembly import Assembly
 from gradstream.worker.balance import Balance
-from gradstream.worker.batch_hand import BatchHand
+from gradstream.worker.batch_gate import Pace
+from gradstream.worker.batch_queue import BatchHand
 from gradstream.worker.beginning import fill_parameters, restore_own
+from gradstream.worker.buffer_averager import Siblings
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluator import Evaluator
-from gradstream.worker.exchange import Exchange, Surroundings
+from gradstream.worker.exchange.assembly import Assembly
+from gradstream.worker.exchange.base import Exchange, Surroundings
 from gradstream.worker.final_model import write_final_model
-from gradstream.worker.loop import nothing
-from gradstream.worker.notes import Notes
-from gradstream.worker.pace import Pace
+from gradstream.worker.recorder import Notes
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
+from gradstream.worker.replica.loop import nothing
 from gradstream.worker.schedule import OpenSchedule, Schedule
-from gradstream.worker.siblings import Siblings
 
 __all__ = ["WorkerNode"]
 

@@ -11,8 +11,8 @@ from gradstream.data.base import BatchRef, Plan
 from gradstream.data.left_over import Block, Epoch
 from gradstream.optim.schedules import Position
 from gradstream.worker.balance import Balance
-from gradstream.worker.batch_hand import BatchHand
-from gradstream.worker.pace import Gate
+from gradstream.worker.batch_gate import Gate
+from gradstream.worker.batch_queue import BatchHand
 
 __all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "Passage", "Schedule", "Supply"]
 

@@ -10,7 +10,7 @@ import click
 from gradstream.cli.options import json_option
 
 if TYPE_CHECKING:
-    from gradstream.bench import AllreduceResult
+    from gradstream.preflight.allreduce import AllreduceResult
     from gradstream.transport.offers import Choice
 
 __all__ = ["bench"]
@@ -54,7 +54,7 @@ def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times:
       gradstream bench allreduce
       gradstream bench allreduce --ranks 4 --algorithm ring --carrier tcp --json
     """
-    from gradstream.bench import AllreducePlan, measure_here
+    from gradstream.preflight.allreduce import AllreducePlan, measure_here
 
     plan = AllreducePlan(ranks=ranks, elements=elements, algorithm=algorithm, carrier=carrier, times=times)
     result = measure_here(plan)

@@ -32,8 +32,8 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     import dataclasses
     import json
 
-    from gradstream.casting import cast_of
-    from gradstream.settings import effective, to_toml
+    from gradstream.run.effective_settings import effective, to_toml
+    from gradstream.run.plan import cast_of
 
     chosen = load_job_with(job, **given)
     cast = cast_of(chosen, "config")

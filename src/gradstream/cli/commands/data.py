@@ -28,8 +28,8 @@ def get(name: str, url: str | None) -> None:
       gradstream data get caltech101
     """
     from gradstream.data.sources import SOURCES, fetch, find
-    from gradstream.plugins import key_of
-    from gradstream.registry import class_of
+    from gradstream.job.plugins import key_of
+    from gradstream.job.registry import class_of
 
     make = class_of("data set", name)
     source = SOURCES.get(key_of(name))
@@ -50,8 +50,8 @@ def info(name: str | None) -> None:
     Examples:
       gradstream data info caltech101
     """
-    from gradstream.plugins import key_of
-    from gradstream.registry import catalogue, class_of
+    from gradstream.job.plugins import key_of
+    from gradstream.job.registry import catalogue, class_of
 
     known = {offer.name: offer.origin for offer in catalogue("data set")}
     if name is not None:
@@ -62,8 +62,8 @@ def info(name: str | None) -> None:
 
 def _text(name: str, origin: str) -> str:
     from gradstream.data.sources import SOURCES, find
-    from gradstream.plugins import HOUSE
-    from gradstream.registry import class_of
+    from gradstream.job.plugins import HOUSE
+    from gradstream.job.registry import class_of
 
     source = SOURCES.get(name) if origin == HOUSE else None
     if source is None:

@@ -9,7 +9,7 @@ from gradstream.cli.running import run_and_show
 
 __all__ = ["demo"]
 
-JOB = "gradstream.demo:job"
+JOB = "gradstream.cli.demo_job:job"
 
 
 @click.command()
@@ -22,8 +22,8 @@ def demo(as_json: bool) -> None:
       gradstream demo
       gradstream demo --json
     """
-    from gradstream.jobfile import load_job
-    from gradstream.train import train as run_job
+    from gradstream._train import train as run_job
+    from gradstream.job.files import load_job
 
     click.echo(
         "A CNN on Fashion-MNIST (5,000 images): 2 workers, 1 parameter server, strategy downpour.", err=True

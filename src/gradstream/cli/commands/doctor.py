@@ -13,7 +13,7 @@ import click
 from gradstream.cli.machines import token_of, token_options
 
 if TYPE_CHECKING:
-    from gradstream.remote.doctor import Finding
+    from gradstream.run.remote.doctor import Finding
 
 __all__ = ["doctor"]
 
@@ -50,8 +50,8 @@ def doctor(
       gradstream doctor 10.0.0.1:41873 --token 0123… --fingerprint sha256:4567…
     """
     from gradstream.errors import ConfigError
-    from gradstream.remote.address import Address
-    from gradstream.remote.doctor import Visit, look_here, look_there
+    from gradstream.run.remote.address import Address
+    from gradstream.run.remote.doctor import Visit, look_here, look_there
     from gradstream.untrusted.text import escaped
 
     findings: Iterable[Finding] = look_here(folder.resolve())

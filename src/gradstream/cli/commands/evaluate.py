@@ -32,9 +32,9 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
     import json
 
     from gradstream.cli.report import evaluation_rows, keep_evaluation, print_rows
-    from gradstream.registry import find_dataset
-    from gradstream.reopen import reopen
-    from gradstream.run import FINAL_MODEL
+    from gradstream.job.registry import find_dataset
+    from gradstream.run.reopen import reopen
+    from gradstream.run.result import FINAL_MODEL
 
     opened, file = reopen(run, checkpoint=checkpoint, data=None if data is None else find_dataset(data))
     evaluation = opened.evaluate()

@@ -42,9 +42,9 @@ def join(
       gradstream join 10.0.0.1:41873 JOB.py --token 0123… --fingerprint sha256:4567…
       GRADSTREAM_TOKEN=0123… gradstream join 10.0.0.1:41873 JOB.py --fingerprint sha256:4567…
     """
-    from gradstream.remote.address import Address
-    from gradstream.remote.join import Joining
-    from gradstream.remote.join import join as take_part
+    from gradstream.run.remote.address import Address
+    from gradstream.run.remote.join import Joining
+    from gradstream.run.remote.join import join as take_part
     from gradstream.untrusted import say
 
     known = token_of(token, token_file)

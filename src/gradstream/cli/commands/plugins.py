@@ -11,7 +11,7 @@ import click
 from gradstream.cli.options import json_option
 
 if TYPE_CHECKING:
-    from gradstream.plugins import Offer
+    from gradstream.job.plugins import Offer
 
 __all__ = ["plugins"]
 
@@ -28,8 +28,8 @@ def plugins(as_json: bool) -> None:
     Examples:
       gradstream plugins
     """
-    from gradstream.plugins import GROUPS
-    from gradstream.registry import catalogue
+    from gradstream.job.plugins import GROUPS
+    from gradstream.job.registry import catalogue
 
     rows = [(offer, fault) for kind in GROUPS for offer, fault in examined(catalogue(kind))]
     for _, fault in rows:
@@ -47,7 +47,7 @@ def plugins(as_json: bool) -> None:
 def examined(offers: list[Offer]) -> list[tuple[Offer, str]]:
     """Each offer of one family with what is wrong with it; "" is nothing. The house's own are not loaded."""
     from gradstream.errors import ConfigError
-    from gradstream.plugins import HOUSE, key_of
+    from gradstream.job.plugins import HOUSE, key_of
     from gradstream.transport.offers import CHOICES
 
     times = Counter(key_of(offer.name) for offer in offers)

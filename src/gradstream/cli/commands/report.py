@@ -40,8 +40,8 @@ def report(run: Path, output: Path | None, price: float | None, tensorboard: Pat
       gradstream report runs/20261120-101500-net -o net.html --price 0.35
       gradstream report runs/20261120-101500-net --tensorboard boards/net
     """
-    from gradstream.report.tensorboard import write_run
-    from gradstream.run import Run
+    from gradstream.run.result import Run
+    from gradstream.trackers.tensorboard import write_run
     from gradstream.untrusted import TEXT_BYTES, escaped
 
     loaded = Run.load(run)

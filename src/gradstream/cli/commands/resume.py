@@ -44,7 +44,7 @@ def resume(run: Path, as_json: bool, **given: Any) -> None:
       gradstream resume runs/20261120-120000-mine
       gradstream resume runs/20261120-120000-mine --workers 4 --servers 2
     """
-    from gradstream.resume import resume as resume_run
+    from gradstream._resume import resume as resume_run
 
     names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
     listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])

@@ -32,7 +32,7 @@ def runs(folder: Path, as_json: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from gradstream.report.listing import list_runs
+    from gradstream.run.listing import list_runs
     from gradstream.untrusted import escaped, say
 
     found = list_runs(folder)

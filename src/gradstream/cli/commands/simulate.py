@@ -10,7 +10,7 @@ from gradstream.cli.options import JobCommand, job_options, load_job_with
 from gradstream.cli.running import run_and_show
 
 if TYPE_CHECKING:
-    from gradstream.runtime.world import World
+    from gradstream.runtime.simulation import World
 
 __all__ = ["simulate"]
 
@@ -32,7 +32,7 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
       gradstream simulate JOB.py --workers 16
       gradstream simulate JOB.py --workers 64 --phantom --bandwidth 12.5e6 --gradient-s 0.1
     """
-    from gradstream.simulate import simulate as run_job
+    from gradstream._simulate import simulate as run_job
 
     names = ("phantom", "latency", "bandwidth", "gradient_s", "spread")
     world = make_world(**{name: given.pop(name) for name in names})
@@ -51,7 +51,7 @@ def make_world(
     """The default `World` with what was given on the command line; None is not given."""
     import dataclasses
 
-    from gradstream.runtime.world import Cost, LogNormal, World
+    from gradstream.runtime.simulation import Cost, LogNormal, World
 
     world = World(phantom=phantom)
     network, costs = world.network, dict(world.costs)

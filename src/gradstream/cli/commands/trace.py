@@ -24,7 +24,7 @@ def trace(run: Path, output: Path | None) -> None:
       gradstream trace runs/20261120-101500-net
       gradstream trace runs/20261120-101500-net -o net.json
     """
-    from gradstream.run import Run
+    from gradstream.run.result import Run
     from gradstream.untrusted import TEXT_BYTES, escaped
 
     click.echo(escaped(str(Run.load(run).trace(output or run / "trace.json")), TEXT_BYTES))

@@ -38,7 +38,7 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
       gradstream train JOB.py --listen 10.0.0.1 --wait 4
       gradstream train JOB.py --config slow-network.toml --json > figures.json
     """
-    from gradstream.train import train as run_job
+    from gradstream._train import train as run_job
 
     names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
     machines = {name: given.pop(name) for name in names}

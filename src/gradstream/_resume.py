@@ -1,0 +1,149 @@
+"""`resume()`: a run that was stopped, killed or lost goes on from its newest good checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict, Unpack
+
+from gradstream._train import launch
+from gradstream.checkpoint import Resume, to_resume
+from gradstream.data.lock import machine_lock
+from gradstream.errors import ConfigError, DataError, UnknownNameError
+from gradstream.job.job import Deadlines, Job, is_script, spread_out
+from gradstream.job.registry import find_strategy
+from gradstream.job.validation import check_script
+from gradstream.run.files import read_record
+from gradstream.run.launcher import OnEvent
+from gradstream.run.node import LOCK, LOCK_S
+from gradstream.run.plan import cast_of
+from gradstream.run.remote.listening import Listening
+from gradstream.run.reopen import job_of_run
+from gradstream.run.result import FINAL_MODEL, Run
+from gradstream.runtime.storage import DiskStorage
+from gradstream.telemetry.event_lines import EventLines
+from gradstream.untrusted import say
+
+__all__ = ["ResumeOptions", "resume"]
+
+
+class ResumeOptions(TypedDict, total=False):
+    """What may be another than before. The seed, the model and the data may not."""
+
+    workers: int
+    servers: int
+    batch_size: int | Sequence[int]
+    shares: Sequence[float] | Literal["measured"] | None
+    assignment: Literal["queue", "partitions"] | None
+    epochs: int | None
+    steps: int | None
+    checkpoint_every: int | str | None
+    keep_last: int
+    keep_best: bool
+    device: str
+    allow_lost: bool
+    deadlines: Deadlines
+
+
+def resume(
+    path: str | Path,
+    *,
+    job: Job | None = None,
+    on_event: OnEvent | None = None,
+    listen: Listening | None = None,
+    from_start: bool = False,
+    **options: Unpack[ResumeOptions],
+) -> Run:
+    """Goes on with a run in its own directory, from the newest checkpoint that is what it says.
+
+    A synchronous run ends with the bytes of one that never stopped, also with another number of
+    servers. Another number of workers, or another batch size, goes on at the sample where it was:
+    no sample of the data epoch is left out or repeated. An asynchronous run has every sample once.
+    Without a checkpoint it begins again, and says so. A script with a training loop of its own is
+    run again from its top: `session.skip()` says what it has gone through before.
+
+    Args:
+        path: the run directory.
+        job: the job, where the run was not made from a file: nodes are threads then.
+        on_event: as for `train`.
+        listen: other machines take part again: they join anew.
+        from_start: begin from the start although there are checkpoints, all of them damaged.
+        options: what is to be different: workers, servers, epochs, ...
+
+    Returns:
+        The run, with the events of all its parts.
+
+    Raises:
+        ConfigError: it is no run directory, a file in it is damaged, or there is nothing left to do. Nothing
+            was started.
+        DataError: another process goes on with this run; or every checkpoint is damaged: names each file.
+        Interrupted: it was stopped again.
+        The same as `train`.
+    """
+    path = Path(path).resolve()
+    known = [*ResumeOptions.__annotations__]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("option that a resumed run can change", name, known)
+    job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
+    if "epochs" in options or "steps" in options:
+        job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
+    read_record(path / "run.json")  # it is added to when the run ends: better refused now than then
+    if is_script(job):
+        check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
+    if listen is not None:
+        if "workers" not in options:
+            job = dataclasses.replace(job, workers=listen.machines * listen.workers_per_machine)
+        listen.check(job, earlier=False)
+        job = listen.spread_servers(job)
+    with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):
+        time_s = _mend_events(path / "events.jsonl")
+        found = to_resume(DiskStorage(path), _refused, from_start=from_start)
+    if found is not None and is_script(job) and job.workers != found[1].workers:
+        raise ConfigError(
+            f"workers={job.workers}, but {path} is of a training loop of its own with {found[1].workers} "
+            "workers: each goes on in its own part of the data, so their number stays"
+        )
+    num_lost = job.workers - len(found[1].steps) if found is not None and is_script(job) else 0
+    if num_lost and not job.allow_lost and find_strategy(job.strategy, job.strategy_options).cut != "rounds":
+        raise ConfigError(
+            f"{path} goes on from a checkpoint that was made when {num_lost} of {job.workers} workers were "
+            "lost: nobody can tell their scripts where to go on, nor those of the others what they had taken "
+            "over, so some data would be left out and some come twice. allow_lost=True, --allow-lost, says "
+            "that this is meant"
+        )
+    at = None if found is None else Resume.at(*found, time_s=time_s)
+    if listen is not None and at is None:
+        job = spread_out(job, "listen")
+    cast = cast_of(job, secrets.token_hex(8), resume=at)
+    _check_left(path, cast.ledger().finished)
+    if at is None:
+        has = "no good checkpoint" if from_start else "no checkpoint"
+        say(f"{path} has {has}: the run begins from the start")
+    else:
+        say(f"the run goes on from {at.folder}")
+    return launch(job, cast, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
+
+
+def _check_left(path: Path, finished: bool) -> None:
+    if finished or (path / FINAL_MODEL).is_file():
+        what = "nothing is left to do" if finished else "it has finished"
+        raise ConfigError(f"{path}: {what}; to train on, begin a run of its own with more epochs or steps")
+
+
+def _refused(error: DataError) -> None:
+    say(f"not used: {error}")
+
+
+def _mend_events(path: Path) -> float:
+    """Cuts off a last line that a killed process has left half written; the time of the last event."""
+    if not path.is_file():
+        return 0.0
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    return float(max((event["time_s"] for event in EventLines().take(data[:whole])), default=0.0))

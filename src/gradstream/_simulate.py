@@ -1,0 +1,156 @@
+"""`simulate()`: what `train()` does, in virtual time."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
+
+from gradstream.checkpoint import Resume, to_resume
+from gradstream.checkpoint.model_file import load
+from gradstream.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineError,
+    GradstreamError,
+    Interrupted,
+    PeerLostError,
+    RefusedError,
+)
+from gradstream.job.callbacks import Callbacks
+from gradstream.job.files import Asked, intercept, job_of
+from gradstream.job.job import Data, JobOptions, build_model, is_script, make_job, spread_out
+from gradstream.recording import FOLDER
+from gradstream.run.failures import typed_error
+from gradstream.run.plan import cast_of, metrics_of
+from gradstream.run.result import Run
+from gradstream.run.simulated import Script, SimulatedCluster
+from gradstream.runtime.base import Storage
+from gradstream.runtime.simulation import World
+from gradstream.wire import v1
+from gradstream.worker.final_model import FINAL_MODEL
+
+__all__ = ["simulate"]
+
+OnEvent = Callable[[Mapping[str, Any]], None]
+
+_OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError)
+"""What a node raises because of another."""
+
+
+def simulate(
+    model: Asked,
+    data: Data | None = None,
+    *,
+    world: World | None = None,
+    on_event: OnEvent | None = None,
+    script: Script | None = None,
+    storage: Storage | None = None,
+    resume: bool = False,
+    **options: Unpack[JobOptions],
+) -> Run:
+    """Runs a job with all of its nodes in this process, on virtual time.
+
+    The nodes are the very ones of `train`; only time, threads and network are simulated. In a
+    phantom world no gradient is computed and no parameters are held, so that large models on many
+    workers fit in little memory: durations and bytes are as they would be, parameters are not there.
+
+    Where an event loop is running, as in a notebook, it stands still until this returns. Ctrl-C ends the
+    simulation at once, with KeyboardInterrupt.
+
+    Args:
+        model, data, options: as for `train`.
+        world: what computing costs and what the network is like.
+        on_event: called with each event as it happens; `time_s` is virtual.
+        script: a coroutine function of the `SimulatedCluster`, run beside the nodes: it can wait
+            on virtual time, kill nodes, and stop the run.
+        storage: the disk of all nodes. With one, checkpoints are made as `train` makes them.
+        resume: go on from the newest good checkpoint in `storage`; from the beginning where there is none.
+
+    Returns:
+        The run, with nothing on disk.
+
+    Raises:
+        Interrupted: the script has stopped the run.
+        DataError: the run is to be resumed, and every checkpoint is damaged.
+        The same as `train`; the message names the node, `traceback_text` is the user's.
+
+    Example:
+        >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
+    """
+    job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
+    if is_script(job):
+        raise ConfigError(
+            "a script with a training loop of its own runs in real time: it cannot be simulated"
+        )
+    intercept(job, simulated=True)
+    world = world or World()
+    events: list[dict[str, Any]] = []
+    callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": None}, threads=False)
+    told = callbacks.beside(on_event)
+
+    def take(lines: bytes) -> None:
+        for line in lines.splitlines():
+            event = json.loads(line)
+            events.append(event)
+            told(event)
+
+    found = to_resume(storage, lambda _: None) if storage is not None and resume else None
+    cast = cast_of(
+        job,
+        "simulation",
+        resume=None if found is None else Resume.at(*found),
+        keeps=storage is not None and not world.phantom,
+    )
+    world.check_names(cast.node_names)
+    if cast.strategy.exchange != "auto":
+        raise ConfigError(
+            f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
+            "simulated; leave it out, the updates are the same"
+        )
+    built = build_model(job)
+    cast.grouped(built)  # says what is wrong before anything is started
+    cluster = SimulatedCluster(cast, built, job.data, world, take, storage)
+    outcome = cluster.run(script)
+    if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
+        callbacks.end(lambda: Run(events=events))
+        raise Interrupted(None, next(e["folder"] for e in reversed(events) if e["event"] == "stopped"))
+    if outcome is None or outcome.failed is not None:
+        callbacks.end(lambda: Run(events=events))
+        raise _error(cluster, events)
+    parameters = {}
+    if not world.phantom:
+        parameters = load(cluster.virtual.storage.read(FINAL_MODEL))
+    info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
+    run = Run(
+        path=None,
+        parameters=parameters,
+        events=events,
+        info=info,
+        model=built,
+        data=job.data,
+        metrics=metrics_of(job),
+        recording=_recording(cluster.virtual.storage, cast.job),
+        job=job if job.record else None,
+    )
+    callbacks.end(lambda: run)
+    return run
+
+
+def _recording(storage: Storage, job: str) -> dict[str, bytes]:
+    folder = f"{FOLDER}/{job}"
+    return {f"{folder}/{name}": storage.read(f"{folder}/{name}") for name in storage.names(folder)}
+
+
+def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:
+    failed = next((event for event in events if event["event"] == "failed"), None)
+    if not any(event["event"] == "started" for event in events):
+        # A node that ends before it has joined can tell nobody why: the others wait for it in vain.
+        for name, error in cluster.outcomes.items():
+            if isinstance(error, Exception) and not isinstance(error, _OF_OTHERS):
+                text = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))
+                return typed_error(name, type(error).__name__, str(error), text)
+    if failed is not None:
+        return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
+    return PeerLostError("coordinator", "was killed")

@@ -1,0 +1,249 @@
+"""`train()`: runs a job as processes, on this machine or on several, and returns what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import secrets
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from gradstream.errors import (
+    ConfigError,
+    GradstreamError,
+    Interrupted,
+)
+from gradstream.job.callbacks import Callbacks
+from gradstream.job.files import Asked, intercept, job_of, load_job, script_of_caller
+from gradstream.job.job import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
+from gradstream.job.registry import check_places
+from gradstream.job.validation import check_script
+from gradstream.run.launcher import Launcher, OnAddress, OnEvent
+from gradstream.run.local import LocalCluster
+from gradstream.run.nodes import Cast
+from gradstream.run.plan import cast_of, metrics_of
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.listening import Listening
+from gradstream.run.result import Run
+from gradstream.trackers.services import check_trackers, trackers_of
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["host", "launch", "load_job", "train"]
+
+NO_SCRIPT = (
+    "train() was not called from a script, so other processes cannot find the code of the job: all nodes "
+    "run as threads of this process. They share its memory and Python's lock, and compute by turns; a job "
+    "file scales better (see `gradstream new`). processes=False says that this is meant."
+)
+
+_made: dict[str, list[Path]] = {}
+"""Runs that this process has made, by job spec: a script may make several."""
+
+
+def train(
+    model: Asked,
+    data: Data | None = None,
+    *,
+    on_event: OnEvent | None = None,
+    processes: bool | None = None,
+    listen: str | Listening | None = None,
+    wait: int = 2,
+    **options: Unpack[JobOptions],
+) -> Run:
+    """Trains a model with worker and server processes, on this machine or on several.
+
+    Args:
+        model: a `Model`, a function that makes one, a whole `Job`, or a function that makes that.
+        data: what to train on, its name, or a pair of arrays (inputs, targets), where `model` is no job.
+        on_event: called with each event of the run, as `events.jsonl` holds it.
+        processes: whether nodes are processes, or threads of this one. None takes processes where
+            they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
+            and a warning says that nodes are threads.
+        listen: the address of this machine at which others reach it, "10.0.0.1" or "10.0.0.1:4000":
+            the line that joins another machine is printed to stderr, and training begins when all
+            are there. None trains on this machine alone. See `run.remote.listening.Listening`.
+        wait: how many machines take part, this one included, with `listen`. Each has one worker, and one
+            shard of the parameter server where `servers` says nothing.
+        options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
+            job, they take the place of its own, and `steps` that of its `epochs`, or the other way round.
+
+    Returns:
+        The run: parameters, history, figures, `evaluate`.
+
+    Raises:
+        ConfigError: something is wrong with the arguments. Nothing was started.
+        UserCodeError, GradientError: a function of the user's failed on a node; the message
+            names it, and `traceback_text` is its traceback.
+        PeerLostError: a node was lost that the strategy cannot do without.
+        RefusedError, DeadlineError: a node did not fit in, or never came; nor did a machine.
+        Interrupted: Ctrl-C or SIGTERM; a checkpoint was made first, and the exception says what
+            resumes the run. A second one ends the run at once (KeyboardInterrupt, SystemExit).
+
+        After any of these the run directory stands, and no process is left.
+
+    Example:
+        >>> run = train(model, data, strategy="downpour", workers=2, epochs=3)  # doctest: +SKIP
+        >>> run.evaluate().accuracy  # doctest: +SKIP
+    """
+    job = make_job(job_of(model, data), data, **options)
+    kept = intercept(job)
+    if kept is not None:
+        return _load(kept, job)
+    if is_script(job):
+        check_script(job)
+        if processes is False:
+            raise ConfigError("a script with a training loop of its own runs as processes, not as threads")
+    spec = _place(job, processes if listen is None else True)
+    name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
+    job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, name=name)
+    listening = _listening(listen, wait)
+    if listening is not None:
+        if processes is False:
+            raise ConfigError("listen needs processes: other machines read the job from a file")
+        if "workers" not in options:
+            job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
+        listening.check(job, earlier=spec in _made)
+        job = spread_out(listening.spread_servers(job), "listen")
+    cast = cast_of(job, secrets.token_hex(8))
+    if cast.groups:
+        cast.grouped(build_model(job))  # says what is wrong before anything is started
+    as_threads = processes is False or spec is None
+    if not as_threads:
+        check_places(cast.optimizer)
+    check_trackers(job.trackers)
+    run_dir = _make_run_dir(job)
+    return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
+
+
+def launch(
+    job: Job,
+    cast: Cast,
+    run_dir: Path,
+    *,
+    on_event: OnEvent | None = None,
+    as_threads: bool = False,
+    listening: Listening | None = None,
+    cluster: LocalCluster | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Run:
+    """Starts the nodes of a run that is begun, or resumed, and returns what came of it: see `train`.
+
+    Args:
+        job, cast: checked.
+        run_dir: is there.
+        cluster: where to start them; None makes one for this run. One that is given is left open.
+        stop: asked now and then whether the run is to stop with a checkpoint, as by Ctrl-C. Such a run is a
+            trial: a script that is read again by nodes has not made it.
+    """
+    callbacks = _callbacks(job, run_dir)
+    told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
+    try:
+        Launcher(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
+    except (GradstreamError, Interrupted):
+        callbacks.end(lambda: Run.load(run_dir))
+        raise
+    callbacks.end(lambda: _load(run_dir, job))
+    if job.spec is not None and run_dir not in earlier and stop is None and not is_script(job):
+        _made.setdefault(job.spec, []).append(run_dir)
+    return _load(run_dir, job)
+
+
+def host(
+    job: Job, on_address: OnAddress, *, processes: bool = True, listening: Listening | None = None
+) -> Run:
+    """Runs coordinator and shards of a run whose workers somebody else starts, until it is over.
+
+    Args:
+        job: open-ended (see `gradstream.session`).
+        on_address: called with the file that nodes are told by, the coordinator's address, and what a worker
+            of this machine is told about its network.
+        processes: whether they are processes, or threads of this one.
+        listening: how workers of other machines come in; None where there are none.
+
+    Raises:
+        What the run failed with, as `train`.
+    """
+    job = dataclasses.replace(job, argv=sys.argv, name=job.name or Path(job.spec or "session").stem)
+    if listening is not None:
+        listening.check(job, earlier=False)
+    cast = cast_of(job, secrets.token_hex(8))
+    check_trackers(job.trackers)
+    run_dir = _make_run_dir(job)
+    callbacks = _callbacks(job, run_dir)
+    told = callbacks.beside(None)
+    try:
+        Launcher(job, cast, run_dir, (), told, not processes, listening, on_address=on_address).run()
+    finally:
+        callbacks.end(lambda: Run.load(run_dir))
+    return Run.load(run_dir)
+
+
+def _callbacks(job: Job, run_dir: Path) -> Callbacks:
+    given = [*job.callbacks, *trackers_of(job.trackers)]
+    return Callbacks(given, {"name": job.name, "run_dir": str(run_dir)})
+
+
+def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
+    if isinstance(listen, str):
+        return Listening(address=Address.parse(listen, "listen"), machines=wait)
+    return listen
+
+
+def _place(job: Job, processes: bool | None) -> str | None:
+    """Where other processes find the job; None where they cannot, and threads have to do.
+
+    Raises:
+        ConfigError: they cannot, but have to.
+    """
+    if job.spec is not None:
+        return job.spec
+    try:
+        return script_of_caller()
+    except ConfigError:
+        if processes:
+            raise
+    if processes is None:
+        warnings.warn(NO_SCRIPT, stacklevel=3)
+    return None
+
+
+def _load(path: Path, job: Job) -> Run:
+    model = build_model(job) if hasattr(job.model, "gradient") else None
+    run = Run.load(path, model=model, data=job.data)
+    return dataclasses.replace(run, metrics=metrics_of(job))
+
+
+def _make_run_dir(job: Job) -> Path:
+    """A new, empty directory: the one asked for, or runs/<utc>-<name>."""
+    try:
+        return _new_run_dir(job)
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {error.filename or job.run_dir} cannot be made: {error.strerror}; "
+            "name another with run_dir=, or --run-dir"
+        ) from error
+
+
+def _new_run_dir(job: Job) -> Path:
+    if job.run_dir is not None:
+        path = Path(job.run_dir).resolve()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"run_dir {path} exists and is not an empty directory: name a new one")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    base = Path("runs").resolve() / f"{stamp}-{job.name}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for count in range(1000):
+        path = base.with_name(f"{base.name}-{count}") if count else base
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise ConfigError(f"{base} and a thousand more exist: clean up {base.parent}")

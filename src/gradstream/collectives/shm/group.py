@@ -1,0 +1,173 @@
+"""`SharedGroup`: collectives in place between processes of one host, beside backprop.
+
+`SharedCore` does the work, in the order in which it was asked for. A short operation runs where it is called,
+as long as nobody has to wait: a hop to another thread and back takes ten times as long. What is long, what
+others have not come to within some microseconds, and what is asked for meanwhile, goes on on a thread, while
+the node's loop and its arithmetic go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from gradstream.collectives.shm.core import SharedCore
+from gradstream.collectives.shm.rendezvous import Party
+from gradstream.collectives.shm.steps import Steps, finish
+from gradstream.memory import Span, Vector
+from gradstream.runtime.base import Runtime, Timer
+from gradstream.runtime.tasks import finish_despite_cancel
+
+__all__ = ["SharedGroup"]
+
+T = TypeVar("T")
+
+BEATS_PER_DEADLINE = 8
+HOLD_NS = 1_000_000
+"""How long operations may hold the loop in all before it turns to others for once."""
+
+
+class SharedGroup:
+    """A `Group` of processes that share memory; made by `join`.
+
+    Besides the protocol's operations it has vectors that all ranks share (`common`), and `barrier`.
+
+    Spans of vectors from `allocate` are read in place, and a sum over all ranks' spans of one stays to be
+    read until the next operation on the same elements. An operation that is cancelled, or closed under
+    way, breaks the group.
+    """
+
+    shares_memory = True
+
+    def __init__(self, runtime: Runtime, core: SharedCore, beat_s: float) -> None:
+        self.rank = core.rank
+        self.size = core.size
+        self.names: Sequence[str] = core.names
+        self._runtime = runtime
+        self._core = core
+        self._beat_s = beat_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{runtime.node}-exchange")
+        # Of the group's own vectors: where their sums have been handed out, if they have.
+        self._sums: dict[Vector, Vector | None] = {}
+        self._timer: Timer | None = None
+        self._running: Future[Any] | None = None  # what was given to the thread last
+        self._held_ns = 0
+
+    @classmethod
+    async def join(cls, runtime: Runtime, party: Party, *, deadline_s: float) -> SharedGroup:
+        """Meets the other ranks; returns once all are there.
+
+        Args:
+            runtime: of this rank's node.
+            party: who is to meet, and which of them this is.
+            deadline_s: how long another rank may show no sign of life while it is awaited. A rank
+                whose event loop runs shows one, however long its step takes.
+
+        Raises:
+            DeadlineError, PeerLostError: naming a rank that has not come, or has gone.
+            ConfigError: this system has no such memory, or a rank means other ranks.
+        """
+        group = cls(runtime, SharedCore(party, deadline_s=deadline_s), deadline_s / BEATS_PER_DEADLINE)
+        try:
+            await group._threaded(group._core.join)
+        except BaseException:
+            await group.close()
+            raise
+        group._beat()
+        return group
+
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
+        """See `Group.allocate`."""
+        vector = self._core.allocate(elems, dtype, name, lead_bytes=lead_bytes)
+        self._sums[vector] = None
+        bill = self._runtime.memory.allocated_bytes
+        bill[name] = bill.get(name, 0) + vector.tensor.nbytes
+        return vector
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `Group.common`, and `SharedCore.common`: one vector of zeros that all ranks have."""
+        return await self._threaded(lambda: self._core.common(elems, dtype, name))
+
+    async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
+        """See `Group.allreduce`, and `SharedCore.allreduce_` for how long the result stays."""
+        sums = self._sums.get(span.vector)
+        loan = span.vector.borrow(span.start, span.stop, write=True, to="allreduce")
+        try:
+            steps, brief = self._core.allreduce(span, weight=weight), self._core.is_brief(span)
+            if sums is None:
+                result = await self._run(steps, brief)
+            else:  # somebody may still read what was handed out
+                with sums[span.start : span.stop].borrowed(write=True, to="allreduce"):
+                    result = await self._run(steps, brief)
+        finally:
+            span.vector.give_back(loan)
+        if span.vector in self._sums and result.vector is not span.vector:
+            self._sums[span.vector] = result.vector
+        return result
+
+    async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
+        """See `Group.reduce_scatter`."""
+        with span.borrowed(write=True, to="reduce-scatter"):
+            steps = self._core.reduce_scatter(span, weight=weight)
+            return await self._run(steps, self._core.is_brief(span))
+
+    async def all_gather(self, span: Span) -> None:
+        """See `Group.all_gather`. In a common vector nothing is moved: it only waits for all ranks."""
+        with span.borrowed(write=True, to="all-gather"):
+            await self._run(self._core.all_gather(span), self._core.is_brief(span, moves=True))
+
+    async def broadcast(self, span: Span, *, root: int = 0) -> None:
+        """See `Group.broadcast`. In a common vector nothing is moved: it only waits for all ranks."""
+        with span.borrowed(write=True, to="broadcast"):
+            steps = self._core.broadcast(span, root=root)
+            await self._run(steps, self._core.is_brief(span, moves=True))
+
+    async def barrier(self) -> None:
+        """Returns once all ranks have called it: what they wrote before can be read."""
+        await self._run(self._core.barrier(), brief=True)
+
+    async def close(self) -> None:
+        """See `Group.close`. Vectors stay for as long as somebody holds them."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._core.close()
+        self._sums.clear()
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, steps: Steps[T], brief: bool) -> T:
+        """Here if it is brief and the thread has nothing, until it has to wait; else there."""
+        if brief and (self._running is None or self._running.done()):
+            begun_ns = self._runtime.now()
+            try:
+                next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                await self._held(self._runtime.now() - begun_ns)
+                return result
+        return await self._threaded(partial(finish, steps))
+
+    async def _held(self, duration_ns: int) -> None:
+        """Lets others have the loop, which they would not have between operations that never wait."""
+        self._held_ns += duration_ns
+        if self._held_ns > HOLD_NS:
+            self._held_ns = 0
+            await self._runtime.sleep(0)
+
+    async def _threaded(self, operation: Callable[[], T]) -> T:
+        self._running = running = self._thread.submit(operation)
+        future = asyncio.wrap_future(running)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._core.close()  # or it would wait for the others until the deadline
+            await finish_despite_cancel(asyncio.gather(future, return_exceptions=True))
+            raise
+
+    def _beat(self) -> None:
+        self._core.beat()
+        self._timer = self._runtime.call_later(self._beat_s, self._beat)

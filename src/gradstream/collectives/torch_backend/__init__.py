@@ -1,0 +1,3 @@
+"""Collectives by `torch.distributed`."""
+
+__all__ = ()

@@ -1,0 +1,16 @@
+"""Who is in the run, under which epoch, and which batches are in the model."""
+
+from gradstream.coordinator.client.lifeline import EvictedError
+from gradstream.coordinator.client.member import Member, RunAbortedError, RunStoppedError
+from gradstream.coordinator.coordinator import Coordinator, Outcome
+from gradstream.coordinator.membership import Membership
+
+__all__ = [
+    "Coordinator",
+    "EvictedError",
+    "Member",
+    "Membership",
+    "Outcome",
+    "RunAbortedError",
+    "RunStoppedError",
+]

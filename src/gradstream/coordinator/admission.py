@@ -1,0 +1,190 @@
+"""Who may come in: expected nodes, of the same version, whose workers have all built the same model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gradstream.checkpoint.format import of_spec
+from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.own_state import CHECK
+from gradstream.coordinator.instructions import Refuse
+from gradstream.coordinator.nodes import Nodes
+from gradstream.untrusted import parse_json
+from gradstream.wire import v1
+
+__all__ = ["Admission"]
+
+MAX_ELEMS, MAX_CHUNKS, MAX_DIMENSIONS = 1 << 44, 1 << 24, 64
+_ADDRESS = re.compile(r"[ -~]{0,1024}")
+
+
+class Admission:
+    """Objects to who does not fit, and keeps what the first worker has registered of the model.
+
+    Args:
+        nodes: who is expected, and who is in.
+        software: version of gradstream that every node must have.
+        resume: the checkpoint whose model the workers must have; None where the first one says.
+
+    Attributes:
+        model: what the workers have registered; None before there is anything.
+        tensors, buffers, fixed: what a checkpoint's files need to know of it.
+    """
+
+    def __init__(self, nodes: Nodes, software: str, resume: Resume | None) -> None:
+        self.model: v1.ModelSpec | None = None
+        self.tensors: Sequence[v1.TensorSpec] = ()
+        self.buffers: Sequence[v1.TensorSpec] = ()
+        self.fixed: Sequence[v1.TensorSpec] = ()
+        self._nodes = nodes
+        self._software = software
+        self._registrar = ""
+        if resume is not None:
+            self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
+        self._rows_open = resume is not None  # what is exchanged of a model is the run's affair
+
+    @property
+    def elems(self) -> int:
+        """Parameters of the model; 0 without one."""
+        return self.model.elems if self.model is not None else 0
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the vector that are parameters, or their gradients."""
+        return self.elems - sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
+
+    @property
+    def chunk_elems(self) -> int:
+        """Elements per chunk of it; 0 without one."""
+        return self.model.chunk_elems if self.model is not None else 0
+
+    @property
+    def optimizer(self) -> str:
+        """The update rule's name, where the workers bring it; "" where they do not."""
+        if self.model is None or not self.model.optimizer:
+            return ""
+        name: str = _rule_of(self.model.optimizer)["class"].rpartition(":")[2].lower()
+        return name
+
+    def objection(self, request: v1.Join, *, gathering: bool) -> Refuse | None:
+        """Why a node cannot be let in; None if it can.
+
+        Args:
+            request: of the node.
+            gathering: the run still waits for nodes.
+        """
+        node = request.node
+        if not _ADDRESS.fullmatch(node.address):
+            return Refuse(v1.BAD_REQUEST, "a node joined with an address that is none")
+        if request.software != self._software:
+            return Refuse(
+                v1.BAD_PROTOCOL,
+                f"{node.name} runs gradstream {request.software}, expected {self._software}: "
+                "install the same version everywhere",
+            )
+        if node.name not in self._nodes.missing or node.name != f"{node.role}-{node.rank}":
+            return self._name_objection(node)
+        if not gathering:
+            return Refuse(v1.NOT_MEMBER, f"{node.name}: the run is past gathering, nobody can join now")
+        return self._model_objection(request) if node.role == "worker" else None
+
+    def admit(self, request: v1.Join) -> None:
+        """Lets a node in to which there is no objection."""
+        node = request.node
+        if node.role == "worker":
+            self._register(request)
+        self._nodes.add(node)
+
+    def _register(self, request: v1.Join) -> None:
+        if self.model is None:
+            self.model, self._registrar = request.model, request.node.name
+        elif self._rows_open:
+            self.model.CopyFrom(request.model)
+            self._rows_open = False
+        if not self.tensors:
+            self.tensors, self.buffers, self.fixed = request.tensors, request.buffers, request.fixed
+
+    def _name_objection(self, node: v1.Node) -> Refuse:
+        there = self._nodes.get(node.name)
+        if there is not None:
+            return Refuse(
+                v1.NOT_MEMBER,
+                f"{node.name} is in already, from {there.address} (incarnation {there.incarnation:x}; "
+                f"this one is {node.incarnation:x}): give each node its own rank",
+            )
+        return Refuse(
+            v1.BAD_REQUEST,
+            f"{node.name} is not expected: this run has {self._nodes.num_workers} workers "
+            f"and {self._nodes.num_servers} servers, ranks from 0",
+        )
+
+    def _model_objection(self, request: v1.Join) -> Refuse | None:
+        spec, model = request.model, self.model
+        if not spec.elems or not spec.fingerprint:
+            return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined without a model")
+        try:
+            _check_model(request)
+        except ValueError as error:
+            return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined with a model that cannot be: {error}")
+        if model is not None and self._rows_open:
+            spec = v1.ModelSpec()
+            spec.CopyFrom(request.model)
+            spec.ClearField("rows")
+        if model is None or spec == model:
+            return None
+        return Refuse(
+            v1.BAD_FINGERPRINT,
+            f"model of {request.node.name}: {_describe(spec)}; expected that of {self._registrar}: "
+            f"{_describe(model)}. All workers must build the same model, from the same version of the job",
+        )
+
+
+def _check_model(request: v1.Join) -> None:
+    """Raises ValueError where a worker's model is none that a run could have."""
+    spec = request.model
+    if spec.dtype not in (v1.FLOAT32, v1.FLOAT64, v1.DTYPE_UNSPECIFIED) or spec.elems > MAX_ELEMS:
+        raise ValueError(f"{spec.elems} elements of type {spec.dtype}")
+    if spec.chunk_elems and spec.elems // spec.chunk_elems > MAX_CHUNKS:
+        raise ValueError(f"{spec.elems} elements in chunks of {spec.chunk_elems}")
+    if spec.optimizer:
+        _rule_of(spec.optimizer)
+    names: dict[str, v1.TensorSpec] = {}
+    for tensor in (*request.tensors, *request.buffers, *request.fixed):
+        if tensor.name in names:
+            raise ValueError(f"two tensors are called {tensor.name[:80]!r}")
+        names[tensor.name] = tensor
+        if len(tensor.shape) > MAX_DIMENSIONS or of_spec(tensor).size_bytes > MAX_ELEMS * 8:
+            raise ValueError(f"{tensor.name[:80]!r} has a shape that no tensor has")
+        if tensor.same_as and tensor.same_as not in names:
+            raise ValueError(f"{tensor.name[:80]!r} is another name of no tensor")
+    if request.tensors and sum(math.prod(tensor.shape) for tensor in request.tensors) != spec.elems:
+        raise ValueError(f"tensors that do not have {spec.elems} elements together")
+
+
+def _rule_of(text: str) -> dict[str, Any]:
+    """The update rule that workers bring. Raises ValueError where it is none."""
+    rule = parse_json(text)
+    if not isinstance(rule, dict) or not isinstance(rule.get("class"), str):
+        raise ValueError("an update rule without a class")
+    return rule
+
+
+def _spec_of(model: Mapping[str, Any]) -> v1.ModelSpec:
+    """The model that a checkpoint belongs to."""
+    return v1.ModelSpec(
+        fingerprint=model["fingerprint"],
+        elems=model["elems"],
+        dtype=v1.DType.Name(model["dtype"]),
+        chunk_elems=model["chunk_elems"],
+        optimizer=model.get("optimizer", ""),
+    )
+
+
+def _describe(spec: v1.ModelSpec) -> str:
+    return (
+        f"fingerprint {spec.fingerprint:016x}, {spec.elems:,} parameters of {v1.DType.Name(spec.dtype)}, "
+        f"chunks of {spec.chunk_elems:,}" + (f", update rule {spec.optimizer}" if spec.optimizer else "")
+    )

@@ -1,0 +1,70 @@
+"""Shares of a round by measured speed, as a pure state machine: what workers took goes in, sizes come out.
+
+Before each stretch of rounds (`data.shares`) every worker says how many samples it has gone through, and
+how long their gradients took. Once all have, one decision is made of it (`data.shares.better`), and all get
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradstream.data.base import Plan
+from gradstream.data.joined import JoinedPlan
+from gradstream.data.plan import RoundPlan
+from gradstream.data.shares import Speed, better
+from gradstream.telemetry.events import SharesEvent
+
+__all__ = ["Balance"]
+
+Round = tuple[int, int]
+"""(data epoch, round of it)."""
+
+
+class Balance:
+    """Decides who takes how much of a round.
+
+    Args:
+        plan: the coordinator's own: it is told what was decided, so that it knows who went through what.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        assert isinstance(plan, RoundPlan | JoinedPlan)
+        self.sizes: Sequence[int] = plan.sizes(0, 0)
+        self._plan = plan
+        self._speeds = [Speed() for _ in self.sizes]
+        self._asked: dict[int, Round] = {}  # by rank, before which round
+        self._decided: Round | None = None
+
+    def took(self, rank: int, before: Round, stretch: Speed) -> None:
+        """A worker says what its gradients took since it said so last, and comes to this round.
+
+        Saying it twice changes nothing.
+        """
+        if self._asked.get(rank) != before:
+            self._asked[rank] = before
+            self._speeds[rank].measured(stretch)
+
+    def decide(self, present: Sequence[int]) -> SharesEvent | None:
+        """Decides if there is something to decide, and all workers who are in wait for it.
+
+        Args:
+            present: their ranks.
+        """
+        rounds = {self._asked.get(rank) for rank in present}
+        before = rounds.pop() if len(rounds) == 1 else None
+        if before is None or before == self._decided:
+            return None
+        self._decided = before
+        sizes = better(self.sizes, {rank: self._speeds[rank] for rank in present})
+        changed = sizes != tuple(self.sizes)
+        self.sizes = sizes
+        self._plan.allot(*before, sizes)
+        per_s = [round(speed.per_s or 0.0, 3) for speed in self._speeds]
+        return SharesEvent(
+            epoch=before[0], batch=before[1], samples=list(sizes), per_s=per_s, changed=changed
+        )
+
+    def decided(self, before: Round) -> Sequence[int] | None:
+        """The sizes from this round on; None while they are not decided."""
+        return self.sizes if before == self._decided else None

@@ -1,0 +1,3 @@
+"""A node's side of the coordinator."""
+
+__all__ = ()

@@ -1,0 +1,149 @@
+"""The presence of a node at the coordinator: beats go there, and notices come back.
+
+A connection may die without a word: something between two machines drops what it carries, and neither
+system says so. So beats are numbered, and kept until a notice says that they were heard. Where the first
+connection stays silent and a new one works (see `Lifeline`), the node goes on over the new one: it says
+again what was not heard, in order, and the coordinator takes each beat once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from gradstream.errors import GradstreamError, PeerLostError
+from gradstream.runtime.base import Runtime
+from gradstream.runtime.bell import Bell
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.wire import v1
+
+__all__ = ["Presence"]
+
+
+class Presence:
+    """The member's side.
+
+    Args:
+        runtime: time.
+        endpoint: of this node.
+        coordinator: its name.
+        stream: the first one, which "join" has opened.
+        deadlines: see `Deadlines`.
+    """
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, coordinator: str, stream: Stream, deadlines: Deadlines
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._coordinator = coordinator
+        self._stream = stream
+        self._deadlines = deadlines
+        self._said = 0
+        self._unheard: deque[v1.Beat] = deque()
+        self._saying = asyncio.Lock()
+        self._answer: v1.Notice | None = None  # of a resumption, not heard yet
+        self._attempt = 0
+        self._resuming = False
+        self._resumed = Bell()  # rings when an attempt is over
+
+    @property
+    def heard_ns(self) -> int:
+        """When the coordinator was last heard, on the runtime's clock."""
+        return self._stream.heard_ns
+
+    async def say(self, beat: v1.Beat) -> None:
+        """Sends a beat. It is taken once, however often the presence is resumed.
+
+        Raises:
+            GradstreamError: the stream is over.
+        """
+        async with self._saying:
+            self._said += 1
+            beat.number = self._said
+            self._unheard.append(beat)
+            stream = self._stream
+            try:
+                await _send(stream, beat)
+            except GradstreamError:
+                if not self._resuming:  # otherwise it is said again over the new stream
+                    raise
+
+    async def hear(self) -> v1.Notice:
+        """The next notice.
+
+        Raises:
+            GradstreamError: the coordinator is silent for `Deadlines.patience_s`, or the stream is over.
+        """
+        while self._answer is None:
+            stream = self._stream
+            try:
+                return await self._recv(stream, self._deadlines.patience_s)
+            except GradstreamError:
+                while self._resuming:
+                    await self._resumed.rung(self._runtime, self._deadlines.lease_s)
+                if self._stream is stream:
+                    raise
+        answer, self._answer = self._answer, None
+        return answer
+
+    async def _recv(self, stream: Stream, silence_s: float) -> v1.Notice:
+        received = await stream.recv(silence_s)
+        if received is None:
+            raise PeerLostError(self._coordinator, "ended the presence of this node before the run was over")
+        notice = v1.Notice.FromString(received.frame.body.data)
+        while self._unheard and self._unheard[0].number <= notice.heard:
+            self._unheard.popleft()
+        notice.ClearField("heard")
+        return notice
+
+    async def resume(self) -> None:
+        """Goes on over a new connection. Does nothing where that is being tried, or while none works.
+
+        Raises:
+            RefusedError: the coordinator has counted this node as lost.
+            PeerLostError: no process listens at its address.
+        """
+        if self._resuming:
+            return
+        self._resuming = True
+        self._attempt += 1
+        try:
+            stream = await self._endpoint.open(
+                self._coordinator,
+                "resume",
+                v1.Resume(attempt=self._attempt),
+                priority=Priority.CONTROL,
+                new_connection=True,
+            )
+            await self._go_on(stream)
+        finally:
+            self._resuming = False
+            self._resumed.ring()
+
+    async def _go_on(self, stream: Stream) -> None:
+        try:
+            answer = await self._recv(stream, self._deadlines.lease_s / 2)
+        except BaseException:
+            stream.cancel("it was not answered in time")
+            raise
+        self._stream.cancel("resumed over another connection")  # whoever waits in `say` gives way
+        async with self._saying:
+            self._stream, self._answer = stream, answer
+            for beat in list(self._unheard):
+                await _send(stream, beat)
+
+    async def end(self) -> None:
+        """Says goodbye, and waits until it was heard. Raises as `hear` does."""
+        await self._stream.end()
+        while await self._stream.recv(self._deadlines.patience_s) is not None:
+            pass
+
+    def cancel(self, reason: str) -> None:
+        """There is no presence to keep up any more."""
+        self._stream.cancel(reason)
+
+
+async def _send(stream: Stream, beat: v1.Beat) -> None:
+    await stream.send(v1.Frame(body=v1.Body(data=beat.SerializeToString())))

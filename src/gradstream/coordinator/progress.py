@@ -1,0 +1,190 @@
+"""What is in the model, counted: receipts and verdicts go in, figures of epochs and of the run come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gradstream.checkpoint.manifest import Resume
+from gradstream.coordinator.receipts import ref_of
+from gradstream.data.joined import ids_of
+from gradstream.data.ledger import Ledger
+from gradstream.data.left_over import Epoch
+from gradstream.data.open_ledger import Loss, OpenLedger
+from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
+from gradstream.wire import v1
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """The ledger's figures together with those of before, where the run is resumed.
+
+    Args:
+        ledger: which batches are in the model.
+        num_samples: of a data epoch; None in a stream, which does not count samples.
+        resume: where the run goes on, if it does not begin.
+    """
+
+    def __init__(self, ledger: Ledger | OpenLedger, num_samples: int | None, resume: Resume | None) -> None:
+        self.ledger = ledger
+        self._num_samples = num_samples
+        self._resume = resume
+        self._dropped_before = dict(resume.dropped) if resume is not None else {}
+        self._first_round = resume.rounds if resume is not None else 0
+        self._num_complete = ledger.num_complete
+        self._began_s = 0.0
+        self._heard_s = 0.0  # when something came into the model last
+
+    # ---- what comes in ------------------------------------------------------------------
+
+    def begin(self, at_s: float) -> None:
+        """Training begins."""
+        self._began_s = at_s
+
+    def receipts(self, receipts: Iterable[v1.Receipt], rank: int, at_s: float) -> None:
+        """The worker of this rank says what of its own is in the model."""
+        for receipt in receipts:
+            self.ledger.receipt(ref_of(receipt), rank)
+            self._heard_s = at_s
+
+    def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:
+        """The worker of this rank begins epochs of its own loop's loaders."""
+        for one in epochs:
+            if isinstance(self.ledger, OpenLedger):
+                epoch = Epoch(one.loader, one.epoch)
+                self.ledger.left_over.begun(rank, epoch, one.step, unclear=one.unclear)
+
+    def verdict(self, round: int, ranks: Sequence[int], at_s: float) -> RoundEvent | None:  # noqa: A002  protocol's word
+        """The first shard says whose contributions make the update of a round."""
+        self._heard_s = at_s
+        if not isinstance(self.ledger, Ledger):
+            return None
+        refs = self.ledger.verdict(round - self._first_round, ranks)
+        found = [ids_of(self.ledger.plan, refs[rank]) for rank in ranks]
+        return RoundEvent(
+            round=round,
+            epoch=refs[0].epoch,
+            batch=refs[0].batch,
+            accepted=list(ranks),
+            left_out=[rank for rank in range(len(refs)) if rank not in ranks],
+            ids=None if None in found else [number for ids in found if ids for number in ids],
+        )
+
+    # ---- figures ------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the model: those with a receipt; None in a stream that does not count them."""
+        samples = self.ledger.num_samples
+        return None if samples is None else samples + self.num_samples_before
+
+    @property
+    def num_samples_before(self) -> int:
+        """Samples that were in the model when a resumed run went on."""
+        return self._samples_before() - sum(self._dropped_before.values())
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """By data epoch, samples that updates were made without."""
+        found = dict(self._dropped_before)
+        if isinstance(self.ledger, Ledger):
+            for epoch, count in self.ledger.all_dropped.items():
+                found[str(epoch)] = found.get(str(epoch), 0) + count
+        return found
+
+    @property
+    def num_unaccounted(self) -> tuple[int, int]:
+        """The first data epoch that is not complete, and how many of its batches have no receipt."""
+        return self._num_complete, self.ledger.missing(self._num_complete)
+
+    def brief(self) -> list[LeftOverEvent]:
+        """What may be missing because some loops of the user's own have ended long before others."""
+        if not isinstance(self.ledger, OpenLedger):
+            return []
+        return [
+            LeftOverEvent(
+                who=f"worker-{rank}",
+                steps=total,
+                missing=None,
+                message=f"the loop of worker-{rank} has ended after {total:,} minibatches, the longest one "
+                f"after {longest:,}: data that it had left is not in the model",
+            )
+            for rank, (total, longest) in self.ledger.brief().items()
+        ]
+
+    def losses(self) -> list[LeftOverEvent]:
+        """What became of the data of lost workers, where workers bring their own."""
+        return [_told(loss) for loss in self.ledger.losses()] if isinstance(self.ledger, OpenLedger) else []
+
+    # ---- records ------------------------------------------------------------------------
+
+    def resumed(self) -> ResumedEvent | None:
+        """From where the run goes on; None if it begins."""
+        resume = self._resume
+        if resume is None:
+            return None
+        return ResumedEvent(
+            step=resume.step,
+            folder=resume.folder,
+            steps=dict(resume.steps),
+            samples=self.num_samples_before,
+        )
+
+    def completed(self) -> list[LedgerEvent]:
+        """Data epochs that are complete now and were not when this was asked last."""
+        out = []
+        while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
+            out.append(self._epoch(self._num_complete))
+            self._num_complete += 1
+        return out
+
+    def finished(self, reason: str) -> FinishedEvent:
+        """The whole run.
+
+        Args:
+            reason: what ended it before its last data epoch; "" if nothing did.
+        """
+        before_s = self._resume.time_s if self._resume is not None else 0.0
+        return FinishedEvent(
+            samples=self.num_samples,
+            train_s=max(0.0, self._heard_s - self._began_s + before_s),
+            reason=reason,
+            dropped=sum(self.dropped.values()),
+        )
+
+    def _epoch(self, epoch: int) -> LedgerEvent:
+        samples = self.ledger.samples(epoch)
+        return LedgerEvent(
+            epoch=epoch,
+            samples=None if samples is None else samples + self._samples_before(epoch),
+            batches=self.ledger.num_batches(epoch),
+            reassigned=self.ledger.reassigned(epoch),
+            dropped=self.dropped.get(str(epoch), 0),
+        )
+
+    def _samples_before(self, epoch: int | None = None) -> int:
+        """Samples that were accounted for when a resumed run went on: of all epochs, or of one."""
+        if isinstance(self.ledger, OpenLedger):
+            return 0 if self._resume is None else sum(self._resume.samples.values())
+        if self._num_samples is None:
+            return 0
+        return self.ledger.plan.done.count(self._num_samples, epoch)
+
+
+def _told(loss: Loss) -> LeftOverEvent:
+    who = f"worker-{loss.rank}"
+    lost = f"{who} was lost when {loss.steps:,} of its steps were in the model"
+    if loss.missing == 0:
+        text = f"{lost}; the others have taken over all that it had left"
+    elif loss.missing is None:
+        text = (
+            f"{lost}, and what it had left is not. The others can take it over where session.shard has made "
+            "the DataLoader, of a data set that is read by number, and all go through each epoch to its end, "
+            "with the same number of minibatches behind each step"
+        )
+    else:
+        left = f"{loss.missing:,} minibatch{'es' * (loss.missing > 1)} of its part"
+        text = (
+            f"{lost}. Not in the model: {left}; the others were through with theirs, or had gone on too far"
+        )
+    return LeftOverEvent(who=who, steps=loss.steps, missing=loss.missing, message=text)

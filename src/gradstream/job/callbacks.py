@@ -1,0 +1,196 @@
+"""Callbacks: objects of the user's that are told of a run while it goes on.
+
+They see events, in the process that called `train`, and nothing waits for them: each has a thread and a
+bounded queue of its own. One that raises is dropped, with its traceback on stderr, once; one that
+is too slow misses events, and how many is said at the end. Neither can stop or slow down a run.
+A simulation calls them at once, on its own thread: virtual time does not pass meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradstream.errors import ConfigError, GradstreamError
+
+if TYPE_CHECKING:
+    from gradstream.telemetry.events import EventDict
+
+__all__ = ["METHODS", "Callbacks", "check_callbacks"]
+
+METHODS = ("on_start", "on_step", "on_evaluate", "on_log", "on_end")
+"""Each may be left out: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run)."""
+
+METHOD_OF_EVENT = {"started": "on_start", "step": "on_step", "evaluated": "on_evaluate", "log": "on_log"}
+
+QUEUE_EVENTS = 4096
+PATIENCE_S = 30.0
+"""How long a callback may take to catch up, once the run is over."""
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raises ConfigError for one that would never be called: it has none of the methods."""
+    if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
+        raise ConfigError(f"callbacks={callbacks!r}: expected a list of objects")
+    for index, callback in enumerate(callbacks):
+        if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in METHODS):
+            raise ConfigError(
+                f"callbacks[{index}] is {callback!r}: expected an object with at least one of the methods "
+                + ", ".join(METHODS)
+            )
+
+
+class Callbacks:
+    """All callbacks of one run.
+
+    Args:
+        callbacks: checked by `check_callbacks`.
+        info: what `on_start` gets besides the fields of the started event: name, run_dir.
+        threads: one for each; without, they are called at once.
+        complain: gets what is to be said loudly; None puts it on stderr.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        info: Mapping[str, Any],
+        *,
+        threads: bool = True,
+        complain: Callable[[str], object] | None = None,
+    ) -> None:
+        listener = _Threaded if threads else _Listener
+        self._listeners = [listener(callback, complain or _say) for callback in callbacks]
+        self._info = dict(info)
+
+    def tell(self, event: EventDict) -> None:
+        """One event of the run. Never raises, never waits."""
+        method = METHOD_OF_EVENT.get(event["event"])
+        if method is None:
+            return
+        told = {**event, **self._info} if method == "on_start" else event
+        for listener in self._listeners:
+            for call, what in listener.condensed(method, told):
+                listener.tell(call, what)
+
+    def beside(self, on_event: Callable[[EventDict], None] | None) -> Callable[[EventDict], None]:
+        """A function that tells the callbacks of an event, and `on_event` too."""
+
+        def told(event: EventDict) -> None:
+            self.tell(event)
+            if on_event is not None:
+                on_event(event)
+
+        return told
+
+    def end(self, load: Callable[[], object]) -> None:
+        """The run is over, well or not: `run.summary["failed"]` says. Waits for those that lag, for a while.
+
+        Args:
+            load: gives the run; not asked where nobody listens.
+        """
+        if not self._listeners:
+            return
+        run: object | None = None
+        try:
+            run = load()
+        except GradstreamError:
+            pass  # it was over before it had left anything to load
+        for listener in self._listeners:
+            listener.tell_end(run)
+        for listener in self._listeners:
+            listener.close()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+class _Listener:
+    """One callback, called at once."""
+
+    def __init__(self, callback: Any, complain: Callable[[str], object]) -> None:
+        self._callback = callback
+        self._complain = complain
+        self._dropped = False  # it has raised
+
+    @property
+    def name(self) -> str:
+        return type(self._callback).__name__
+
+    def condensed(self, method: str, told: Any) -> list[tuple[str, Any]]:
+        """The calls that an event becomes, made before they queue: of our own trackers, points."""
+        condense = getattr(self._callback, "condense", None)
+        return [(method, told)] if condense is None else condense(method, told)
+
+    def tell(self, method: str, told: Any) -> None:
+        self._call(method, told)
+
+    def tell_end(self, run: object | None) -> None:
+        if run is not None:
+            self._call("on_end", run)
+
+    def close(self) -> None:
+        pass
+
+    def _call(self, method: str, told: Any) -> None:
+        call = getattr(self._callback, method, None)
+        if call is None or self._dropped:
+            return
+        try:
+            call(told)
+        except Exception:
+            self._dropped = True
+            text = traceback.format_exc().rstrip()
+            self._complain(
+                f"gradstream: the callback {self.name} raised in {method} and is not called any more; "
+                f"the run goes on\n{text}\n"
+            )
+
+
+class _Threaded(_Listener):
+    """One callback on a thread of its own."""
+
+    def __init__(self, callback: Any, complain: Callable[[str], object]) -> None:
+        super().__init__(callback, complain)
+        self._queue: queue.Queue[tuple[str, Any] | None] = queue.Queue(QUEUE_EVENTS)
+        self._num_missed = 0
+        self._thread = threading.Thread(target=self._work, name=f"callback-{self.name}", daemon=True)
+        self._thread.start()
+
+    def tell(self, method: str, told: Any) -> None:
+        if not hasattr(self._callback, method) or self._dropped:
+            return
+        try:
+            self._queue.put_nowait((method, told))
+        except queue.Full:
+            self._num_missed += 1
+
+    def tell_end(self, run: object | None) -> None:
+        if self._num_missed:
+            self._complain(
+                f"gradstream: the callback {self.name} was slower than the run and has missed "
+                f"{self._num_missed:,} events\n"
+            )
+        try:
+            if run is not None:
+                self._queue.put(("on_end", run), timeout=PATIENCE_S)
+            self._queue.put(None, timeout=PATIENCE_S)
+        except queue.Full:
+            pass  # it hangs: said below
+
+    def close(self) -> None:
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            self._complain(
+                f"gradstream: the callback {self.name} is still busy {PATIENCE_S:g} s after the end of the "
+                "run; it is left to itself\n"
+            )
+
+    def _work(self) -> None:
+        while (told := self._queue.get()) is not None:
+            self._call(*told)

@@ -1,0 +1,292 @@
+"""Job files: how a run is found again by every one of its nodes, without pickling anything.
+
+A job is named by a spec: "module:function", "file.py:function", or "file.py". A file of the last
+kind defines `job()`, or is a script that calls `gradstream.train(...)`: it is run under another
+name, and the first call that starts a run tells what the job is instead of starting it. Where the
+script guards that call with `if __name__ == "__main__"`, it is run once more under that name.
+
+A script may start several runs, one after the other. Its nodes come to the later ones by being
+told where the earlier ones are kept: the call that made such a run returns it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TypeAlias, cast
+
+from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
+from gradstream.job.job import Job
+from gradstream.job.registry import load_module
+from gradstream.model.base import Model
+
+__all__ = [
+    "JOB_MODULE",
+    "Asked",
+    "digest_of",
+    "intercept",
+    "job_of",
+    "load_job",
+    "script_of_caller",
+    "traceback_in",
+]
+
+Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
+"""What `train` and `simulate` take first."""
+
+JOB_MODULE = "__gradstream_job__"
+"""The `__name__` under which a node runs a job file."""
+
+
+class _Captured(BaseException):
+    """Ends a job file at the call that would start its run. Not an Exception: scripts catch those."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.job = job
+
+
+@dataclasses.dataclass(slots=True)
+class _Reading:
+    """A job file is being read: up to the call that is asked for."""
+
+    earlier: list[Path]  # runs that are over already
+    simulated: bool  # whether a simulation counts as well
+
+
+_reading: _Reading | None = None
+
+
+def intercept(job: Job, *, simulated: bool = False) -> Path | None:
+    """What a function that starts runs calls first, with the job as it was asked for.
+
+    Args:
+        simulated: the run is a simulation. Nodes of a real run are not asked to read up to a
+            simulation; one that comes before is done again by each of them.
+
+    Returns:
+        None: start the run. A path: this call's run is kept there; load it instead.
+
+    Raises:
+        BaseException: a private one, where the file is only being read for its job.
+    """
+    if _reading is None or (simulated and not _reading.simulated):
+        return None
+    if _reading.earlier:
+        return _reading.earlier.pop(0)
+    raise _Captured(job)
+
+
+@contextmanager
+def _capturing(earlier: Sequence[Path] | None) -> Iterator[None]:
+    global _reading
+    before, _reading = _reading, _Reading(list(earlier or ()), simulated=earlier is None)
+    try:
+        yield
+    finally:
+        _reading = before
+
+
+@contextmanager
+def _command_line(argv: Sequence[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, list(argv)
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence[str] | None = None) -> Job:
+    """The job that a spec names.
+
+    Args:
+        spec: "file.py", "file.py:function" or "module:function".
+        earlier: for nodes: run directories of the runs that the script makes before this one.
+        argv: what the file finds as `sys.argv`, here and on the nodes of its run; None: this process's own.
+
+    Raises:
+        ConfigError: no such file or function, or no job comes of it.
+        UserCodeError: what the file itself has raised.
+    """
+    argv = tuple(sys.argv if argv is None else argv)
+    place, colon, function = spec.rpartition(":")
+    if not colon:
+        place, function = spec, ""
+    with _command_line(argv):
+        if place.endswith(".py"):
+            path = Path(place).resolve()
+            place = str(path)
+            job = _from_file(path, function, earlier)
+        else:
+            job = _from_module(spec, place, function)
+    return dataclasses.replace(job, spec=f"{place}:{function}" if function else place, argv=argv)
+
+
+def digest_of(spec: str) -> str:
+    """SHA-256 of the file that a job's spec names, "" where there is none; not of what that imports."""
+    place, colon, _ = spec.rpartition(":")
+    place = place if colon else spec
+    try:
+        if not place.endswith(".py"):
+            found = importlib.util.find_spec(place) if place else None
+            place = (found.origin if found is not None else None) or ""
+        return hashlib.sha256(Path(place).read_bytes()).hexdigest() if place else ""
+    except (OSError, ImportError):
+        return ""
+
+
+def _from_module(spec: str, place: str, function: str) -> Job:
+    if not function:
+        raise ConfigError(f"job {spec!r}: expected file.py, file.py:function or module:function")
+    try:
+        module = importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"job {spec!r}: {error}") from error
+    return _call(module, function, spec)
+
+
+def _from_file(path: Path, function: str, earlier: Sequence[Path] | None) -> Job:
+    sys.modules.pop(JOB_MODULE, None)
+    try:
+        with _capturing(earlier):
+            module = _read(path, JOB_MODULE)
+    except _Captured as captured:
+        return captured.job
+    if function:
+        return _call(module, function, f"{path}:{function}")
+    if hasattr(module, "job"):
+        return _call(module, "job", str(path))
+    return _from_guarded(path, earlier)
+
+
+ALONE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "0",
+}
+
+
+@contextmanager
+def _as_lone_rank() -> Iterator[None]:
+    """A script that makes a process group before it says what it asks for is the only one in it meanwhile."""
+    if "RANK" in os.environ:
+        yield
+        return
+    before = {name: os.environ.get(name) for name in ALONE}
+    os.environ.update(ALONE)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        made = sys.modules.get("torch.distributed")
+        if made is not None and made.is_available() and made.is_initialized():
+            made.destroy_process_group()
+
+
+def _read(path: Path, name: str) -> ModuleType:
+    """Runs a job file. Raises UserCodeError, with what of the traceback is the user's, where it fails."""
+    try:
+        with _as_lone_rank():
+            return load_module(path, name)
+    except GradstreamError:
+        raise
+    except Exception as error:
+        raise UserCodeError(f"{path}: {type(error).__name__}: {error}", traceback_in(path, error)) from error
+
+
+def traceback_in(path: Path, error: BaseException) -> str:
+    """The traceback of an error from the first line of this file on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(path):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
+    main = sys.modules.get("__main__")
+    sys.modules.pop("__main__", None)
+    try:
+        with _capturing(earlier):
+            _read(path, "__main__")
+    except _Captured as captured:
+        # The job's own classes go on living in the module they were defined in.
+        return captured.job
+    finally:
+        if main is not None:
+            sys.modules["__main__"] = main
+    raise ConfigError(f"{path}: expected a function job(), or a call of gradstream.train(...); found neither")
+
+
+def _call(module: ModuleType, function: str, spec: str) -> Job:
+    maker = getattr(module, function, None)
+    if not callable(maker):
+        here = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise UnknownNameError(f"function of {module.__file__ or module.__name__}", function, here)
+    try:
+        job = maker()
+    except GradstreamError:
+        raise
+    except Exception as error:
+        text = traceback_in(Path(str(module.__file__)), error)
+        raise UserCodeError(f"{spec}: {type(error).__name__}: {error}", text) from error
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"job {spec!r}: {function}() returned {type(job).__name__}; expected a gradstream.Job"
+        )
+    return job
+
+
+def job_of(given: Asked, data: object) -> Model | Callable[[], Model] | Job:
+    """The job that a function makes, where `given` is one and there is no data; else what is given.
+
+    A function that a module holds is found there by other processes too: a notebook may import it.
+
+    Raises:
+        ConfigError: it makes something else.
+    """
+    if data is not None or not inspect.isfunction(given):
+        return cast("Model | Job", given)
+    name, module = given.__qualname__, sys.modules.get(given.__module__)
+    job = given()
+    if not isinstance(job, Job):
+        raise ConfigError(
+            f"{name}() returned {type(job).__name__}; expected a gradstream.Job, or give data too"
+        )
+    if module is None or module.__name__.startswith("__") or getattr(module, name, None) is not given:
+        return job
+    place = str(module.__file__) if module.__name__.startswith("_gradstream_") else module.__name__
+    return dataclasses.replace(job, spec=f"{place}:{name}")
+
+
+def script_of_caller() -> str:
+    """The file of the script that is running: what its nodes have to read.
+
+    Raises:
+        ConfigError: there is none, as in a notebook or on a prompt.
+    """
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    package = getattr(getattr(main, "__spec__", None), "name", "").endswith("__main__")  # python -m pytest
+    if file is None or package or not str(file).endswith(".py") or not Path(file).is_file():
+        raise ConfigError(
+            "train() was not called from a script, so other processes cannot find the code of the job: "
+            "put the job into a file, with a function job() that returns a gradstream.Job, and call "
+            'train(load_job("that_file.py")), or run: gradstream train that_file.py; or take processes=False'
+        )
+    return str(Path(file).resolve())

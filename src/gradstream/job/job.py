@@ -1,0 +1,279 @@
+"""The `Job`: everything that a run is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack, cast
+
+from gradstream.coordinator.stopping import Until
+from gradstream.data.arrays import from_arrays
+from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.registry import find_dataset
+from gradstream.model.base import Model
+from gradstream.model.device_model import on_device
+from gradstream.model.torch_module import TorchModel
+from gradstream.optim.base import Optimizer
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.server.chunks import CHUNK_ELEMS
+from gradstream.strategies.base import Strategy
+from gradstream.transport.offers import Choice
+from gradstream.worker.evaluation import Metric
+
+__all__ = [
+    "RIVALS",
+    "Data",
+    "Deadlines",
+    "Job",
+    "JobOptions",
+    "build_model",
+    "is_open_ended",
+    "is_script",
+    "make_job",
+    "spread_out",
+]
+
+
+Data = Dataset | str | tuple[Any, Any]
+"""What a run trains on: a data set, its name, or the pair (inputs, targets) of arrays."""
+
+RIVALS = frozenset({"epochs", "steps"})
+"""To give one of them takes back what was said before about the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run, as the user asks for it.
+
+    Args:
+        model: a `Model`, or a function without arguments that makes one.
+        data: what to train on; a name or "file.py:function" is looked up (`gradstream data info`), a pair of
+            arrays (inputs, targets) becomes `from_arrays(inputs, targets)`.
+        strategy: how to distribute: a name, "file.py:Class", or a Strategy.
+        strategy_options: fields of the strategy, where it is given by name.
+        optimizer: the update rule: a name or an Optimizer; None leaves it to the strategy.
+        groups: settings of the update rule for some parameters, by patterns of their names:
+            [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
+        workers: how many replicas of the model.
+        servers: how many shards of the parameter server; None is one, or none for a strategy without.
+        batch_size: samples per minibatch of one worker: one number, or one per worker.
+        shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
+            partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
+            sizes of the workers' minibatches follow their measured speed, and have as many samples together.
+            Where nobody waits for others, as under Downpour, that is needless: fast workers take more
+            minibatches.
+        assignment: without rounds, who gets which minibatch. "queue": each worker takes the next ones of the
+            epoch as it needs them. "partitions": each has a part of every epoch, as large as its share, and
+            others take what is left of it when they are done with theirs. None: as the strategy has it,
+            and partitions where the data is a stream.
+        accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
+            the joined minibatch, in the memory of a small one.
+        clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.
+        clip_value: greatest size of an element of it. Both keep exchange from overlapping backprop.
+        epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
+        steps: steps per worker: minibatches, or k of them.
+        evaluate_every: steps (synchronous: rounds) between two looks at held-out samples, or "epoch". The
+            worker of the lowest rank looks while the others go on or wait for it; besides, at the end.
+        metrics: functions (outputs, targets) to a number, by name, asked in each evaluation and in
+            `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
+        until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
+        callbacks: objects told of the run in the process that calls `train`, by those of these methods that
+            they have: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run).
+        trackers: where the curves of a run on real machines go besides: "tensorboard", "wandb", "mlflow",
+            "trackio".
+        seed: of initial parameters, order of samples and dropout.
+        name: part of the run directory's name; None takes the job file's.
+        run_dir: where the run is kept; None makes runs/<utc>-<name>.
+        record_machine: whether the run directory says on which machine, in which environment, by which
+            command and at which commit of git the run was made, with which versions.
+        record: note in which order things happen, so that the run can be replayed bit for bit:
+            `gradstream.replay`. Of strategies that go through servers.
+        allow_lost: a training loop of your own ends well without data of a lost worker that the others could
+            not take over. They can where `session.shard` has made its DataLoader. Otherwise the run says
+            what is missing, and ends with an error.
+        chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
+            where all nodes exchange through shared memory, more for large models
+            (`server.chunks.shared_chunk_elems`). It changes no result.
+        checkpoint_every: about how often a checkpoint is kept: a number of steps, "epoch", or a time such
+            as "10min"; None only when the run is stopped. None is made at the end: the result is.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_best: keep the one with the best evaluation besides, where the run is evaluated.
+        device: what a `from_torch` model is computed on: "cpu", "cuda" (worker r takes GPU r modulo their
+            number on its machine), "cuda:1", or "auto": an accelerator where a machine has one. What is
+            exchanged stays in main memory.
+        carrier: what chunks travel by between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
+            best that both have. Membership is on gRPC in any case.
+        connections: over how many sockets "tcp" carries bulk between two nodes: several fill a long fat line
+            that one does not.
+        deadlines: see `Deadlines`.
+        spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
+            Filled in by `load_job` and `train`.
+        argv: command line that nodes find as `sys.argv` when they read the job file: the launcher's own.
+            Filled in by `load_job` and `train`.
+        origins: where values were given that are not the job file's, by key: "workers",
+            "strategy.push_every". Filled in by `train` and `gradstream.job.settings`.
+    """
+
+    model: Model | Callable[[], Model] = field(kw_only=False)
+    data: Dataset = field(kw_only=False)
+    strategy: str | Strategy = "synchronous"
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: str | Optimizer | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
+    workers: int = 2
+    servers: int | None = None
+    batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
+    shares: Sequence[float] | Literal["measured"] | None = None
+    assignment: Literal["queue", "partitions"] | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    evaluate_every: int | Literal["epoch"] | None = None
+    metrics: Mapping[str, str | Metric] = field(default_factory=dict)
+    until: Until | None = None
+    callbacks: Sequence[Any] = ()
+    trackers: Sequence[str] = ()
+    seed: int = 0
+    name: str | None = None
+    run_dir: Path | None = None
+    record_machine: bool = True
+    record: bool = False
+    allow_lost: bool = False
+    chunk_elems: int | None = None
+    checkpoint_every: int | str | None = "10min"
+    keep_last: int = 2
+    keep_best: bool = True
+    device: str = "cpu"
+    carrier: Choice = "auto"
+    connections: int = 1
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    spec: str | None = None
+    argv: Sequence[str] | None = None
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", find_dataset(self.data))
+        elif isinstance(self.data, tuple) and len(self.data) == 2:
+            object.__setattr__(self, "data", from_arrays(*self.data))
+
+
+class JobOptions(TypedDict, total=False):
+    """The fields of a `Job` besides model and data, as keyword arguments."""
+
+    strategy: str | Strategy
+    strategy_options: Mapping[str, Any]
+    optimizer: str | Optimizer | None
+    groups: Sequence[Mapping[str, Any]]
+    workers: int
+    servers: int | None
+    batch_size: int | Sequence[int]
+    shares: Sequence[float] | Literal["measured"] | None
+    assignment: Literal["queue", "partitions"] | None
+    accumulate: int
+    clip_norm: float | None
+    clip_value: float | None
+    epochs: int | None
+    steps: int | None
+    evaluate_every: int | Literal["epoch"] | None
+    metrics: Mapping[str, str | Metric]
+    until: Until | None
+    callbacks: Sequence[Any]
+    trackers: Sequence[str]
+    seed: int
+    name: str | None
+    run_dir: Path | None
+    record_machine: bool
+    record: bool
+    allow_lost: bool
+    chunk_elems: int | None
+    checkpoint_every: int | str | None
+    keep_last: int
+    keep_best: bool
+    device: str
+    carrier: Choice
+    connections: int
+    deadlines: Deadlines
+
+
+def make_job(
+    model: Model | Callable[[], Model] | Job,
+    data: Data | None = None,
+    **options: Unpack[JobOptions],
+) -> Job:
+    """A job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
+
+    One of `epochs` and `steps` takes back the other of the job that is changed.
+
+    Raises:
+        UnknownNameError: no such option; says the nearest one.
+        ConfigError: a model without data.
+    """
+    known = [entry.name for entry in dataclasses.fields(Job)]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("argument", name, known)
+    if isinstance(model, Job):
+        taken_back = RIVALS if any(options.get(name) is not None for name in RIVALS) else ()
+        changed: dict[str, Any] = {**dict.fromkeys(taken_back), **options}
+        if data is not None:
+            changed["data"] = data
+        changed["origins"] = {**model.origins, **dict.fromkeys(options, "argument")}
+        return dataclasses.replace(model, **changed)
+    if data is None:
+        raise ConfigError("data is missing: expected a Dataset, as gradstream.from_arrays makes one")
+    return Job(model, cast(Dataset, data), **options)
+
+
+def build_model(job: Job, rank: int = 0) -> Model:
+    """The job's model, for its device; made now where the job has a function that makes it.
+
+    Args:
+        rank: of the worker that computes with it.
+
+    Raises:
+        ConfigError: what came of it is not a model, or cannot be computed on the device.
+    """
+    model = job.model
+    if not hasattr(model, "gradient") and callable(model):
+        model = model()
+    if not hasattr(model, "gradient"):
+        raise ConfigError(
+            f"model is {type(job.model).__name__}; expected a Model, or a function that makes one: "
+            "wrap yours with gradstream.from_functions or gradstream.from_torch"
+        )
+    if job.device != "cpu" and isinstance(model, TorchModel):
+        return on_device(model, job.device, rank)
+    if job.device not in ("cpu", "auto"):
+        raise ConfigError(
+            f"device={job.device!r}: a {type(model).__name__} computes where it likes, and gradstream cannot "
+            "move it; leave device out, or bring the model as gradstream.from_torch"
+        )
+    return cast(Model, model)
+
+
+def spread_out(job: Job, origin: str) -> Job:
+    """The job of a run whose nodes are not all on one machine: what is left open is chosen for a network.
+
+    Args:
+        origin: by what that is known, as `Job.origins` has it.
+    """
+    if job.chunk_elems is not None:
+        return job
+    origins = {**job.origins, "chunk_elems": origin}
+    return dataclasses.replace(job, chunk_elems=CHUNK_ELEMS, origins=origins)
+
+
+def is_open_ended(job: Job) -> bool:
+    """Whether loops of the user's own bring the data, nobody knows how much."""
+    return hasattr(job.data, "loop")
+
+
+def is_script(job: Job) -> bool:
+    """Whether the job is a script that calls `gradstream.join()`."""
+    return hasattr(job.data, "job")

@@ -1,0 +1,89 @@
+"""A job's plain values: as other processes are told of them, and put into a job again."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradstream.coordinator.stopping import Until
+from gradstream.errors import ConfigError
+from gradstream.job.job import Deadlines, Job
+from gradstream.job.registry import place_of
+from gradstream.untrusted import MismatchError, check_value
+from gradstream.worker.evaluation import Metric
+
+__all__ = ["overrides", "plain", "with_overrides"]
+
+# Model and data come from the job file; strategy and optimizer travel as class and fields.
+_NOT_PLAIN = ("model", "data", "callbacks", "strategy", "strategy_options", "optimizer", "spec", "origins")
+
+
+def overrides(job: Job) -> dict[str, Any]:
+    """The fields of a job that are plain values, as JSON holds them."""
+    names = [entry.name for entry in dataclasses.fields(job) if entry.name not in _NOT_PLAIN]
+    fields = {name: plain(getattr(job, name)) for name in names}
+    return {**fields, "metrics": {name: _place_of(metric) for name, metric in job.metrics.items()}}
+
+
+def _place_of(metric: str | Metric) -> str:
+    """Where to find it; "" if only running the job file again brings it forth."""
+    try:
+        return metric if isinstance(metric, str) else place_of(metric)
+    except ConfigError:
+        return ""
+
+
+def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
+    """The job with the fields that `overrides` has made of another.
+
+    Raises:
+        ConfigError: a field that a job does not have, or that is not of its type.
+    """
+    values = dict(fields)
+    try:
+        _check(values)
+        values["deadlines"] = Deadlines(**values["deadlines"])
+        if values.get("until") is not None:
+            values["until"] = Until(**values["until"])
+        if values["run_dir"] is not None:
+            values["run_dir"] = Path(values["run_dir"])
+        values["metrics"] = {
+            name: place or _own_metric(job, name) for name, place in values.get("metrics", {}).items()
+        }
+        return dataclasses.replace(job, **values)
+    except (KeyError, TypeError, MismatchError) as error:
+        raise ConfigError(f"the fields of a job that another node has told: {error}") from error
+
+
+def _check(values: Mapping[str, Any]) -> None:
+    """Raises MismatchError for a field that is not what JSON holds of a job's."""
+    hints = {**typing.get_type_hints(Job), "run_dir": str | None, "metrics": Mapping[str, str]}
+    for name, value in values.items():
+        if name in _NOT_PLAIN or name not in hints:
+            raise MismatchError(f"{name[:80]!r} is no plain field of a job")
+        check_value(value, hints[name], name)
+
+
+def _own_metric(job: Job, name: str) -> str | Metric:
+    if name not in job.metrics:
+        raise ConfigError(
+            f"metrics[{name!r}] is not in the job file, and has no place that other processes find it by: "
+            "define it at the top level of a file"
+        )
+    return job.metrics[name]
+
+
+def plain(value: Any) -> Any:
+    """A value of a field, as JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return list(value)
+    return value

@@ -1,0 +1,469 @@
+"""Names of strategies, update rules, data sets and carriers: the only place that knows the concrete classes.
+
+Adding a method is one new file and one line here. A user's own class needs no line: it is named
+by where it is, "file.py:Class" or "module:Class". An installed package's is named as the package
+says (see `plugins`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from gradstream.data.base import Dataset
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.plugins import GROUPS, HOUSE, Offer, choose, installed
+from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import GroupedRule, groups_of
+from gradstream.strategies.base import Strategy
+from gradstream.untrusted import check_record, parse_json
+
+__all__ = [
+    "OPTIMIZERS",
+    "STRATEGIES",
+    "catalogue",
+    "check_places",
+    "class_of",
+    "describe",
+    "find_dataset",
+    "find_function",
+    "find_optimizer",
+    "find_strategy",
+    "load_module",
+    "optimizer_of_text",
+    "place_of",
+    "revived",
+    "text_of_optimizer",
+]
+
+STRATEGIES = {
+    "allreduce": "gradstream.strategies.allreduce:AllReduce",
+    "asysg": "gradstream.strategies.asysg:AsySG",
+    "dc-asgd": "gradstream.strategies.dc_asgd:DCASGD",
+    "diloco": "gradstream.strategies.diloco:DiLoCo",
+    "downpour": "gradstream.strategies.downpour:Downpour",
+    "eamsgd": "gradstream.strategies.elastic:EAMSGD",
+    "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
+    "hogwild": "gradstream.strategies.hogwild:Hogwild",
+    "parameter-averaging": "gradstream.strategies.averaging:ParameterAveraging",
+    "softsync": "gradstream.strategies.softsync:Softsync",
+    "ssp": "gradstream.strategies.ssp:SSP",
+    "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",
+    "synchronous": "gradstream.strategies.synchronous:Synchronous",
+}
+
+OPTIMIZERS = {
+    "adagrad": "gradstream.optim.adagrad:Adagrad",
+    "adam": "gradstream.optim.adam:Adam",
+    "adamw": "gradstream.optim.adam:AdamW",
+    "momentum": "gradstream.optim.sgd:Momentum",
+    "nesterov": "gradstream.optim.sgd:Nesterov",
+    "sgd": "gradstream.optim.sgd:SGD",
+}
+
+DATASETS = {
+    "caltech101": "gradstream.data.caltech101:caltech101",
+    "fashion-mnist": "gradstream.data.fashion:fashion_mnist",
+}
+
+TRANSPORTS = {
+    "grpc": "gradstream.transport.grpc.endpoint:GrpcEndpoint",
+    "shm": "gradstream.transport.shm.endpoint:ShmEndpoint",
+    "tcp": "gradstream.transport.socket.tcp:TcpEndpoint",
+}
+
+MAX_RULE_BYTES = 1 << 20
+
+FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "strategy": STRATEGIES,
+    "optimizer": OPTIMIZERS,
+    "codec": {},
+    "data set": DATASETS,
+    "transport": TRANSPORTS,
+}
+"""The house's own members of each family, place by name."""
+
+
+def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None) -> Strategy:
+    """A strategy by name, by place ("mine.py:Mine"), or as it is, with these fields.
+
+    Raises:
+        UnknownNameError: no such strategy, or it has no such option; says the nearest one.
+        ConfigError: the file, or the class in it, cannot be had.
+    """
+    found = _find("strategy", spec, options or {})
+    if not isinstance(found, Strategy):
+        raise ConfigError(
+            f"strategy {spec!r} is a {type(found).__name__}; expected a subclass of gradstream.Strategy"
+        )
+    return found
+
+
+def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
+    """An update rule, likewise. Raises the same."""
+    _check_ours(spec)
+    found = _find("optimizer", spec, options or {})
+    missing = [name for name in ("lr", "state_names", "apply") if not hasattr(found, name)]
+    if missing:
+        raise ConfigError(
+            f"optimizer {spec!r} is a {type(found).__name__} without {', '.join(missing)}; "
+            "expected an update rule: see gradstream.optim.base"
+        )
+    return cast(Optimizer, found)
+
+
+def _check_ours(spec: object) -> None:
+    """Raises ConfigError for an optimizer of torch, or its class."""
+    cls = spec if isinstance(spec, type) else type(spec)
+    if any(base.__module__ == "torch.optim.optimizer" for base in cls.__mro__):
+        own = cls.__name__ if cls.__name__.lower() in OPTIMIZERS else "SGD"
+        raise ConfigError(
+            f"optimizer is {'' if cls is spec else 'a '}torch.optim.{cls.__name__}, which updates tensors of "
+            f"its own; expected an update rule of gradstream: gradstream.{own}(lr=0.01), for example. "
+            "A training loop of your own keeps torch's: gradstream.join()"
+        )
+
+
+def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset:
+    """A data set by name or place: what the function or class there makes of these arguments.
+
+    Raises:
+        UnknownNameError, ConfigError: as for strategies; or what comes of it is no data set.
+        DataError: its data cannot be read.
+    """
+    found = _find("data set", spec, options or {})
+    if not (hasattr(found, "batch") or hasattr(found, "feed")) or not hasattr(found, "num_samples"):
+        raise ConfigError(
+            f"data set {spec!r} makes a {type(found).__name__}; expected a Dataset: see gradstream.data.base"
+        )
+    return cast(Dataset, found)
+
+
+def catalogue(kind: str) -> list[Offer]:
+    """All members of a family that have a name: the house's own, then those of installed packages."""
+    own = [Offer(kind, name, place, HOUSE) for name, place in FAMILIES[kind].items()]
+    return [*own, *installed(kind)]
+
+
+def class_of(kind: str, spec: Any) -> Callable[..., Any]:
+    """What makes a member of a family: its class, or a function for data sets and some names of ours.
+
+    Args:
+        kind: "strategy" or "optimizer", for example: a key of `plugins.GROUPS`.
+        spec: its name, its place, its class, or the object itself.
+
+    Raises:
+        ConfigError, UnknownNameError: as `find_strategy`.
+    """
+    if isinstance(spec, str):
+        return _class(kind, spec)
+    return spec if isinstance(spec, type) else type(spec)
+
+
+def text_of_optimizer(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]] = (),
+    ranges: Sequence[tuple[str, int, int]] = (),
+) -> str:
+    """One of our update rules as text, the same for equal rules; `optimizer_of_text` reads it.
+
+    Args:
+        groups: as of a job, of the names in `ranges`.
+        ranges: (name, start, stop) of parts of the flat vector, where there are groups.
+    """
+    described = describe(optimizer)
+    text = {key: described[key] for key in ("class", "fields")}
+    if groups:
+        text |= {"groups": list(groups), "ranges": list(ranges)}
+    return json.dumps(text, sort_keys=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a text says of an update rule; `place` is called "class" in it."""
+
+    place: str
+    fields: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]] = ()
+    ranges: Sequence[tuple[str, int, int]] = ()
+
+
+def _check_plain(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError where a field names code: a table would be made into an object of its class."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping) or (
+            isinstance(value, list | tuple) and any(isinstance(one, Mapping | list) for one in value)
+        ):
+            raise ValueError(f"{name[:80]!r} is a table: a place of code is not taken from a peer")
+
+
+def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
+    """The update rule that a worker has named, and the same with what some ranges have of their own.
+
+    Raises:
+        ConfigError: it is none of ours: a place of code is not taken from a peer.
+    """
+    try:
+        described = parse_json(text, max_bytes=MAX_RULE_BYTES)
+        described["place"] = described.pop("class")
+        check_record(_Rule, described)
+        rule = _Rule(**described)
+        _check_plain(rule.fields)
+        for group in rule.groups:
+            _check_plain(group)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}: {error}") from error
+    if rule.place not in OPTIMIZERS.values():
+        raise ConfigError(f"update rule {rule.place[:80]!r} is none of ours: {', '.join(sorted(OPTIMIZERS))}")
+    try:
+        optimizer = find_optimizer(rule.place, rule.fields)
+        if not rule.groups:
+            return optimizer, None
+        return optimizer, GroupedRule(optimizer, groups_of(rule.groups, optimizer), rule.ranges)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"an update rule that cannot be made: {text[:80]!r}: {error}") from error
+
+
+def describe(value: Any) -> dict[str, Any]:
+    """What `find_…` needs to make it again elsewhere, as JSON holds it.
+
+    Returns:
+        {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
+        "file.py:Class", or "" where it is defined in the job file itself, which every node runs.
+        A field that is such an object itself (a schedule) becomes {"class": ..., "fields": ...}, a
+        function {"function": place}; the place is "" where there is none (see `check_places`).
+    """
+    cls = type(value)
+    entries = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    return {
+        "class": f"{place}:{cls.__qualname__}" if (place := _place(cls)) else "",
+        "fields": {entry.name: _described(getattr(value, entry.name)) for entry in entries if entry.init},
+        "defaults": {e.name: e.default for e in entries if e.default is not dataclasses.MISSING},
+    }
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Where every node finds a function or a class: "file.py:name" or "module:name".
+
+    Raises:
+        ConfigError: nowhere: it is a lambda, a method, or was made inside of another function.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    if module is None or getattr(module, name, None) is not function:
+        raise ConfigError(
+            f"{name!r} has no place that other processes find it by: define it at the top level of a file"
+        )
+    if _is_script(module):
+        return f"{Path(str(module.__file__)).resolve()}:{name}"
+    return f"{module.__name__}:{name}"
+
+
+def find_function(place: str) -> Callable[..., Any]:
+    """The function at a place; that of a file that this process has read already is not read again.
+
+    Raises:
+        ConfigError, UnknownNameError: no such file, module or function.
+    """
+    file, colon, name = place.rpartition(":")
+    if not colon:
+        raise ConfigError(f"function {place!r}: expected 'file.py:function' or 'module:function'")
+    if file.endswith(".py"):
+        path = Path(file).resolve()
+        module = next((there for there in _scripts(path) if hasattr(there, name)), None) or load_module(path)
+    else:
+        module = _import("function", place, file)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UnknownNameError(f"function in {file}", name, functions)
+    return cast(Callable[..., Any], function)
+
+
+def _scripts(path: Path) -> list[ModuleType]:
+    """Modules that have come of running a file under a name of ours, or as the main script."""
+    return [
+        module
+        for module in list(sys.modules.values())
+        if _is_script(module) and Path(str(module.__file__)) == path
+    ]
+
+
+def _is_script(module: ModuleType) -> bool:
+    """Whether a module has no name that it could be imported by in another process."""
+    special = module.__name__.startswith(("__", "_gradstream_"))
+    return special and str(getattr(module, "__file__", "")).endswith(".py")
+
+
+def _described(value: Any) -> Any:
+    """A field as JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        described = describe(value)
+        return {"class": described["class"] or place_of(type(value)), "fields": described["fields"]}
+    if callable(value):
+        try:
+            return {"function": place_of(value)}
+        except ConfigError:
+            return {"function": ""}
+    return value
+
+
+def check_places(value: Any) -> None:
+    """Raises ConfigError where a field is a function that other processes cannot find."""
+    for entry in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        field = getattr(value, entry.name)
+        if callable(field) and not dataclasses.is_dataclass(field):
+            place_of(field)
+        else:
+            check_places(field)
+
+
+def revived(value: Any) -> Any:
+    """The object or function that `describe` has put into a field as a table; anything else as it is."""
+    if isinstance(value, Mapping) and value.keys() == {"function"}:
+        return find_function(_text(value["function"]))
+    if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
+        if not isinstance(value["fields"], Mapping):
+            raise ConfigError(f"the fields of {value['class']!r}: expected a table")
+        _text(value["class"])
+        fields = {name: revived(field) for name, field in value["fields"].items()}
+        return _make("field", value["class"], find_function(value["class"]), fields)
+    return value
+
+
+def _text(place: object) -> str:
+    if not isinstance(place, str):
+        raise ConfigError(f"a place of type {type(place).__name__}: expected 'file.py:name' or 'module:name'")
+    return place
+
+
+def load_module(path: Path, name: str | None = None) -> ModuleType:
+    """Runs a Python file as a module, once per name. Its folder becomes importable.
+
+    Args:
+        name: its `__name__`; None makes one from the path.
+
+    Raises:
+        ConfigError: there is no such file. What the file itself raises is passed on.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    name = name or f"_gradstream_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _find(kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
+    options = {name: revived(value) for name, value in options.items()}
+    if isinstance(spec, str):
+        return _make(kind, spec, _class(kind, spec), options)
+    if isinstance(spec, type):
+        return _make(kind, spec.__name__, spec, options)
+    return _changed(kind, spec, options)
+
+
+def _class(kind: str, spec: str) -> Callable[..., Any]:
+    """What makes a member; for names, and for data sets, it may be a function."""
+    assert kind in GROUPS, kind
+    place, colon, name = spec.rpartition(":")
+    if not colon:
+        offer = choose(kind, FAMILIES[kind], spec)
+        if offer is None:
+            raise UnknownNameError(kind, spec, {known.name for known in catalogue(kind)})
+        made: Callable[..., Any] = offer.load()
+        return made
+    module = load_module(Path(place)) if place.endswith(".py") else _import(kind, spec, place)
+    found = getattr(module, name, None)
+    fits = callable if kind == "data set" else _is_class
+    if not fits(found):
+        public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+        raise UnknownNameError(f"{kind} in {place}", name, public)
+    return cast(Callable[..., Any], found)
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, type)
+
+
+def _import(kind: str, spec: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError, TypeError) as error:  # or a name that no module has
+        raise ConfigError(
+            f"{kind} {spec!r}: there is no module {module!r}; name a file with .py: file.py:Class"
+        ) from error
+
+
+def _make(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    _check_options(kind, name, cls, options)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        _check_complete(kind, name, cls, options)
+        raise ConfigError(f"{kind} {name!r}: {error}") from error
+
+
+def _check_complete(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError where an option is missing that has no default."""
+    missing = [
+        entry.name
+        for entry in inspect.signature(cls).parameters.values()
+        if entry.default is entry.empty
+        and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+        and entry.name not in options
+    ]
+    if missing:
+        given = ", ".join(f"{option}=..." for option in missing)
+        flag = ", or --lr on the command line" if kind == "optimizer" and "lr" in missing else ""
+        raise ConfigError(
+            f"{kind} {name!r} lacks {', '.join(missing)}; expected an object that has it: "
+            f"{cls.__name__}({given}){flag}"
+        )
+
+
+def _changed(kind: str, value: Any, options: Mapping[str, Any]) -> Any:
+    if not options:
+        return value
+    _check_options(kind, type(value).__name__, type(value), options)
+    return dataclasses.replace(value, **options)
+
+
+def _check_options(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    if not options:
+        return
+    fields = list(inspect.signature(cls).parameters)
+    for option in options:
+        if option not in fields:
+            raise UnknownNameError(f"option of {kind} {name!r}", option, fields)
+
+
+def _place(cls: type) -> str:
+    module = sys.modules.get(cls.__module__)
+    if module is None or cls.__module__.startswith("__"):
+        return ""
+    return str(module.__file__) if cls.__module__.startswith("_gradstream_") else cls.__module__

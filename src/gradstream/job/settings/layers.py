@@ -1,0 +1,185 @@
+"""Layers of settings laid over a job: pure, but for looking up the classes that are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gradstream.errors import ConfigError
+from gradstream.job.job import RIVALS, Job
+from gradstream.job.registry import STRATEGIES, class_of, find_optimizer, find_strategy
+from gradstream.job.settings.sources import Setting
+from gradstream.job.settings.values import MisfitError, fields_of, fit, record_in, shown
+
+__all__ = ["apply"]
+
+FAMILIES = ("strategy", "optimizer")
+NAME = ("", "name", "class")
+"""`strategy = "downpour"` and `strategy.name = "downpour"` say the same."""
+
+OF_THE_JOB = frozenset({"argv", "callbacks", "model", "data", "spec", "origins", "strategy_options"})
+"""Fields of a job that are not settings."""
+
+
+def apply(job: Job, layers: Iterable[Sequence[Setting]]) -> Job:
+    """The job with settings laid over it; its `origins` say where each value came from.
+
+    Args:
+        job: as its file gives it.
+        layers: from the weakest to the strongest. Within a layer the order does not matter, but
+            for a key that is given twice: the last one counts.
+
+    A layer that names a strategy or an optimizer begins from its defaults: options that layers
+    below have given were another's. A key that is no field of a job may be one of the strategy.
+
+    Raises:
+        ConfigError: an unknown key, with the nearest one, or a value of the wrong type; says where.
+    """
+    draft = _Draft(job)
+    for layer in layers:
+        draft.take(layer)
+    return draft.finished()
+
+
+class _Draft:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._hints = _hints_of_a_job()
+        self._values: dict[str, Setting] = {}  # by field of the job
+        self._parts: dict[str, dict[str, Setting]] = {}  # by field that is a record, by its field
+        self._cleared: set[str] = set()
+        self._origins = dict(job.origins)
+
+    def take(self, layer: Sequence[Setting]) -> None:
+        if any(setting.key in RIVALS for setting in layer):
+            self._cleared |= RIVALS
+            for rival in RIVALS:
+                self._values.pop(rival, None)
+        for setting in sorted(layer, key=lambda one: not _names(one)):
+            head, _, tail = setting.key.partition(".")
+            if _names(setting):
+                self._values[head] = setting
+                self._parts[head] = {}
+                self._forget(head)
+            elif head in self._hints and (tail or head in FAMILIES):
+                self._parts.setdefault(head, {})[tail] = setting
+            elif head in self._hints:
+                self._values[head] = setting
+            elif tail or head in OF_THE_JOB:
+                raise self._unknown(setting)
+            else:
+                self._parts.setdefault("strategy", {})[head] = setting
+
+    def finished(self) -> Job:
+        fields: dict[str, Any] = dict.fromkeys(self._cleared)
+        for key, setting in self._values.items():
+            fields[key] = self._fit(setting, str if key in FAMILIES else self._hints[key])
+            self._origins[key] = setting.origin
+        for head in self._parts.keys() - set(FAMILIES):
+            fields[head] = self._record(head, fields.get(head, getattr(self._job, head)))
+        if "strategy" in fields:
+            fields["strategy_options"] = {}
+        job = dataclasses.replace(self._job, **fields)
+        if options := self._options("strategy", job.strategy):
+            job = dataclasses.replace(job, strategy_options={**job.strategy_options, **options})
+        if self._parts.get("optimizer"):
+            job = dataclasses.replace(job, optimizer=self._optimizer(job))
+        return dataclasses.replace(job, origins=self._origins)
+
+    def _optimizer(self, job: Job) -> Any:
+        """The job's optimizer, or else the strategy's own, with the options that were given."""
+        base: Any = job.optimizer
+        if base is None:
+            strategy = find_strategy(job.strategy, job.strategy_options)
+            base = strategy.optimizer()
+            self._origins["optimizer"] = f"default of {type(strategy).__name__}"
+        return find_optimizer(base, self._options("optimizer", base))
+
+    def _options(self, head: str, spec: Any) -> dict[str, Any]:
+        """What was given for the strategy or optimizer, fitted to the fields of its class."""
+        given = self._parts.get(head)
+        return self._fitted(head, given, class_of(head, spec)) if given else {}
+
+    def _record(self, head: str, value: Any) -> Any:
+        """A field that is a record, with some of its own fields given."""
+        kind: Any = type(value) if dataclasses.is_dataclass(value) else record_in(self._hints[head])
+        if kind is None:
+            raise self._unknown(next(iter(self._parts[head].values())))
+        given = self._fitted(head, self._parts[head], kind)
+        return dataclasses.replace(value, **given) if isinstance(value, kind) else kind(**given)
+
+    def _fitted(self, head: str, given: Mapping[str, Setting], made_by: Callable[..., Any]) -> dict[str, Any]:
+        hints = fields_of(made_by)
+        fitted = {}
+        for tail, setting in given.items():
+            if tail not in hints:
+                raise self._unknown(setting)
+            fitted[tail] = self._fit(setting, hints[tail])
+            self._origins[f"{head}.{tail}"] = setting.origin
+        return fitted
+
+    def _fit(self, setting: Setting, hint: Any) -> Any:
+        try:
+            return fit(setting.value, hint)
+        except MisfitError as error:
+            raise ConfigError(
+                f"{setting.key} = {shown(setting.value)} in {setting.origin}: expected {error.expected}"
+            ) from None
+
+    def _forget(self, head: str) -> None:
+        for key in [key for key in self._origins if key.startswith(f"{head}.")]:
+            del self._origins[key]
+
+    def _unknown(self, setting: Setting) -> ConfigError:
+        known = set(self._hints) - set(FAMILIES)
+        for head in FAMILIES:
+            chosen = self._values.get(head)
+            spec = chosen.value if chosen else getattr(self._job, head)
+            known |= {head, *(f"{head}.{field}" for field in _fields(head, spec))}
+        for head, hint in self._hints.items():
+            if kind := record_in(hint):
+                known |= {f"{head}.{field}" for field in fields_of(kind)}
+        head, _, field = setting.key.partition(".")
+        owners = [name for name in STRATEGIES if head == "strategy" and field in _fields(head, name)]
+        if owners:
+            chosen = self._values.get(head)
+            spec = chosen.value if chosen else self._job.strategy
+            name = spec if isinstance(spec, str) else type(spec).__name__
+            has = f"the strategy, {name}, has no {field!r}; it is an option of {', '.join(owners)}"
+            return ConfigError(f"{setting.origin}: {has}")
+        near = _nearest(setting.key, known)
+        if near:
+            return ConfigError(f"unknown key `{setting.key}` (did you mean `{near}`?) in {setting.origin}")
+        return ConfigError(
+            f"unknown key `{setting.key}` in {setting.origin}; known: {', '.join(sorted(known))}"
+        )
+
+
+@functools.cache
+def _hints_of_a_job() -> Mapping[str, Any]:
+    """Setting -> annotation; resolving them takes longer than all the rest of a job's settings."""
+    return {key: hint for key, hint in typing.get_type_hints(Job).items() if key not in OF_THE_JOB}
+
+
+def _names(setting: Setting) -> bool:
+    """Whether it says which strategy or optimizer."""
+    head, _, tail = setting.key.partition(".")
+    return head in FAMILIES and tail in NAME
+
+
+def _fields(head: str, spec: Any) -> list[str]:
+    try:
+        return [] if spec is None else list(fields_of(class_of(head, spec)))
+    except ConfigError:
+        return []  # the name is wrong as well
+
+
+def _nearest(key: str, known: Iterable[str]) -> str | None:
+    """The key that was probably meant: its last part counts where the whole is far from all."""
+    ends = [name for name in sorted(known) if name.endswith(f".{key}")]
+    near = ends or difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
+    return near[0] if near else None

@@ -1,0 +1,259 @@
+"""What can be wrong with a job, found before anything is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+from gradstream.checkpoint.manifest import Resume
+from gradstream.coordinator.stopping import Until
+from gradstream.data.shares import MEASURED
+from gradstream.errors import ConfigError
+from gradstream.job.callbacks import check_callbacks
+from gradstream.job.job import Job, build_model, is_open_ended
+from gradstream.job.overrides import plain
+from gradstream.model.devices import device_of
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.optim.merge import Outer
+from gradstream.server.chunks import ChunkMap
+from gradstream.sparse.updates import check_compiler
+from gradstream.strategies.base import Strategy
+from gradstream.transport.offers import CHOICES
+from gradstream.untrusted.names import check_name
+
+__all__ = ["check", "check_resumed", "check_script", "check_strategy", "whole"]
+
+
+def check(job: Job) -> None:
+    """Looks at everything that can be wrong without starting anything.
+
+    Raises:
+        ConfigError: names the argument, what it is, and what it may be.
+    """
+    if not any(hasattr(job.data, name) for name in ("batch", "feed", "loop")) or not hasattr(
+        job.data, "num_samples"
+    ):
+        raise ConfigError(
+            f"data is {type(job.data).__name__}; expected a Dataset, or a pair of arrays (inputs, targets): "
+            "wrap yours with gradstream.from_arrays, from_dataset, from_loader or from_stream"
+        )
+    if hasattr(job.model, "state_dict"):
+        raise ConfigError(
+            f"model is a torch module, {type(job.model).__name__}; expected a function that builds it, and a "
+            "loss: gradstream.from_torch(build, loss)"
+        )
+    if job.name is not None:
+        check_name(job.name, "name, or else that of the job file,")
+    _check_numbers(job)
+    if not is_open_ended(job):
+        _check_length(job)
+    if isinstance(job.shares, str) and job.shares != MEASURED:
+        raise ConfigError(f"shares={job.shares!r}: expected a number for each worker, or {MEASURED!r}")
+    if job.assignment not in (None, "queue", "partitions"):
+        raise ConfigError(f"assignment={job.assignment!r}: expected 'queue' or 'partitions'")
+    if job.carrier not in CHOICES:
+        raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
+    device_of(job.device)
+    if job.device != "cpu" and hasattr(job.model, "gradient"):
+        build_model(job)  # says whether it can be moved there
+    _check_evaluation(job)
+    check_callbacks(job.callbacks)
+
+
+def _check_numbers(job: Job) -> None:
+    for name in ("workers", "accumulate", "connections"):
+        whole(name, getattr(job, name), least=1)
+    if job.servers is not None:
+        whole("servers", job.servers, least=0)
+    whole("seed", job.seed, least=0)
+    if job.chunk_elems is not None:
+        whole("chunk_elems", job.chunk_elems, least=1)
+        ChunkMap(0, job.chunk_elems, 1)
+    for entry in dataclasses.fields(job.deadlines):
+        seconds = getattr(job.deadlines, entry.name)
+        if not _is_positive(seconds):
+            raise ConfigError(f"deadlines.{entry.name} = {seconds!r}: expected a positive number of seconds")
+    for name in ("clip_norm", "clip_value"):
+        bound = getattr(job, name)
+        if bound is not None and not _is_positive(bound):
+            raise ConfigError(f"{name}={bound!r}: expected a finite number > 0, or None for no clipping")
+
+
+def _check_length(job: Job) -> None:
+    if (job.epochs is None) == (job.steps is None):
+        got = "neither" if job.epochs is None else f"epochs={job.epochs} and steps={job.steps}"
+        raise ConfigError(
+            f"expected exactly one of epochs and steps, got {got}: epochs=5, for example, or --epochs 5"
+        )
+    limit = "steps" if job.epochs is None else "epochs"
+    whole(limit, getattr(job, limit), least=1)
+    if job.data.num_samples is not None and job.workers > job.data.num_samples:
+        raise ConfigError(
+            f"workers={job.workers}, but {job.data.name!r} has {job.data.num_samples} samples: "
+            "each worker needs at least one"
+        )
+
+
+def _check_evaluation(job: Job) -> None:
+    every = job.evaluate_every
+    if job.until is not None and not isinstance(job.until, Until):
+        raise ConfigError(f"until={job.until!r}: expected gradstream.until(accuracy=0.9), for example")
+    if every is None:
+        if job.until is not None and job.until.accuracy is not None:
+            raise ConfigError(
+                f"until accuracy={job.until.accuracy}, but nobody looks at held-out samples: "
+                "give evaluate_every"
+            )
+        return
+    if every != "epoch":
+        whole("evaluate_every", every, least=1, other=", or 'epoch'")
+    if not job.data.num_test_samples:
+        raise ConfigError(
+            f"evaluate_every={every!r}, but the data set {job.data.name!r} holds no samples out; give it "
+            "some (test_inputs and test_targets of gradstream.from_arrays)"
+        )
+
+
+def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
+    """Looks at what a strategy cannot do, or not together with what else is asked for. Raises ConfigError."""
+    _check_quorum(job, strategy)
+    if job.assignment is not None and strategy.cut == "rounds":
+        raise ConfigError(
+            f"assignment={job.assignment!r}: the workers of {type(strategy).__name__} go through rounds "
+            "together; leave assignment out, or take another strategy"
+        )
+    if job.record:
+        _check_recorded(job, strategy)
+    _check_drive(job, strategy)
+    if strategy.through == "servers" and strategy.pushes != "gradients":
+        Outer(strategy.outer_optimizer(optimizer))
+    if strategy.through == "shared":
+        _check_shared(job, strategy, optimizer)
+
+
+def _check_quorum(job: Job, strategy: Strategy) -> None:
+    if strategy.quorum(job.workers) is None:
+        return
+    what = f"the {type(strategy).__name__.lower()} strategy with backup workers"
+    if is_open_ended(job):
+        raise ConfigError(
+            f"{what} makes a late worker skip minibatches, which a training loop of your own cannot: "
+            "leave out backup"
+        )
+    if job.shares == MEASURED:
+        raise ConfigError(
+            f"shares={MEASURED!r} waits for what every worker has measured, and {what} does not wait for all "
+            "of them: use one of the two"
+        )
+    for given, amounts in (("batch_size", job.batch_size), ("shares", job.shares)):
+        if isinstance(amounts, Sequence) and 0 in amounts:
+            raise ConfigError(
+                f"{given}={list(amounts)}: {what} takes who comes first, and that would always be a worker "
+                "without samples: give each some, or leave out backup"
+            )
+
+
+def _check_recorded(job: Job, strategy: Strategy) -> None:
+    name = type(strategy).__name__
+    if strategy.through == "group":
+        why = f"{name} has no server whose order could differ: the same seed repeats it"
+    elif strategy.through == "shared":
+        why = f"{name} has no order: workers write the same memory at once"
+    elif is_open_ended(job):
+        why = "the gradients of a training loop of your own cannot be computed again without it"
+    elif job.shares == MEASURED and strategy.cut == "rounds":
+        why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
+    else:
+        return
+    raise ConfigError(f"record=True: {why}; leave record out")
+
+
+def _check_drive(job: Job, strategy: Strategy) -> None:
+    if not strategy.drives():
+        return
+    name = type(strategy).__name__
+    if strategy.cut == "rounds" or strategy.through != "servers":
+        raise ConfigError(
+            f"{name} has a drive(), and its workers go through rounds together: who is held back would be "
+            'missing in each; expected cut = "queue", and servers'
+        )
+    if is_open_ended(job):
+        raise ConfigError(
+            f"{name} holds workers back for a while, and others take their minibatches: a training loop of "
+            "your own has data of its own; leave out warm starts and waves"
+        )
+
+
+def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
+    """Raises where a vector that workers write without waiting for each other cannot do what is asked for."""
+    name = type(strategy).__name__
+    check_compiler(f"what {name} does to shared memory")
+    if is_open_ended(job):
+        raise ConfigError(f"{name} has no part for a training loop of your own: give it a model and data")
+    if not isinstance(optimizer, SGD) or optimizer.state_names or optimizer.weight_decay or job.groups:
+        raise ConfigError(
+            f"{name} adds -lr·gradient to single components, and has no state of them: got {optimizer}"
+            f"{' and groups' if job.groups else ''}; expected gradstream.SGD(lr), without momentum, decay or "
+            "groups (sparse models have l2=)"
+        )
+
+
+def check_resumed(job: Job, resume: Resume) -> None:
+    """Another seed, or other data, is another order of samples: what is done of it means nothing then."""
+    for name, got, expected in (
+        ("seed", job.seed, resume.seed),
+        ("samples of the data", job.data.num_samples, resume.num_samples),
+    ):
+        if got != expected:
+            raise ConfigError(
+                f"{name}={got}, but {resume.folder} is of a run with {name}={expected}; expected {expected}"
+            )
+
+
+# What a training loop of the user's own decides itself.
+_OF_THE_LOOP = (
+    "optimizer",
+    "groups",
+    "batch_size",
+    "shares",
+    "assignment",
+    "accumulate",
+    "clip_norm",
+    "clip_value",
+    "device",
+    "epochs",
+    "steps",
+    "evaluate_every",
+    "metrics",
+)
+
+
+def check_script(job: Job) -> None:
+    """Raises ConfigError where a script is asked for what its own loop decides."""
+    defaults = {entry.name: entry for entry in dataclasses.fields(Job)}
+    for name in _OF_THE_LOOP:
+        entry, value = defaults[name], getattr(job, name)
+        made = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
+        if plain(value) != plain(made):
+            raise ConfigError(
+                f"{name}={value!r}: this script has a training loop of its own; change it there"
+            )
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(cast(float, value)) and cast(float, value) > 0
+
+
+def whole(name: str, value: object, *, least: int, other: str = "") -> None:
+    """Raises ConfigError for what is no whole number of at least `least`; `other` is what else it may be."""
+    try:
+        number = operator.index(cast(Any, value))
+    except TypeError:
+        raise ConfigError(f"{name}={value!r}: expected a whole number{other}") from None
+    if isinstance(value, bool) or number < least:
+        raise ConfigError(f"{name}={value!r}: expected at least {least}")

@@ -1,0 +1,25 @@
+"""Memory of parameters and gradients: flat vectors, loans of their ranges, and segments of processes."""
+
+from gradstream.memory.vectors import (
+    ALIGNMENT_BYTES,
+    Home,
+    Loan,
+    Loans,
+    Memory,
+    Span,
+    Vector,
+    borrow_all,
+    trim,
+)
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Home",
+    "Loan",
+    "Loans",
+    "Memory",
+    "Span",
+    "Vector",
+    "borrow_all",
+    "trim",
+]

@@ -1,0 +1,206 @@
+"""How long an allreduce takes among real processes: what is asked for, started, and found.
+
+A folder is all that the ranks need to have in common: the plan lies in it, each rank leaves its address
+and, at the end, its times there. So ranks may be processes of this machine, or of network namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gradstream.collectives.algorithms import ALGORITHMS
+from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
+from gradstream.run.local.cluster import LocalCluster
+from gradstream.run.local.machine import node_environment
+from gradstream.runtime.resources import free_memory_bytes
+from gradstream.transport.offers import CHOICES, Choice
+from gradstream.transport.proof import new_secret
+
+__all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
+
+ALGORITHM_NAMES = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS)
+"""What can be measured: what `form_group` chooses, one of its kinds, or one algorithm."""
+
+RANK = "gradstream.preflight.allreduce_rank:main"
+LIMIT_S = 600.0
+ITEMSIZE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllreducePlan:
+    """What is measured.
+
+    Args:
+        ranks: processes.
+        elements: float32 of the vector.
+        algorithm: of `ALGORITHM_NAMES`. "auto" is what a strategy's call does: in place where all ranks are
+            on one host, whatever the carrier of a run is.
+        carrier: of messages, where some are sent: "auto", "grpc", "tcp" or "shm".
+        times: how often, after two that do not count.
+        listen: host of each rank; loopback by default. Elsewhere it is plain text.
+        hosts: names of the hosts that the ranks are on; found out by default.
+        secret: of the ranks.
+
+    Raises:
+        ConfigError: something that cannot be.
+    """
+
+    ranks: int = 2
+    elements: int = 1_000_000
+    algorithm: str = "auto"
+    carrier: Choice = "auto"
+    times: int = 9
+    listen: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    secret: str = field(default_factory=lambda: new_secret().decode(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "elements", "times"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected at least 1")
+        if self.algorithm not in ALGORITHM_NAMES:
+            raise UnknownNameError("algorithm", self.algorithm, ALGORITHM_NAMES)
+        if self.carrier not in CHOICES:
+            raise UnknownNameError("carrier", self.carrier, CHOICES)
+        if self.algorithm == "shared" and self.carrier != "auto":
+            raise ConfigError(
+                f"algorithm='shared', carrier={self.carrier!r}: what is summed up in place goes by no "
+                "carrier; leave one of the two out"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Of the group, for `form_group`: one algorithm by name is measured as messages are."""
+        return "messages" if self.algorithm in ALGORITHMS else self.algorithm
+
+    def save(self, folder: Path) -> None:
+        """For the ranks to read."""
+        (folder / "plan.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> AllreducePlan:
+        """The plan in a folder."""
+        return cls(**json.loads((folder / "plan.json").read_text()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllreduceResult:
+    """What was found. Each time is that of the slowest rank.
+
+    Args:
+        plan: what was asked for.
+        kind: of group: "messages", "shared" or "hierarchical".
+        algorithm: that carried it out.
+        carriers: by which rank 0 reached the others, each once; none in place.
+        times_s: of each repetition.
+        figures: alpha_s, beta_s_byte, gamma_s_byte and message_s, measured on the links that carried it,
+            before and after; none in place.
+        predicted_s: by the algorithm's formula with these; None in place and in two storeys.
+    """
+
+    plan: AllreducePlan
+    kind: str
+    algorithm: str
+    times_s: Sequence[float]
+    carriers: Sequence[str] = ()
+    figures: Mapping[str, float] = field(default_factory=dict)
+    predicted_s: float | None = None
+
+    @property
+    def median_s(self) -> float:
+        """Of all repetitions."""
+        return statistics.median(self.times_s)
+
+    @property
+    def bytes_s(self) -> float:
+        """Bytes of the vector per second."""
+        return ITEMSIZE_BYTES * self.plan.elements / self.median_s
+
+    @property
+    def bus_bytes_s(self) -> float:
+        """Bytes that each rank has to send at least, 2(p-1)/p of the vector, per second."""
+        return 2 * (self.plan.ranks - 1) / self.plan.ranks * self.bytes_s
+
+    @property
+    def predicted_over_median(self) -> float | None:
+        """How far the prediction is off: 1 where it is right, None where there is none."""
+        return None if self.predicted_s is None else self.predicted_s / self.median_s
+
+    @property
+    def as_messages(self) -> AllreducePlan | None:
+        """Where it was summed up in place: the plan that measures the same as messages; else None."""
+        in_place = self.kind == "shared" and self.plan.algorithm == "auto"
+        return replace(self.plan, algorithm="messages") if in_place else None
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "ranks": self.plan.ranks,
+            "elements": self.plan.elements,
+            "carrier": self.plan.carrier,
+            "carriers": list(self.carriers),
+            "kind": self.kind,
+            "algorithm": self.algorithm,
+            "median_s": self.median_s,
+            "min_s": min(self.times_s),
+            "max_s": max(self.times_s),
+            "times_s": list(self.times_s),
+            "bytes_s": self.bytes_s,
+            "bus_bytes_s": self.bus_bytes_s,
+            "predicted_s": self.predicted_s,
+            "predicted_over_median": self.predicted_over_median,
+            **self.figures,
+        }
+
+
+def measure_here(plan: AllreducePlan) -> AllreduceResult:
+    """With processes of this machine.
+
+    Raises:
+        ConfigError: this machine has too little memory.
+        GradstreamError: a rank failed; with what it has said.
+    """
+    free, least = free_memory_bytes(), ITEMSIZE_BYTES * plan.elements * plan.ranks
+    if free is not None and least > free:
+        raise ConfigError(
+            f"elements = {plan.elements}: {plan.ranks} ranks hold {least / 1e9:,.1f} GB at least, and "
+            f"{free / 1e9:,.1f} GB of memory are free"
+        )
+    with tempfile.TemporaryDirectory(prefix="gradstream-bench-") as name:
+        folder = Path(name)
+        plan.save(folder)
+        with LocalCluster(folder / "logs", node_environment(plan.ranks)) as cluster:
+            for rank in range(plan.ranks):
+                cluster.start(f"rank-{rank}", [str(folder), str(rank)], main=RANK)
+            _wait(cluster, plan.ranks)
+        return result_of(folder)
+
+
+def _wait(cluster: LocalCluster, ranks: int) -> None:
+    until = time.monotonic() + LIMIT_S
+    while ranks:
+        message = cluster.message(max(0.0, until - time.monotonic()))
+        if message is None:
+            raise GradstreamError(f"{ranks} ranks have not finished within {LIMIT_S:g} s")
+        if "exited" in message:
+            if message["status"] != 0:
+                name = message["exited"]
+                raise GradstreamError(
+                    f"{name} ended with status {message['status']}:\n{cluster.log_tail(name)}"
+                )
+            ranks -= 1
+
+
+def result_of(folder: Path) -> AllreduceResult:
+    """What the ranks have left in their folder, once all have ended."""
+    plan = AllreducePlan.load(folder)
+    found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(plan.ranks)]
+    slowest = [max(times) for times in zip(*(one["times_s"] for one in found), strict=True)]
+    return AllreduceResult(plan=plan, **{**found[0], "times_s": slowest})

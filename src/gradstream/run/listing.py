@@ -1,0 +1,67 @@
+"""The runs of a folder, with the figures by which one tells them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from gradstream.errors import ConfigError
+from gradstream.report.story import Status, status_of
+from gradstream.report.summary import EventDict, summary_of
+from gradstream.run.files import read_record
+from gradstream.telemetry.event_lines import read_events
+
+__all__ = ["RunEntry", "list_runs"]
+
+
+class RunEntry(TypedDict):
+    """One run. What its events do not tell is None.
+
+    `damaged` names a file that is damaged, and says what to do; it is "" where none is.
+    """
+
+    path: Path
+    status: Status | Literal["damaged"]
+    strategy: str | None
+    accuracy: float | None
+    loss: float | None
+    samples_per_s: float | None
+    train_s: float | None
+    damaged: str
+
+
+def list_runs(folder: Path) -> list[RunEntry]:
+    """Every run directory in `folder`, by name, which for runs that were given none is by time.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: no such folder; runs are kept in runs/ of the folder they were started in"
+        )
+    found = sorted(path.parent for path in folder.glob("*/run.json"))
+    return [_entry(path) for path in found]
+
+
+def _entry(path: Path) -> RunEntry:
+    events: Sequence[EventDict] = ()
+    damaged = ""
+    try:
+        read_record(path / "run.json")
+        events = read_events(path / "events.jsonl")
+    except ConfigError as error:
+        damaged = str(error)
+    figures: dict[str, Any] = summary_of(events)
+    accuracy = [event["accuracy"] for event in events if event["event"] == "evaluated"]
+    return RunEntry(
+        path=path,
+        status="damaged" if damaged else status_of(events),
+        strategy=figures["strategy"],
+        accuracy=accuracy[-1] if accuracy else None,
+        loss=figures["loss"],
+        samples_per_s=figures["samples_per_s"],
+        train_s=figures["train_s"],
+        damaged=damaged,
+    )

@@ -1,0 +1,15 @@
+"""The nodes of a run on this machine: processes forked from one warm process, or threads of this one."""
+
+from gradstream.run.local.cluster import NODE, SCRIPT, LocalCluster
+from gradstream.run.local.machine import describe_machine, node_environment
+from gradstream.run.local.threads import Cluster, ThreadCluster
+
+__all__ = [
+    "NODE",
+    "SCRIPT",
+    "Cluster",
+    "LocalCluster",
+    "ThreadCluster",
+    "describe_machine",
+    "node_environment",
+]

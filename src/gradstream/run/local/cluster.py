@@ -1,0 +1,134 @@
+"""The launcher's side of the forkserver: starts nodes, hears from them, and leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import gradstream
+from gradstream.errors import InternalError
+
+__all__ = ["NODE", "SCRIPT", "LocalCluster"]
+
+NODE, SCRIPT = "gradstream.run.node:main", "gradstream.session.script:main"
+"""What a process is: a node; or a worker that is a script with a training loop of its own."""
+
+HANG_UP_S = 5.0
+
+
+class LocalCluster:
+    """Processes of one run on this machine. Use it as a context manager.
+
+    Args:
+        logs: folder for what nodes print; made when missing.
+        environment: variables for all of them (see `node_environment`).
+    """
+
+    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = logs
+        self.running: dict[str, int] = {}
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        source = str(Path(gradstream.__file__).resolve().parents[1])
+        path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with open(logs / "forkserver.log", "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gradstream.run.local.forkserver"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment, "PYTHONPATH": path},
+                start_new_session=True,  # a signal to the terminal's processes is for the launcher alone
+            )
+        self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
+        self._listener.start()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
+        """Starts a node; {"started": name} follows. It is given `argv` and a place to report to."""
+        log = str(self.logs / f"{name}.log")
+        self._order({"start": name, "main": main, "argv": list(argv), "log": log})
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a node, if it still runs."""
+        self._order({"signal": name, "number": number})
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Puts in a message from elsewhere; `message` returns it in its turn. From any thread."""
+        self._messages.put(message)
+
+    def message(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next thing heard, or None after `timeout_s`.
+
+        {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and what nodes
+        report, with {"from": name}.
+
+        Raises:
+            InternalError: the forkserver itself has died; so have all nodes.
+        """
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if "gone" in message:
+            raise InternalError(f"the forkserver has ended; see {self.logs / 'forkserver.log'}")
+        if "started" in message:
+            self.running[message["started"]] = message["pid"]
+        elif "exited" in message:
+            self.running.pop(message["exited"], None)
+        return message
+
+    def log_tail(self, name: str, num_lines: int = 30) -> str:
+        """The end of what a node has printed."""
+        path = self.logs / f"{name}.log"
+        if not path.is_file():
+            return ""
+        return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def close(self) -> None:
+        """Kills every node that still runs. Returns when all are gone. Idempotent."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(HANG_UP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # the kernel kills the nodes with it
+            self._process.wait()
+        self._listener.join(HANG_UP_S)
+        self.running.clear()
+
+    def _order(self, order: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `message` says so
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as replies:
+            for line in replies:
+                self._messages.put(json.loads(line))
+        self._messages.put({"gone": True})

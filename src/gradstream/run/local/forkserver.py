@@ -1,0 +1,242 @@
+"""A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver`.
+
+Importing torch takes seconds, and nine processes that do it at once take nine times as long;
+forked from one that has done it, they start in 0.05 s. What is imported here has started no
+threads: gRPC, which does, is imported in the children only.
+
+One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
+                          and  {"signal": name, "number": 9}
+Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and
+whatever a node says to its launcher, with {"from": name} added.
+
+Nothing outlives the launcher: when its end of the pipe closes, even by SIGKILL, all nodes are
+killed; and should this process itself be killed, the kernel kills them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from gradstream.run.local.node_log import log_stream
+
+__all__ = ["main"]
+
+# What a node needs and what may be loaded before a fork.
+WARM = ("numpy", "torch", "safetensors.numpy", "gradstream.data", "gradstream.run.node", "gradstream._train")
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+TROUBLE = 70  # exit status of a node whose main could not even be called
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    pid: int
+    pipe: int  # read end of what it says
+    said: bytes = b""
+
+
+class _Server:
+    """The parent's side. Single-threaded: it must be, since it forks.
+
+    Args:
+        orders: file descriptor that orders are read from.
+        replies: file descriptor that replies are written to.
+    """
+
+    def __init__(self, orders: int, replies: int) -> None:
+        self._orders = orders
+        self._replies = replies
+        self._pending = b""
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._wakeup, write_end = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # waking up is all it has to do
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        # Ctrl-C goes to every process of the terminal; the launcher decides what it means.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def serve(self) -> None:
+        """Carries out orders until the launcher hangs up; then kills every child."""
+        self._selector.register(self._orders, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        self._reply({"ready": os.getpid()})
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fd == self._orders:
+                        if not self._take_orders():
+                            return
+                    elif key.fd == self._wakeup:
+                        os.read(self._wakeup, 4096)
+                        self._bury()
+                    elif isinstance(key.data, _Child):
+                        self._hear(key.data)
+        except BrokenPipeError:
+            return  # nobody listens any more
+        finally:
+            for child in self._children.values():
+                os.kill(child.pid, signal.SIGKILL)
+            for child in self._children.values():
+                os.waitpid(child.pid, 0)
+
+    def _take_orders(self) -> bool:
+        data = os.read(self._orders, 1 << 16)
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            if "start" in order:
+                self._start(order)
+            else:
+                self._signal(order["signal"], order["number"])
+        return bool(data)
+
+    def _signal(self, name: str, number: int) -> None:
+        for child in self._children.values():
+            if child.name == name:
+                os.kill(child.pid, number)
+
+    def _start(self, order: dict[str, Any]) -> None:
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become(order, parent, write_end)
+        os.close(write_end)
+        child = self._children[pid] = _Child(order["start"], pid, read_end)
+        self._selector.register(read_end, selectors.EVENT_READ, child)
+        self._reply({"started": child.name, "pid": pid})
+
+    def _hear(self, child: _Child) -> None:
+        """Passes on what a child has said."""
+        while child.pipe >= 0:
+            try:
+                data = os.read(child.pipe, 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self._hang_up(child)
+            *lines, child.said = (child.said + data).split(b"\n")
+            for line in lines:
+                self._reply({"from": child.name, **json.loads(line)})
+
+    def _hang_up(self, child: _Child) -> None:
+        self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+        child.pipe = -1
+
+    def _bury(self) -> None:
+        """Reports children that have ended, after everything that they had said."""
+        for child in list(self._children.values()):
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid == 0:
+                continue
+            del self._children[pid]
+            self._hear(child)
+            if child.pipe >= 0:  # a process that the node has started still holds the other end
+                self._hang_up(child)
+            self._reply({"exited": child.name, "status": os.waitstatus_to_exitcode(status)})
+
+    def _reply(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(self._replies, data) :]
+
+
+def _become(order: dict[str, Any], parent: int, report: int) -> None:
+    """Turns a fresh fork into a node. Never returns."""
+    status = TROUBLE
+    try:
+        die_with_parent(parent)
+        _rename(order["start"])
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        null, log = os.open(os.devnull, os.O_RDONLY), _open_log(order["log"])
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(report, 3)
+        os.closerange(4, 256)
+        sys.stdin = open(0)  # noqa: SIM115  # the node's for as long as it lives
+        os.set_inheritable(3, False)
+        # print() must not raise where the disk is full.
+        sys.stdout, sys.stderr = log_stream(1, by_line=False), log_stream(2, by_line=True)
+        sys.stderr.write(f"{order['start']}: pid {os.getpid()}\n")
+        status = _call(order["main"], [*order["argv"], "--report-fd", "3"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: what the parent has registered to happen at exit is the parent's.
+        os._exit(status)
+
+
+def _call(main: str, argv: list[str]) -> int:
+    module, _, function = main.partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), function)(argv) or 0)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _open_log(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies; exits if that has happened already.
+
+    Where there is no prctl (not Linux), closed pipes alone have to tell.
+    """
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(TROUBLE)
+
+
+def _rename(name: str) -> None:
+    """The node's name in ps and top."""
+    _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
+
+
+def _prctl(option: int, value: Any) -> None:
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    except (AttributeError, OSError):
+        pass
+
+
+def main() -> None:
+    """Loads what nodes need, then forks nodes for as long as the launcher listens."""
+    replies = os.dup(1)
+    os.dup2(2, 1)  # whatever an import prints must not look like a reply
+    orders = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    server = _Server(orders, replies)
+    for name in WARM:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules
+    server.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""All nodes of a run in this process: for code that no other process could find, as in a notebook.
+
+Two threads serve all of them. One runs the event loop, where every node has a runtime and an
+endpoint of its own, on loopback; on the other their arithmetic takes turns. So seeds mean what
+they mean in processes (torch's generator belongs to the process), and each gradient may use all
+cores; but nothing is computed at the same time, and Python's global lock is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from gradstream.run.local.cluster import NODE
+from gradstream.run.local.machine import SWITCH_INTERVAL_S
+
+__all__ = ["Cluster", "Play", "ThreadCluster"]
+
+HANG_UP_S = 10.0
+GOODBYE_S = 2.0  # longer than an endpoint takes to close: cut short, it leaves a server behind
+CANCELLED = -9
+"""Status of a node that was stopped: as of a process that was killed."""
+
+
+class Cluster(Protocol):
+    """Where the nodes of a run live. `LocalCluster` says what each of these does."""
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Nodes that run, with their process ids."""
+        ...
+
+    def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
+        """Starts a node."""
+        ...
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a node, if it still runs."""
+        ...
+
+    def message(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next thing heard, or None after `timeout_s`."""
+        ...
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Puts in a message from elsewhere."""
+        ...
+
+    def log_tail(self, name: str, num_lines: int = 30) -> str:
+        """The end of what a node has printed."""
+        ...
+
+
+class Play(Protocol):
+    """A node's life: returns its exit status."""
+
+    def __call__(
+        self,
+        argv: Sequence[str],
+        *,
+        say: Callable[..., None],
+        log: Path,
+        core: Executor,
+        when_asked: Callable[[Callable[[], None]], None],
+    ) -> Coroutine[Any, Any, int]:
+        """Plays the node that `argv` names; its arithmetic is done on `core`."""
+        ...
+
+
+class ThreadCluster:
+    """Nodes of one run in this process. Use it as a context manager; otherwise as `LocalCluster`.
+
+    What nodes print goes where this process prints. A signal ends a node, but for SIGTERM to the
+    coordinator, which asks the run to stop.
+
+    Args:
+        logs: folder for what ends a node; made when missing.
+        play: what each node does.
+    """
+
+    def __init__(self, logs: Path, play: Play) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = logs
+        self.running: dict[str, int] = {}
+        self._play = play
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stops: dict[str, Callable[[], None]] = {}  # how a node is asked to stop
+        self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradstream-compute")
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="gradstream-nodes", daemon=True
+        )
+        self._thread.start()
+        self._ready.wait()
+
+    def __enter__(self) -> ThreadCluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
+        """Starts a node; {"started": name} follows. Only nodes of a run can be started here."""
+        assert main == NODE
+        self._loop.call_soon_threadsafe(self._begin, name, list(argv))
+
+    def signal(self, name: str, number: int) -> None:
+        """Ends a node, if it still runs; SIGTERM asks one that can be asked."""
+        stop = self._stops.get(name) if number == signal.SIGTERM else None
+        self._loop.call_soon_threadsafe(stop or partial(self._cancel, name))
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Puts in a message from elsewhere; see `LocalCluster.post`."""
+        self._messages.put(message)
+
+    def message(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next thing heard, or None after `timeout_s`; see `LocalCluster.message`."""
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if "started" in message:
+            self.running[message["started"]] = message["pid"]
+        elif "exited" in message:
+            self.running.pop(message["exited"], None)
+        return message
+
+    def log_tail(self, name: str, num_lines: int = 30) -> str:
+        """The end of what a node has said of its failure."""
+        path = self.logs / f"{name}.log"
+        return "\n".join(path.read_text().splitlines()[-num_lines:]) if path.is_file() else ""
+
+    def close(self) -> None:
+        """Stops every node that still runs; a computation that has begun is waited for. Idempotent.
+
+        After some seconds it is waited for no more: unlike a process, a thread cannot be killed.
+        """
+        if self._thread.is_alive() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(2 * HANG_UP_S)
+        self._core.shutdown(wait=False, cancel_futures=True)
+        sys.setswitchinterval(self._switch_interval_s)
+        self.running.clear()
+
+    # ---- on the loop's thread -----------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Lets nodes live until the cluster is closed."""
+        self._loop = asyncio.get_running_loop()
+        self._closing = asyncio.Event()
+        self._ready.set()
+        await self._closing.wait()
+        await self._stop()
+
+    def _begin(self, name: str, argv: list[str]) -> None:
+        self._messages.put({"started": name, "pid": os.getpid()})
+        self._tasks[name] = self._loop.create_task(self._live(name, argv), name=name)
+
+    async def _live(self, name: str, argv: list[str]) -> None:
+        def say(**message: Any) -> None:
+            self._messages.put({"from": name, **message})
+
+        status = CANCELLED
+        try:
+            status = await self._play(
+                argv,
+                say=say,
+                log=self.logs / f"{name}.log",
+                core=self._core,
+                when_asked=partial(self._stops.__setitem__, name),
+            )
+        finally:
+            self._messages.put({"exited": name, "status": status})
+
+    def _cancel(self, name: str) -> None:
+        if name in self._tasks:
+            self._tasks[name].cancel()
+
+    async def _stop(self) -> None:
+        """Cancels all; those who take long over their goodbyes again and again."""
+        deadline_s = self._loop.time() + HANG_UP_S
+        while left := [task for task in self._tasks.values() if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=GOODBYE_S)
+            if self._loop.time() > deadline_s:
+                return

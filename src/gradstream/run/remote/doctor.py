@@ -1,0 +1,253 @@
+"""What stands between a machine and a run: looks at this machine, and at the way to a launcher."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import gradstream
+from gradstream.errors import GradstreamError
+from gradstream.run.remote.address import Address, new_token
+from gradstream.run.remote.certificate_authority import ENROLMENT
+from gradstream.run.remote.join_service import JOB
+from gradstream.run.remote.measure import Speed, machine_facts, measure
+from gradstream.run.remote.reach import check_fingerprint, connect, resolve, shake_hands
+from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.resources import free_memory_bytes
+from gradstream.transport.base import Identity
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
+from gradstream.transport.security import Tls
+from gradstream.wire import v1
+
+__all__ = ["Finding", "Visit", "clock_finding", "look_here", "look_there", "version_findings"]
+
+State = Literal["ok", "warning", "failed"]
+
+MIN_MEMORY_BYTES = 1 << 30
+MIN_DISK_BYTES = 1 << 30
+MIN_FILES = 256
+CLOCK_WARNING_S = 60.0
+CLOCK_FAILED_S = 3600.0
+"""Certificates are valid from an hour before they were made."""
+
+SIOCGIFADDR = 0x8915
+"""Linux: the address of a network card."""
+
+PROBE_BYTES = 32 << 20
+NUM_PINGS = 20
+MEASURE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Args:
+        what: "memory", "TLS", ...
+        text: how it is; where it is not well, also what to do.
+    """
+
+    what: str
+    text: str
+    state: State = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """How to look at a launcher.
+
+    Args:
+        address: of it.
+        token: proves that this machine may know about the run; None looks no further than TLS.
+        fingerprint: that its certificate should have; None compares nothing.
+        num_bytes: to send each way.
+    """
+
+    address: Address
+    token: str | None = None
+    fingerprint: str | None = None
+    num_bytes: int = MEASURE_BYTES
+
+
+# ---- this machine -----------------------------------------------------------------------
+
+
+def look_here(folder: Path) -> Iterator[Finding]:
+    """This machine alone: versions, processor, memory, disk, limits, addresses.
+
+    Args:
+        folder: where runs would be kept.
+    """
+    facts = machine_facts()
+    yield Finding("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
+    free = facts.pop("free memory")
+    yield Finding("versions", ", ".join(f"{name} {version}" for name, version in facts.items()))
+    yield _enough("memory", free_memory_bytes() or 0, MIN_MEMORY_BYTES, f"{free} free")
+    yield from _look_at_disk(folder)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
+    hint = f"; expected at least {MIN_FILES}: ulimit -n 1024" if few else ""
+    yield Finding("open files", f"at most {soft} a process{hint}", "failed" if few else "ok")
+    yield Finding("addresses", ", ".join(_addresses()) or "only loopback: no other machine reaches this one")
+
+
+def _look_at_disk(folder: Path) -> Iterator[Finding]:
+    """Free space, and how fast a file is written and is safely there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(folder).free
+        yield _enough("disk", free_bytes, MIN_DISK_BYTES, f"{free_bytes / 1e9:.1f} GB free at {folder}")
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+            begun = time.monotonic()
+            file.write(os.urandom(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            speed = _mb_s(PROBE_BYTES / (time.monotonic() - begun))
+            yield Finding("disk speed", f"{speed} written and synced")
+    except OSError as error:
+        yield Finding("disk", f"cannot write at {folder}: {error.strerror}", "failed")
+
+
+def _enough(what: str, free: int, least: int, text: str) -> Finding:
+    if free >= least:
+        return Finding(what, text)
+    return Finding(what, f"{text}: a node of a small model takes about {least / 1e9:.0f} GB", "warning")
+
+
+def _addresses() -> list[str]:
+    """IPv4 addresses of this machine's cards, loopback apart."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # a card without an IPv4 address
+            found.append(f"{socket.inet_ntoa(answer[20:24])} ({name})")
+    return [entry for entry in found if not entry.startswith("127.")]
+
+
+# ---- the way to a launcher --------------------------------------------------------------
+
+
+def look_there(visit: Visit) -> Iterator[Finding]:
+    """The way to a launcher, step by step, as far as it goes. What it stops at says what to try."""
+    address, shown = visit.address, []
+
+    def tls() -> str:
+        begun = time.monotonic()
+        certificate = shake_hands(address)
+        shown.append(certificate)
+        if certificate is None:
+            return "none: plain text, as of a launcher that was started with --insecure"
+        took = _ms(time.monotonic() - begun)
+        if visit.fingerprint is None:
+            return f"{took}; whose certificate it is was not checked: no --fingerprint"
+        check_fingerprint(address, certificate, visit.fingerprint)
+        return f"{took}; the fingerprint is right"
+
+    steps: list[tuple[str, Callable[[], str]]] = [
+        ("name", lambda: ", ".join(resolve(address))),
+        ("TCP", lambda: f"connected in {_ms(connect(address))}"),
+        ("TLS", tls),
+    ]
+    for what, step in steps:
+        try:
+            text = step()
+        except GradstreamError as error:
+            yield Finding(what, str(error), "failed")
+            return
+        odd = text.startswith("none") or "not checked" in text
+        yield Finding(what, text, "warning" if odd else "ok")
+    if visit.token is None:
+        text = "not looked at: a launcher tells nothing to whoever does not know its token; give --token"
+        yield Finding("gRPC", text, "warning")
+        return
+    yield from asyncio.run(_talk(visit, shown[0]))
+
+
+async def _talk(visit: Visit, certificate: bytes | None) -> list[Finding]:
+    runtime = RealRuntime("doctor")
+    security = Tls(authority=certificate, mutual=False) if certificate else None
+    identity = Identity(JOB, "machine-doctor", int.from_bytes(os.urandom(8), "little"))
+    identity.secret = new_token(visit.token).encode()
+    endpoint = GrpcEndpoint(identity, runtime, security=security)
+    endpoint.know(ENROLMENT, str(visit.address))
+    findings: list[Finding] = []
+    try:
+        findings += await _greet(runtime, endpoint)
+        speed = await measure(runtime, endpoint, ENROLMENT, num_bytes=visit.num_bytes)
+        findings += _speed_findings(speed)
+    except GradstreamError as error:
+        findings.append(Finding("speed" if findings else "gRPC", str(error), "failed"))
+    finally:
+        await endpoint.close()
+        runtime.close()
+    return findings
+
+
+async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[Finding]:
+    trips: list[tuple[float, float]] = []  # seconds there and back, difference of the clocks
+    for _ in range(NUM_PINGS):
+        begun, date_s = runtime.now(), time.time()
+        welcome = await endpoint.call(ENROLMENT, "hello", v1.Hello(), v1.Welcome, silence_s=10)
+        trip_s = (runtime.now() - begun) / 1e9
+        trips.append((trip_s, welcome.clock_s - (date_s + trip_s / 2)))
+    median_s = sorted(trips)[len(trips) // 2][0]
+    return [
+        Finding("gRPC", f"a launcher answers: {welcome.state}"),
+        *version_findings({"gradstream": gradstream.__version__}, {"gradstream": welcome.software}),
+        Finding("round trip", f"{_ms(median_s)}, at best {_ms(min(trips)[0])}"),
+        clock_finding(min(trips)[1]),
+    ]
+
+
+def clock_finding(offset_s: float) -> Finding:
+    """What the difference of two clocks means: the launcher's less this machine's."""
+    text = f"the launcher's is {abs(offset_s):.3f} s {'ahead' if offset_s >= 0 else 'behind'}"
+    if abs(offset_s) > CLOCK_FAILED_S:
+        return Finding("clock", f"{text}: certificates are not valid yet; set the clocks (NTP)", "failed")
+    if abs(offset_s) > CLOCK_WARNING_S:
+        return Finding("clock", f"{text}: training does not mind, who reads the logs will", "warning")
+    return Finding("clock", text)
+
+
+def version_findings(here: dict[str, str], there: dict[str, str]) -> Iterable[Finding]:
+    """Versions on both sides: gradstream and torch must be the same, others are only told."""
+    for name, mine in here.items():
+        theirs = there.get(name, "unknown")
+        if mine.partition("+")[0] == theirs.partition("+")[0]:
+            continue
+        must = name in ("gradstream", "torch")
+        hint = ": install the same version on both machines" if must else ""
+        yield Finding(name, f"{mine} here, {theirs} at the launcher{hint}", "failed" if must else "warning")
+
+
+def _speed_findings(speed: Speed) -> list[Finding]:
+    here = machine_facts()
+    names = ("gradstream", "torch", "python", "grpcio", "protobuf")
+    there = ", ".join(f"{key} {value}" for key, value in speed.facts.items())
+    return [
+        Finding("speed", f"{_mb_s(speed.up_bytes_s)} to the launcher, {_mb_s(speed.down_bytes_s)} from it"),
+        Finding("launcher", there),
+        *version_findings({name: here[name] for name in names}, speed.facts),
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _mb_s(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:,.0f} MB/s"

@@ -1,0 +1,165 @@
+"""The way into a run that another machine keeps: shows the token, gets names, certificates and the job.
+
+Code and data are this machine's own: it reads its own job file, and is refused where that differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, RefusedError
+from gradstream.job.job import Job, is_script
+from gradstream.run.local.machine import num_cores
+from gradstream.run.remote.address import Address, local_address, new_token
+from gradstream.run.remote.certificate_authority import ENROLMENT, Key
+from gradstream.run.remote.facts import facts_of, file_hash
+from gradstream.run.remote.join_service import JOB
+from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.resources import free_memory_bytes
+from gradstream.transport.base import Identity, Priority, Stream
+from gradstream.transport.credentials import Credentials
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
+from gradstream.transport.security import Tls
+from gradstream.untrusted import check_value, parse_json
+from gradstream.wire import v1
+
+__all__ = ["Entrance"]
+
+
+class Entrance:
+    """An asynchronous context manager: who is in stays in for as long as it is open.
+
+    Args:
+        address: of the launcher.
+        job: this machine's own, with its spec.
+        name: what this machine, or process, is called.
+        token: of the run.
+        authority: the launcher's certificate, which `reach` has found to be the one meant; None for plain
+            text.
+    """
+
+    def __init__(self, address: Address, job: Job, name: str, token: str, authority: bytes | None) -> None:
+        self._address = address
+        self._job = job
+        self._name = name
+        self._token = new_token(token)
+        self._authority = authority
+        self._host = local_address(address)
+        self._key = Key()
+        self._stream: Stream | None = None
+        self.runtime = RealRuntime(name)
+
+    async def __aenter__(self) -> Self:
+        security = Tls(authority=self._authority, mutual=False) if self._authority else None
+        identity = Identity(JOB, f"machine-{self._name}", int.from_bytes(os.urandom(8), "little"))
+        identity.secret = self._token.encode()
+        self._endpoint = GrpcEndpoint(
+            identity, self.runtime, security=security, connection_s=self._job.deadlines.connection_s
+        )
+        self._endpoint.know(ENROLMENT, str(self._address))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stream is not None and kind is not None:
+            self._stream.cancel(f"left: {kind.__name__}")
+        await self._endpoint.close()
+        self.runtime.close()
+
+    async def enrol(self) -> v1.Grant:
+        """Asks to be let in.
+
+        Raises:
+            JoinRefusedError: the launcher does not want this machine, and says why.
+        """
+        request = v1.Enrol(
+            machine=self._name,
+            facts=facts_of(self._job),
+            request=self._key.request(),
+            cores=num_cores(),
+            memory_bytes=free_memory_bytes() or 0,
+            address=self._host,
+        )
+        self._stream = await self._endpoint.open(ENROLMENT, "enrol", request, priority=Priority.CONTROL)
+        try:
+            return (await self.order()).grant
+        except RefusedError as error:
+            text = error.reason
+            if error.code == "BAD_SECRET":
+                text = "the token is not this run's: copy the line that the launcher has printed anew"
+            raise JoinRefusedError(ENROLMENT, error.code, text) from None
+
+    async def order(self) -> v1.Order:
+        """What the launcher says next. Raises PeerLostError where it is gone."""
+        assert self._stream is not None
+        try:
+            received = await self._stream.recv(self._job.deadlines.patience_s)
+        except PeerLostError as error:
+            raise PeerLostError(ENROLMENT, f"is gone, and the run with it ({error})") from error
+        if received is None:
+            raise PeerLostError(ENROLMENT, "hung up before the run was over")
+        return v1.Order.FromString(received.frame.body.data)
+
+    async def report(self, report: v1.Report) -> None:
+        """Tells the launcher what has become of a node."""
+        assert self._stream is not None
+        await self._stream.send(v1.Frame(body=v1.Body(data=report.SerializeToString())))
+
+    async def leave(self) -> None:
+        """Hangs up, once the run is over."""
+        assert self._stream is not None
+        await self._stream.end()
+
+    # ---- what nodes here are told -------------------------------------------------------
+
+    def coordinator(self, go: v1.Go) -> str:
+        """The coordinator's address."""
+        return str(self._address.at(go.port))
+
+    def network(self, node: v1.Certified) -> list[str]:
+        """What a node of this machine is told about its network."""
+        listen, credentials = str(Address(self._host, node.port)), Credentials(self._token.encode())
+        if self._authority is None:
+            return ["--listen", listen, "--credentials", str(credentials), "--insecure"]
+        pem = {"authority": self._authority, "certificate": node.certificate, "key": self._key.pem}
+        return ["--listen", listen, "--credentials", str(dataclasses.replace(credentials, **pem))]
+
+    def spec(self, grant: v1.Grant, run_dir: Path) -> dict[str, Any]:
+        """What the nodes of this machine are told: the run's, with this machine's own paths."""
+        try:
+            spec: dict[str, Any] = parse_json(grant.spec, max_bytes=len(grant.spec.encode()), max_depth=32)
+            for part in ("plain", "strategy", "optimizer"):
+                check_value(spec[part], Mapping[str, Any], part)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"the job that the launcher tells cannot be read: {error}") from error
+        spec |= {"run_dir": str(run_dir), "earlier": [], "elsewhere": True}
+        spec["script" if is_script(self._job) else "job"] = self._job.spec or ""
+        if spec.get("meeting"):  # at the launcher's address as it is known here
+            port = Address.parse(str(spec["meeting"]), "where process groups meet").port
+            spec["meeting"] = str(self._address.at(port))
+        spec["plain"]["run_dir"] = None
+        spec["plain"]["argv"] = [str(self._job.spec), *(spec["plain"].get("argv") or ())[1:]]
+        for described in (spec["strategy"], spec["optimizer"]):
+            file, _, name = str(described.get("class", "")).rpartition(":")
+            if file.endswith(".py"):
+                described["class"] = f"{self._own_file(Path(file).name, grant)}:{name}"
+        return spec
+
+    def _own_file(self, name: str, grant: v1.Grant) -> Path:
+        """This machine's copy of a file of the user's that the run needs: beside the job file."""
+        path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
+        here = file_hash(path) if path.is_file() else "no such file"
+        if here != grant.files.get(name, "not told"):
+            raise JoinRefusedError(
+                ENROLMENT,
+                "BAD_JOB_FILE",
+                f"the run needs {name} with SHA-256 {grant.files.get(name)}; {path}: {here}. "
+                "Copy it from the launcher's machine to beside the job file",
+            )
+        return path

@@ -1,0 +1,109 @@
+"""What must be the same on all machines of a run, and what to do about it where it is not."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import gradstream
+from gradstream.errors import ConfigError
+from gradstream.job.job import Job
+from gradstream.wire import v1
+
+__all__ = ["Difference", "difference", "facts_of", "file_hash"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """One of the things compared.
+
+    Args:
+        code: what a refusal because of it is called.
+        remedy: what to do.
+    """
+
+    code: v1.Code
+    remedy: str
+
+
+FACTS: Mapping[str, _Fact] = {
+    "gradstream": _Fact(v1.BAD_VERSION, "install the same version on both machines"),
+    "torch": _Fact(v1.BAD_VERSION, "install the same version on both machines"),
+    "job file": _Fact(v1.BAD_JOB_FILE, "copy the file from one machine to the other"),
+    "job function": _Fact(v1.BAD_JOB_FILE, "name the same function of the job file on both machines"),
+    "data set": _Fact(v1.BAD_DATA, "both machines must read the same data"),
+    "data samples": _Fact(v1.BAD_DATA, "both machines must read the same data"),
+    "data checksum": _Fact(
+        v1.BAD_DATA, "the data differ in their bytes: copy them from one machine to the other"
+    ),
+}
+"""In the order in which they are looked at: the first that differs is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a machine cannot take part."""
+
+    code: v1.Code
+    message: str
+
+
+def facts_of(job: Job) -> dict[str, str]:
+    """This machine's facts about a job: loaded by its spec, or of a loop that is in no file.
+
+    A data set has a checksum where it says so: an attribute `checksum`, a string. Others are
+    compared by name and number of samples.
+    """
+    path, function = _source(job) if job.spec is not None else (None, "")
+    facts = {
+        "gradstream": gradstream.__version__,
+        "torch": metadata.version("torch").partition("+")[0],  # builds for CPU and GPU fit together
+        "job file": "none" if path is None else f"{path.name} sha256:{file_hash(path)}",
+        "job function": function,
+        "data set": job.data.name,
+        "data samples": f"{job.data.num_samples} and {job.data.num_test_samples} held out",
+    }
+    checksum = getattr(job.data, "checksum", None)
+    return facts if checksum is None else {**facts, "data checksum": str(checksum)}
+
+
+def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> Difference | None:
+    """The first fact in which a machine differs from the launcher's; None if there is none."""
+    for name, fact in FACTS.items():
+        mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
+        if name == "job file" and _hash_in(mine) == _hash_in(theirs):
+            continue  # the same file under another name
+        if mine != theirs:
+            text = f"{name} differs: {who} has {mine}, the launcher has {theirs}. {fact.remedy.capitalize()}"
+            return Difference(fact.code, text)
+    return None
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal. Raises ConfigError where it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _hash_in(fact: str) -> str:
+    return fact.rpartition(" ")[2]
+
+
+def _source(job: Job) -> tuple[Path, str]:
+    """The file that a job comes from, and the function, or ""."""
+    assert job.spec is not None
+    place, colon, function = job.spec.rpartition(":")
+    if not colon:
+        place, function = job.spec, ""
+    if place.endswith(".py"):
+        return Path(place), function
+    found = importlib.util.find_spec(place)
+    if found is None or found.origin is None:
+        raise ConfigError(f"job {job.spec!r}: module {place!r} has no file that machines could compare")
+    return Path(found.origin), function

@@ -1,0 +1,186 @@
+"""A machine that takes part in a run that another has started: `gradstream join`.
+
+It comes in by the `Entrance`, starts the nodes that it is given, and follows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradstream.errors import ConfigError
+from gradstream.job.files import load_job
+from gradstream.job.job import Job, is_script
+from gradstream.run.local import NODE, SCRIPT, LocalCluster, node_environment
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.entrance import Entrance
+from gradstream.run.remote.reach import reach
+from gradstream.run.result import FINAL_MODEL
+from gradstream.untrusted.names import check_name
+from gradstream.wire import v1
+
+__all__ = ["Joining", "join"]
+
+POLL_S = 0.05
+EXPECTED = (0, 3, 75)
+"""Exit statuses of a node that ended well, because of another node, or because the run was stopped."""
+
+LEAVE_S = 10.0
+
+OnNote = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """How a machine joins.
+
+    Args:
+        address: of the launcher, as it has printed it.
+        job: spec of this machine's own job file.
+        arguments: what the file is run with, as on the launcher's machine.
+        token: of the run.
+        fingerprint: of the launcher's certificate, as it has printed it; not needed with `insecure`.
+        machine: what this machine is called; None is its host name.
+        insecure: plain text, where the launcher does that too.
+        run_dir: for logs; None makes runs/<utc>-<machine>.
+    """
+
+    address: Address
+    job: str
+    token: str
+    fingerprint: str | None = None
+    arguments: Sequence[str] = ()
+    machine: str | None = None
+    insecure: bool = False
+    run_dir: Path | None = None
+
+
+def join(joining: Joining, on_note: OnNote) -> int:
+    """Takes part in a run to its end, and returns the exit status of its launcher.
+
+    Args:
+        on_note: is told, in sentences, what is going on.
+
+    Raises:
+        ConfigError: of the arguments, or of the job file.
+        JoinRefusedError: the launcher does not want this machine, and says why; or it is not the one meant.
+        PeerLostError, DeadlineError: the launcher cannot be reached, or is gone.
+
+        After any of these, and after Ctrl-C, no process of the run is left on this machine.
+    """
+    name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
+    reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
+    job = load_job(joining.job, argv=[joining.job, *joining.arguments])
+    return asyncio.run(_run(joining, job, name, reached.certificate, on_note))
+
+
+async def _run(joining: Joining, job: Job, name: str, authority: bytes | None, on_note: OnNote) -> int:
+    async with Entrance(joining.address, job, name, joining.token, authority) as entrance:
+        return await _Machine(joining, job, name, entrance, on_note).run()
+
+
+class _Machine:
+    """This machine, as a part of the run."""
+
+    def __init__(self, joining: Joining, job: Job, name: str, entrance: Entrance, on_note: OnNote) -> None:
+        self._joining = joining
+        self._job = job
+        self._name = name
+        self._entrance = entrance
+        self._note = on_note
+        self._over: v1.Over | None = None
+        self._errors: dict[str, dict[str, Any]] = {}
+
+    async def run(self) -> int:
+        """Enrols, waits, starts nodes and follows them."""
+        grant = await self._entrance.enrol()
+        names = [node.name for node in grant.nodes]
+        self._note(f"in as {grant.machine}, with {', '.join(names)}; {grant.waiting}")
+        run_dir = self._make_run_dir(grant.machine)
+        spec = self._entrance.spec(grant, run_dir)
+        (run_dir / "nodes.json").write_text(json.dumps(spec, indent=2) + "\n")
+        num_workers = sum(name.startswith("worker") for name in names)
+        shards = any(name.startswith("shard") for name in names)
+        with LocalCluster(run_dir / "logs", node_environment(num_workers, shards=shards)) as cluster:
+            order = await self._entrance.order()
+            if order.HasField("go"):
+                self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
+                self._start(cluster, grant, run_dir, self._entrance.coordinator(order.go))
+                runtime = self._entrance.runtime
+                await runtime.gather(self._await_end(), self._follow(cluster))
+            else:
+                self._over = order.over
+            assert self._over is not None
+            await self._entrance.leave()
+            await self._let_leave(cluster, self._over.status)
+        self._note(self._over.message)
+        final = run_dir / FINAL_MODEL
+        if final.is_file():  # the launcher's own workers were lost
+            self._note(f"the final parameters are in {final}")
+        return self._over.status
+
+    def _start(self, cluster: LocalCluster, grant: v1.Grant, run_dir: Path, coordinator: str) -> None:
+        for node in grant.nodes:
+            arguments = ["--spec", str(run_dir / "nodes.json"), "--name", node.name]
+            arguments += ["--coordinator", coordinator, *self._entrance.network(node)]
+            is_loop = is_script(self._job) and node.name.startswith("worker")
+            cluster.start(node.name, arguments, main=SCRIPT if is_loop else NODE)
+
+    def _make_run_dir(self, machine: str) -> Path:
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        called = check_name(machine, "the name that the launcher gives this machine")
+        path = (self._joining.run_dir or Path("runs") / f"{stamp}-{called}").resolve()
+        if path.exists() and any(path.iterdir()):
+            raise ConfigError(f"run directory {path} exists and is not empty: name a new one")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    # ---- following ----------------------------------------------------------------------
+
+    async def _await_end(self) -> None:
+        """Returns when the launcher says that the run is over; raises when it is gone."""
+        self._over = (await self._entrance.order()).over
+
+    async def _follow(self, cluster: LocalCluster) -> None:
+        """Passes on what becomes of the nodes."""
+        while self._over is None:
+            message = cluster.message(0)
+            if message is None:
+                await self._entrance.runtime.sleep(POLL_S)
+            elif "error" in message:
+                self._errors[message["from"]] = message
+            elif "exited" in message:
+                await self._report(cluster, message["exited"], message["status"])
+
+    async def _let_leave(self, cluster: LocalCluster, status: int) -> None:
+        """Gives nodes that are left at the end time to leave; scripts of a finished run may go on."""
+        waited_s, patient = 0.0, is_script(self._job) and status == 0
+        while cluster.running and (patient or waited_s < LEAVE_S):
+            if cluster.message(0) is None:
+                await self._entrance.runtime.sleep(POLL_S)
+                waited_s += POLL_S
+
+    async def _report(self, cluster: LocalCluster, who: str, status: int) -> None:
+        said = self._errors.get(who)
+        if said is not None:
+            report = v1.Report(
+                error=said["error"],
+                message=said["message"],
+                traceback=said["traceback"],
+                who=who,
+                status=status,
+            )
+        elif status not in EXPECTED:
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            message = f"its process on {self._name} {how}; the end of its log:\n{cluster.log_tail(who, 5)}"
+            report = v1.Report(error="PeerLostError", message=message, who=who, status=status)
+        else:
+            report = v1.Report(who=who, status=status)
+        self._note(f"{who} has ended" + (f": {report.error}: {report.message}" if report.error else ""))
+        await self._entrance.report(report)

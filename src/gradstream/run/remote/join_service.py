@@ -1,0 +1,302 @@
+"""The launcher's enrolment service: machines come here to get in, and stay for the orders.
+
+It has a thread and an event loop of its own, beside the launcher's, for as long as the run takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import gradstream
+from gradstream.errors import DeadlineError, GradstreamError, RefusedError
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.certificate_authority import ENROLMENT, Authority
+from gradstream.run.remote.measure import serve_measure
+from gradstream.run.remote.members import Roster, Seat
+from gradstream.runtime.bell import Bell
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.real import RealRuntime
+from gradstream.runtime.throttle import Throttle
+from gradstream.transport.base import Identity, Stream
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
+from gradstream.untrusted import LINE_BYTES, counted, escaped
+from gradstream.wire import v1
+from gradstream.wire.frames import MAX_HEADER_BYTES
+
+__all__ = ["JOB", "Enrolment", "Invitation"]
+
+JOB = "enrolment"
+"""The job id under which machines talk to this service: they do not know the run's yet."""
+
+BEAT_S = 5.0
+START_S = 10.0
+LEAVE_S = 30.0
+LOUD_S = 60.0
+"""How often a run in plain text says so."""
+
+REFUSED_BYTES, HEAD_BYTES = 16, 120
+"""Of the name, and of the address, of a refused machine; and of what else its event has as a line."""
+
+OnMessage = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a machine is told that gets in.
+
+    Args:
+        spec: of the run's nodes, JSON.
+        files: other files of the user's that nodes read: names and SHA-256.
+        deadlines: of the run.
+        port_of: the port at which a node listens, by its name; 0 takes a free one.
+    """
+
+    spec: str
+    files: Mapping[str, str]
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    port_of: Callable[[str], int] = lambda _: 0
+
+
+class Enrolment:
+    """A context manager: enrols machines while it is open.
+
+    Args:
+        listen: where.
+        authority: signs certificates; None is a run in plain text.
+        roster: who may come in.
+        invitation: what they are told.
+        on_message: called from the service's thread with what happens:
+            {"machine": name, "state": "joined" | "left" | "refused", "address", "nodes", "reason"},
+            {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}.
+        secret: the token that joins machines: who comes has to prove that it knows it.
+    """
+
+    def __init__(
+        self,
+        listen: Address,
+        authority: Authority | None,
+        roster: Roster,
+        invitation: Invitation,
+        on_message: OnMessage,
+        secret: bytes,
+    ) -> None:
+        self._secret = secret
+        self.address = listen
+        self._authority = authority
+        self._roster = roster
+        self._invitation = invitation
+        self._on_message = on_message
+        self._go: v1.Go | None = None
+        self._over: v1.Over | None = None
+        self._bells: dict[Bell, None] = {}
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._closing = asyncio.Event()
+        self._refusals: Throttle[tuple[Seat, str]] | None = None
+        self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
+
+    def __enter__(self) -> Enrolment:
+        self._thread.start()
+        if not self._ready.wait(START_S):
+            raise DeadlineError(ENROLMENT, f"cannot listen on {self.address}: not done in {START_S:g} s")
+        if self._error is not None:
+            self._thread.join()
+            raise self._error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(LEAVE_S)
+
+    def go(self, port: int) -> None:
+        """Tells every machine to start, with the coordinator's port. Nobody is let in any more."""
+        self._order(lambda: setattr(self, "_go", v1.Go(port=port)))
+
+    def over(self, status: int, message: str) -> None:
+        """Tells every machine that the run is over, and how it ended."""
+        self._order(lambda: setattr(self, "_over", v1.Over(status=status, message=message)))
+
+    def _order(self, change: Callable[[], None]) -> None:
+        def carry_out() -> None:
+            change()
+            for bell in self._bells:
+                bell.ring()
+
+        self._loop.call_soon_threadsafe(carry_out)
+
+    # ---- the thread ---------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._main())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        runtime = RealRuntime(ENROLMENT)
+        endpoint = GrpcEndpoint(
+            Identity(JOB, ENROLMENT, 1, secret=self._secret),
+            runtime,
+            listen=str(self.address),
+            security=self._authority.enrolment if self._authority else None,
+            insecure=self._authority is None,
+            connection_s=self._invitation.deadlines.connection_s,
+            max_message_bytes=MAX_HEADER_BYTES,
+        )
+        self._runtime = runtime
+        self._refusals = Throttle(runtime, self._report_refused)
+        endpoint.on_stranger = self._refuse_stranger
+        endpoint.serve("hello", self._hello, model=False)
+        endpoint.serve("enrol", self._enrol, model=False)
+        endpoint.serve("measure", self._measure, model=False)
+        try:
+            await endpoint.start()
+            self.address = self.address.at(int(endpoint.address.rpartition(":")[2]))
+            self._ready.set()
+            if self._authority is None:
+                shouting = runtime.spawn(self._shout(), name="insecure")
+            await self._closing.wait()
+            if self._authority is None:
+                shouting.cancel()
+            await self._let_leave()
+        finally:
+            await endpoint.close()
+            self._refusals.close()
+            runtime.close()
+
+    async def _shout(self) -> None:
+        while True:
+            self._on_message({"insecure": str(self.address)})
+            await self._runtime.sleep(LOUD_S)
+
+    async def _let_leave(self) -> None:
+        """Machines that were told that it is over hang up by themselves; waits for that a little."""
+        waited_s = 0.0
+        while self._over is not None and self._bells and waited_s < BEAT_S:
+            await self._runtime.sleep(0.02)
+            waited_s += 0.02
+
+    # ---- methods ------------------------------------------------------------------------
+
+    def _refuse_stranger(self, address: str) -> None:
+        assert self._refusals is not None
+        self._refusals.tell((Seat("a machine", address, ()), "it has not proved that it knows the token"))
+
+    async def _hello(self, stream: Stream) -> None:
+        welcome = v1.Welcome(software=gradstream.__version__, state=self._roster.state, clock_s=time.time())
+        await stream.send(_body(welcome))
+
+    async def _measure(self, stream: Stream) -> None:
+        request = v1.Measure.FromString(stream.opened.body)
+        await serve_measure(stream, request)
+
+    async def _enrol(self, stream: Stream) -> None:
+        request = v1.Enrol.FromString(stream.opened.body)
+        seat = self._roster.enrol(request)
+        if isinstance(seat, v1.Refuse):
+            assert self._refusals is not None
+            self._refusals.tell((Seat(request.machine, request.address, ()), seat.message))
+            stream.refuse(seat.code, seat.message)
+            return
+        bell = Bell()
+        self._bells[bell] = None
+        reason = ""
+        try:
+            grant = self._grant(seat, request)
+            self._report(seat, "joined")
+            await stream.send(_body(v1.Order(grant=grant)))
+            await self._runtime.gather(self._listen(stream, seat), self._tell(stream, bell))
+        except GradstreamError as error:
+            reason = str(error).removeprefix(f"{stream.peer}: ")
+            raise
+        finally:
+            del self._bells[bell]
+            if self._over is None:
+                self._roster.left(seat)
+                self._report(seat, "left", reason or "it hung up")
+
+    def _grant(self, seat: Seat, request: v1.Enrol) -> v1.Grant:
+        authority = self._authority
+        return v1.Grant(
+            spec=self._invitation.spec,
+            files=self._invitation.files,
+            machine=seat.machine,
+            waiting=self._roster.state,
+            nodes=[
+                v1.Certified(
+                    name=name,
+                    certificate=authority.sign(name, request.request) if authority else b"",
+                    port=self._invitation.port_of(name),
+                )
+                for name in seat.nodes
+            ],
+        )
+
+    async def _tell(self, stream: Stream, bell: Bell) -> None:
+        """Sends orders as they come, and now and then a sign of life that says what is waited for."""
+        gone = False
+        while True:
+            if self._go is not None and not gone:
+                gone = True
+                await stream.send(_body(v1.Order(go=self._go)))
+            if self._over is not None:
+                await stream.send(_body(v1.Order(over=self._over)))
+                return
+            await stream.waiting([self._roster.state])
+            await bell.rung(self._runtime, BEAT_S)
+
+    async def _listen(self, stream: Stream, seat: Seat) -> None:
+        """Passes on what becomes of the machine's nodes, until it hangs up."""
+        while (received := await stream.recv()) is not None:
+            report = v1.Report.FromString(received.frame.body.data)
+            if report.who not in seat.nodes:
+                raise RefusedError(ENROLMENT, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
+            if report.error:
+                self._on_message(
+                    {
+                        "from": report.who,
+                        "error": report.error,
+                        "message": report.message,
+                        "traceback": report.traceback,
+                    }
+                )
+            self._on_message({"exited": report.who, "status": report.status})
+        if self._over is None:
+            raise RefusedError(stream.peer, "LEFT", "it has left the run")
+
+    def _report_refused(self, refused: tuple[Seat, str], more: int) -> None:
+        seat, reason = refused
+        named = Seat(escaped(seat.machine, REFUSED_BYTES), escaped(seat.address, REFUSED_BYTES), ())
+        left_bytes = limit_bytes = LINE_BYTES - HEAD_BYTES - len(json.dumps(named.machine + named.address))
+        while len(json.dumps(counted(reason, more, limit_bytes))) > left_bytes and limit_bytes > 32:
+            limit_bytes -= 8
+        self._report(named, "refused", counted(reason, more, limit_bytes))
+
+    def _report(self, seat: Seat, state: str, reason: str = "") -> None:
+        self._on_message(
+            {
+                "machine": seat.machine,
+                "state": state,
+                "address": seat.address,
+                "nodes": list(seat.nodes),
+                "reason": reason,
+            }
+        )
+
+
+def _body(message: Any) -> v1.Frame:
+    return v1.Frame(body=v1.Body(data=message.SerializeToString()))

@@ -1,0 +1,128 @@
+"""How a run takes in other machines: what the user says about it, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+from gradstream.errors import ConfigError
+from gradstream.job.job import Job
+from gradstream.job.registry import find_strategy
+from gradstream.run.remote.address import Address
+
+__all__ = ["Listening", "ServersOn", "workers_each"]
+
+ServersOn: TypeAlias = Literal["all", "launcher"]
+"""The machines that the shards of the parameter server run on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """How a run takes in other machines.
+
+    Args:
+        address: of this machine, at which the others reach it. With port P, the machines enrol
+            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; a script with S shards
+            that makes a process group of its own meets at P + 2 + S. With port 0 all take free ones.
+        machines: how many take part, this one included.
+        workers_per_machine: how many workers each has.
+        servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
+            (the launcher's is machine 0), and one on each where the job does not say how many. "launcher":
+            all of them on the launcher's, and one where the job does not say how many.
+        insecure: plain text, without encryption or authentication.
+        token: what machines must know; None makes one.
+        wait_s: how long the others have to come.
+        on_invitation: is given the line that joins a machine; None prints it to stderr.
+        on_open: is given address and certificate's fingerprint instead, and tells them to processes that
+            somebody else has started, torchrun for one. Each of these is a worker, and what is called a
+            machine here; this process is worker 0. See `RankRoster`.
+    """
+
+    address: Address
+    machines: int
+    workers_per_machine: int = 1
+    servers_on: ServersOn = "all"
+    insecure: bool = False
+    token: str | None = None
+    wait_s: float = 600.0
+    on_invitation: Callable[[str], None] | None = None
+    on_open: Callable[[str, str], None] | None = None
+
+    def check(self, job: Job, *, earlier: bool) -> None:
+        """Raises ConfigError where machines and job do not fit, or this machine cannot listen there."""
+        self.address.check_listen()
+        for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: expected at least 1")
+        if self.servers_on not in get_args(ServersOn):
+            raise ConfigError(
+                f"servers_on={self.servers_on!r}: expected one of {', '.join(map(repr, get_args(ServersOn)))}"
+            )
+        total = self.machines * self.workers_per_machine
+        if job.workers != total:
+            raise ConfigError(
+                f"workers={job.workers} means all workers of all machines: {self.machines} machines with "
+                f"{self.workers_per_machine} each have {total}"
+            )
+        if job.carrier == "tcp" and not self.insecure:
+            raise ConfigError(
+                "carrier='tcp' is neither encrypted nor authenticated, so between machines it needs a "
+                "network that you trust, and --insecure; carrier='auto' takes gRPC with certificates there"
+            )
+        if job.carrier == "shm" and self.machines > 1:
+            raise ConfigError(
+                "carrier='shm' needs one machine; use carrier='auto', which takes it inside each"
+            )
+        if earlier:
+            raise ConfigError(
+                "this script has trained before, and the other machines do not have that run: put the job "
+                "that they are to join into a file of its own"
+            )
+        for number in range(2 if self.address.port else 1):  # enrolment, coordinator
+            self.address.at(self.address.port + number).check_free()
+
+    def spread_servers(self, job: Job) -> Job:
+        """The job with one shard for each machine, where shards are spread and nobody has said how many.
+
+        Raises:
+            UnknownNameError: there is no such strategy.
+        """
+        strategy = find_strategy(job.strategy, job.strategy_options)
+        if self.servers_on != "all" or job.servers is not None or strategy.through != "servers":
+            return job
+        return replace(job, servers=self.machines, origins={**job.origins, "servers": "listen"})
+
+    def port_of(self, name: str) -> int:
+        """The port at which a node listens on its machine; 0 takes a free one. See `address`."""
+        first = self.address.port
+        role, _, rank = name.partition("-")
+        if not first or role == "worker":
+            return 0
+        return first + 1 if role == "coordinator" else first + 2 + int(rank)
+
+    def meeting_port(self, shards: int) -> int:
+        """The port of this machine for process groups of a script's own; 0 takes a free one."""
+        return self.address.port and self.address.port + 2 + shards
+
+
+def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:
+    """How many workers each machine has, 1 where nothing is said about it.
+
+    Args:
+        machines: of the run.
+        per_machine: as asked for.
+        workers: in all, as asked for.
+
+    Raises:
+        ConfigError: the workers do not divide among the machines, or the two numbers contradict.
+    """
+    if workers is None or machines < 1:
+        return 1 if per_machine is None else per_machine
+    each, left = divmod(workers, machines)
+    if left or per_machine not in (None, each):
+        raise ConfigError(
+            f"{workers} workers do not divide into {per_machine or 'equal parts'} on each of {machines} "
+            "machines: --workers means those of all machines together"
+        )
+    return each

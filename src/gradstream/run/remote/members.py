@@ -1,0 +1,149 @@
+"""Which machines are in, as a pure state machine: requests go in, seats and refusals come out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradstream.errors import ConfigError
+from gradstream.run.remote.facts import difference
+from gradstream.run.remote.listening import ServersOn
+from gradstream.untrusted import escaped
+from gradstream.untrusted.names import check_name
+from gradstream.wire import v1
+
+__all__ = ["RankRoster", "Roster", "Seat", "name_of_rank"]
+
+NO_NAME = r"[^\w.-]"
+
+NAME_BYTES = 128
+"""Of what a machine says about its name and its address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A machine that is in.
+
+    Args:
+        machine: its name, which no other of the run has.
+        address: where it is.
+        nodes: names of the shards and workers that run there.
+    """
+
+    machine: str
+    address: str
+    nodes: tuple[str, ...]
+
+
+class Roster:
+    """The machines of one run.
+
+    Args:
+        own: the launcher's machine; it has the first shard and the first workers.
+        machines: how many there are in all.
+        workers_per_machine: how many workers each has.
+        shards: of the parameter server, in all.
+        servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
+        facts: what must be the same on every machine.
+    """
+
+    kind = "machines"
+
+    def __init__(
+        self,
+        own: str,
+        *,
+        machines: int,
+        workers_per_machine: int,
+        facts: Mapping[str, str],
+        shards: int = 0,
+        servers_on: ServersOn = "all",
+    ) -> None:
+        self.own = own
+        self.begun = False
+        self._machines = machines
+        self._per_machine = workers_per_machine
+        self._shards = shards
+        self._hosts = machines if servers_on == "all" else 1  # of shards
+        self._facts = facts
+        self._seats: dict[int, Seat] = {0: Seat(own, "", self.nodes_of(0))}
+
+    @property
+    def missing(self) -> int:
+        """How many machines are not in yet."""
+        return self._machines - len(self._seats)
+
+    @property
+    def state(self) -> str:
+        """What is going on, in words."""
+        here = ", ".join(seat.machine for _, seat in sorted(self._seats.items()))
+        if self.begun:
+            return f"training on {self._machines} {self.kind} (here: {here})"
+        if not self.missing:
+            return f"all {self._machines} {self.kind} are here: {here}"
+        return f"waiting for {self.missing} of {self._machines} {self.kind} (here: {here})"
+
+    def nodes_of(self, index: int) -> tuple[str, ...]:
+        """Names of the shards and workers of machine `index`; that of the launcher is machine 0."""
+        shards = range(index, self._shards, self._hosts) if index < self._hosts else ()
+        first = index * self._per_machine
+        workers = range(first, first + self._per_machine)
+        return (*(f"shard-{rank}" for rank in shards), *(f"worker-{rank}" for rank in workers))
+
+    def seat_of(self, node: str) -> Seat | None:
+        """The machine on which a node runs; None where no machine has it."""
+        return next((seat for seat in self._seats.values() if node in seat.nodes), None)
+
+    def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
+        """A machine that knows the token asks to be in."""
+        try:
+            check_name(request.machine or "machine", "the machine's name (--name)")
+        except ConfigError as error:
+            return v1.Refuse(code=v1.BAD_REQUEST, message=str(error))
+        differs = difference(self._facts, dict(request.facts), request.machine)
+        if differs is not None:
+            return v1.Refuse(code=differs.code, message=differs.message)
+        free = [index for index in range(self._machines) if index not in self._seats]
+        free = self._may_take(request.machine, free)
+        if self.begun or not free:
+            return v1.Refuse(
+                code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}"
+            )
+        asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
+        seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
+        self._seats[free[0]] = seat
+        return seat
+
+    def left(self, seat: Seat) -> None:
+        """A machine is gone. Until training has begun another may take its place."""
+        if not self.begun:
+            self._seats = {index: entry for index, entry in self._seats.items() if entry is not seat}
+
+    def _may_take(self, machine: str, free: list[int]) -> list[int]:
+        """The seats among those that are free that a machine may have."""
+        del machine
+        return free
+
+    def _name(self, asked: str) -> str:
+        """The name asked for, with a number behind it where another machine has it."""
+        taken = {seat.machine for seat in self._seats.values()}
+        name, count = asked or "machine", 1
+        while name in taken:
+            count += 1
+            name = f"{asked or 'machine'}-{count}"
+        return name
+
+
+class RankRoster(Roster):
+    """Processes whose ranks are known already: each has the seat of its rank, and one worker."""
+
+    kind = "processes"
+
+    def _may_take(self, machine: str, free: list[int]) -> list[int]:
+        return [index for index in free if machine.startswith(name_of_rank(index, ""))]
+
+
+def name_of_rank(rank: int, host: str) -> str:
+    """What the process of a rank is called."""
+    return f"rank-{rank}-{re.sub(NO_NAME, '-', host)}"

@@ -1,0 +1,171 @@
+"""The way to a launcher, step by step: name, TCP, TLS, certificate. What goes wrong is called by its name."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+
+from gradstream.errors import ConfigError, DeadlineError, JoinRefusedError, PeerLostError
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.certificate_authority import fingerprint_of
+
+__all__ = ["CONNECT_S", "Reached", "check_fingerprint", "connect", "reach", "resolve", "shake_hands"]
+
+CONNECT_S = 5.0
+
+# What opens an HTTP/2 connection in plain text: the preface, and settings that say nothing.
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+SETTINGS = 4  # the kind of frame that the other side opens with
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A launcher that answers.
+
+    Args:
+        certificate: that it shows, PEM; None where it speaks plain text.
+        tcp_s, tls_s: how long connecting and the handshake took.
+    """
+
+    certificate: bytes | None
+    tcp_s: float
+    tls_s: float
+
+
+def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reached:
+    """Goes the whole way, up to knowing that it is the launcher that was meant.
+
+    Raises:
+        ConfigError: no such name; or no fingerprint was given to know the launcher by.
+        PeerLostError, DeadlineError: nobody answers.
+        JoinRefusedError: who answers is not who was meant (BAD_CERTIFICATE), or speaks TLS where
+            plain text was expected (TLS), or the other way round (PLAIN_TEXT).
+    """
+    resolve(address)
+    tcp_s = connect(address)
+    begun = time.monotonic()
+    certificate = shake_hands(address)
+    reached = Reached(certificate, tcp_s, time.monotonic() - begun)
+    if insecure:
+        if certificate is not None:
+            raise JoinRefusedError(
+                str(address),
+                "TLS",
+                "the launcher speaks TLS, and no plain text: leave --insecure out, and give the "
+                "--fingerprint that the launcher has printed",
+            )
+        return reached
+    if certificate is None:
+        raise JoinRefusedError(
+            str(address),
+            "PLAIN_TEXT",
+            "who answers there speaks plain text: nobody knows whether it is the launcher. If it was started "
+            "with --insecure, and you trust the network, join with --insecure too",
+        )
+    check_fingerprint(address, certificate, fingerprint)
+    return reached
+
+
+def resolve(address: Address) -> list[str]:
+    """Numbers of a name. Raises ConfigError for an unknown one."""
+    try:
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"{address.host}: no machine of this name is known here ({error.strerror}): check the spelling, "
+            "or use the number that `ip address` shows on the launcher's machine"
+        ) from None
+    return sorted({str(entry[4][0]) for entry in found})
+
+
+def connect(address: Address, timeout_s: float = CONNECT_S) -> float:
+    """Opens a TCP connection and closes it; returns the seconds that opening took.
+
+    Raises:
+        PeerLostError: nobody listens there, or no way leads there.
+        DeadlineError: no answer.
+    """
+    begun = time.monotonic()
+    with _socket(address, timeout_s):
+        return time.monotonic() - begun
+
+
+def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
+    """The certificate, PEM, that is shown at an address; None where gRPC answers in plain text.
+
+    It is not checked here: see `check_fingerprint`.
+
+    Raises:
+        JoinRefusedError: who answers speaks neither.
+        PeerLostError, DeadlineError: nobody answers.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with _socket(address, timeout_s) as connection:
+        try:
+            with context.wrap_socket(connection) as secure:
+                shown = secure.getpeercert(binary_form=True)
+                assert shown is not None
+                return ssl.DER_cert_to_PEM_cert(shown).encode()
+        except TimeoutError:
+            raise DeadlineError(
+                str(address),
+                f"took the connection, then said nothing for {timeout_s:g} s: is it a launcher's address?",
+            ) from None
+        except OSError as error:  # ssl.SSLError is one
+            if _speaks_plain_http2(address, timeout_s):
+                return None
+            raise JoinRefusedError(
+                str(address), "NOT_GRADSTREAM", f"who answers there is no launcher ({error}): check the port"
+            ) from None
+
+
+def check_fingerprint(address: Address, certificate: bytes, expected: str | None) -> None:
+    """Raises where the certificate shown is not the one meant."""
+    shown = fingerprint_of(certificate)
+    if expected is None:
+        raise ConfigError(
+            f"{address} shows a certificate with fingerprint {shown}. If that is what the launcher has "
+            f"printed, give it: --fingerprint {shown}"
+        )
+    if shown != expected.lower():
+        raise JoinRefusedError(
+            str(address),
+            "BAD_CERTIFICATE",
+            f"it shows a certificate with fingerprint {shown}, expected {expected}: it is another run's "
+            "launcher, or somebody in between. Copy the line that the launcher has printed anew",
+        )
+
+
+def _socket(address: Address, timeout_s: float) -> socket.socket:
+    try:
+        return socket.create_connection((address.host, address.port), timeout_s)
+    except TimeoutError:
+        raise DeadlineError(
+            str(address),
+            f"no answer to a TCP connection in {timeout_s:g} s: the address is wrong, the machine is down, "
+            "or a firewall drops what comes",
+        ) from None
+    except ConnectionRefusedError:
+        raise PeerLostError(
+            str(address),
+            "the machine is there, but nobody listens at this port: is the launcher still running?",
+        ) from None
+    except OSError as error:
+        raise PeerLostError(
+            str(address), f"no way leads there ({error.strerror or error}): are both machines in one network?"
+        ) from None
+
+
+def _speaks_plain_http2(address: Address, timeout_s: float) -> bool:
+    try:
+        with socket.create_connection((address.host, address.port), timeout_s) as connection:
+            connection.sendall(PREFACE)
+            answer = connection.recv(9)
+    except OSError:
+        return False
+    return len(answer) >= 4 and answer[3] == SETTINGS

@@ -1,0 +1,102 @@
+"""A run directory opened again: the job that it was made from, with parameters that it has kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from gradstream.checkpoint import newest, verify
+from gradstream.checkpoint.folder import FOLDER
+from gradstream.checkpoint.model_file import load_file
+from gradstream.data.base import Dataset
+from gradstream.errors import ConfigError, DataError
+from gradstream.job.job import Job, build_model
+from gradstream.run.node import NodeSpec
+from gradstream.run.plan import metrics_of
+from gradstream.run.result import FINAL_MODEL, Run
+from gradstream.runtime.storage import DiskStorage
+from gradstream.untrusted.names import check_name
+
+__all__ = ["job_of_run", "kept_parameters", "reopen", "spec_of_run"]
+
+
+def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = None) -> tuple[Run, Path]:
+    """The run with its model and data, ready for `evaluate`, and the file of its parameters.
+
+    Args:
+        path: a run directory; the run may have failed, if it has kept a checkpoint.
+        checkpoint: "final", or the name of a checkpoint: "step-00000120". None takes the final
+            parameters, or else the newest checkpoint.
+        data: another data set than the job's.
+
+    Raises:
+        ConfigError: it is not a run directory, its job cannot be read again, or there are no parameters.
+    """
+    run = Run.load(path)
+    file = kept_parameters(path, checkpoint)
+    try:
+        parameters = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+    job = job_of_run(path)
+    if job.device != "cpu":  # it may have been trained on another machine
+        job = dataclasses.replace(job, device="auto")
+    return dataclasses.replace(
+        run,
+        parameters=parameters,
+        model=build_model(job),
+        data=data or job.data,
+        metrics=metrics_of(job),
+    ), file
+
+
+def job_of_run(path: Path) -> Job:
+    """The job of a run directory, read again from its file. Raises ConfigError where that cannot be."""
+    return spec_of_run(path).load_again()
+
+
+def spec_of_run(path: Path) -> NodeSpec:
+    """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
+    try:
+        spec = NodeSpec.read(path / "nodes.json")
+        check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
+        return spec
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
+
+
+def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
+    """The file of parameters that a run has kept; see `reopen`. Checkpoints are verified first.
+
+    A newest checkpoint that was torn or altered is passed over for the one before, with a warning.
+
+    Raises:
+        ConfigError: there is none, or none of this name.
+        DataError: the one of this name was torn or altered, or all of them.
+    """
+    storage = DiskStorage(path)
+    if checkpoint is None and (path / FINAL_MODEL).is_file():
+        return path / FINAL_MODEL
+    if checkpoint is None:
+        damaged: list[DataError] = []
+        found = newest(storage, damaged.append)
+        if found is None and damaged:
+            named = "".join(f"\n  {error}" for error in damaged)
+            raise DataError(f"{path} has no parameters: every checkpoint of it is damaged:{named}")
+        for error in damaged:
+            warnings.warn(f"{error}; the one before is used", stacklevel=2)
+        if found is None:
+            raise ConfigError(f"{path} has no parameters: the run did not finish, and no checkpoint was kept")
+        return path / found[0] / FINAL_MODEL.name
+    there = {kept.parent.name: kept for kept in sorted((path / FOLDER).glob("[!.]*/model.safetensors"))}
+    name = checkpoint.rstrip("/").rpartition("/")[2]
+    if name not in there:
+        raise ConfigError(
+            f"{path / FOLDER} has no checkpoint {checkpoint!r}; there: {', '.join(there) or 'none'}"
+        )
+    if there[name] != path / FINAL_MODEL:
+        verify(storage, f"{FOLDER}/{name}")
+    return there[name]

@@ -1,0 +1,246 @@
+"""`Run`: what `train()` and `simulate()` return, and what a run directory can be read back into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from gradstream.checkpoint.model_file import load_file, save
+from gradstream.data.base import Dataset
+from gradstream.errors import ConfigError
+from gradstream.model.base import Model
+from gradstream.model.buffers import with_buffers
+from gradstream.report.notebook import run_html
+from gradstream.report.page import Source, page
+from gradstream.report.staleness import By, Staleness, staleness_by
+from gradstream.report.straggler import straggler_text
+from gradstream.report.summary import EventDict, evaluations_of, history_of, summary_of
+from gradstream.report.trace import trace_json
+from gradstream.run.files import read_config, read_record
+from gradstream.telemetry.event_lines import read_events
+from gradstream.untrusted import MismatchError, check_record
+from gradstream.worker.evaluation import Evaluation, Metric, evaluate
+
+__all__ = ["Evaluation", "Run", "check_info", "read_events"]
+
+MAX_UNIX_S = 1e11
+
+FINAL_MODEL = Path("checkpoints/final/model.safetensors")
+"""Where a run directory holds the trained parameters, under the user's own names."""
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """A run that has ended: its parameters, its history, its figures.
+
+    Args:
+        path: the run directory; None if nothing was written.
+        parameters: trained parameters under the user's own names, in the model's order, and its buffers
+            behind them; empty after a phantom simulation.
+        events: every event of the run, as `events.jsonl` holds them.
+        info: contents of `run.json`: versions, machine, environment.
+        model: what `evaluate` computes outputs with.
+        data: what `evaluate` looks at by default.
+        metrics: what `evaluate` asks besides, by name.
+        recording: of a simulation that was recorded: files by name, for `gradstream.replay`.
+        job: likewise: what was simulated.
+    """
+
+    path: Path | None = None
+    parameters: Arrays = field(default_factory=dict)
+    events: Sequence[EventDict] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    model: Model | None = None
+    data: Dataset | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    recording: Mapping[str, bytes] = field(default_factory=dict)
+    job: Any = None
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """One row per minibatch: step, epoch, rank, samples, loss, lr, time_s, ... (see `history_of`)."""
+        return history_of(self.events)
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """One row per evaluation on the way, `evaluate_every`: step, epoch, samples, accuracy, loss, ..."""
+        return evaluations_of(self.events)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The run in figures (see `summary_of` for the keys)."""
+        return summary_of(self.events)
+
+    def staleness(self, by: By = "link") -> Staleness:
+        """How stale gradients were: a table, chunks counted by τ.
+
+        Args:
+            by: "link" has a row for each worker and shard, "worker", "shard" and "run" sum over the others.
+
+        Returns:
+            Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none where workers exchange in
+            a group. Where they share a vector in memory, τ and rows count minibatches.
+        """
+        return staleness_by(self.events, by)
+
+    @classmethod
+    def load(cls, path: str | Path, *, model: Model | None = None, data: Dataset | None = None) -> Run:
+        """Reads a run directory, also of a run that failed or is still going on.
+
+        Args:
+            path: the run directory.
+            model, data: for `evaluate`; a run directory does not hold them.
+
+        Raises:
+            ConfigError: it is not a run directory, or a file in it cannot be read.
+        """
+        path = Path(path)
+        if not (path / "run.json").is_file():
+            raise ConfigError(f"{path} is not a run directory: it has no run.json")
+        info, final = read_record(path / "run.json"), path / FINAL_MODEL
+        try:
+            check_info(info)
+            parameters = load_file(final) if final.is_file() else {}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(
+                f"{final} cannot be read: {error}; put it back from a copy, or remove it and resume the run"
+            ) from error
+        events = read_events(path / "events.jsonl")
+        return cls(path=path, parameters=parameters, events=events, info=info, model=model, data=data)
+
+    def save_parameters(self, path: str | Path) -> None:
+        """Writes the parameters as one safetensors file, readable without gradstream."""
+        Path(path).write_bytes(save(self.parameters))
+
+    def evaluate(self, data: Dataset | None = None, *, batch_size: int = 256) -> Evaluation:
+        """Looks at every held-out sample of `data` (default: the data trained on).
+
+        Integer targets mean classification, one output per class along the last axis; any other
+        tensor regression. The run's metrics are asked besides.
+
+        Raises:
+            ConfigError: the run has no model, no data or no parameters, or `data` holds no
+                samples out.
+            UserCodeError: the model, the data set or a metric raised.
+        """
+        data = data or self.data
+        if self.model is None or data is None:
+            raise ConfigError("evaluate: no model or no data; give them: Run.load(path, model=…, data=…)")
+        if not data.num_test_samples:
+            raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
+        flat = flatten(self.model, self.parameters)
+        with with_buffers(self.model, self.parameters):  # only meanwhile: the model may train again
+            return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)
+
+    def report(self, path: str | Path, *, price: float | None = None) -> Path:
+        """Writes the run as one HTML file, which needs no network, and returns its path.
+
+        Args:
+            path: of the file; an existing one is overwritten.
+            price: of one machine for an hour, in any currency: says what the run cost.
+        """
+        source = Source(
+            events=self.events,
+            title=self.path.resolve().name if self.path else "run",
+            config=read_config(self.path / "config.toml") if self.path else "",
+            info=self.info,
+            price=price,
+        )
+        Path(path).write_text(page(source))
+        return Path(path)
+
+    def trace(self, path: str | Path) -> Path:
+        """Writes the run as a Chrome trace (for ui.perfetto.dev), and returns its path."""
+        Path(path).write_text(trace_json(self.events))
+        return Path(path)
+
+    def __repr__(self) -> str:
+        """A short table of the figures one asks for first."""
+        lines = [f"  {name:<10} {value}" for name, value in self._rows()]
+        return "\n".join(["Run", *lines])
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook, with the curve of the loss."""
+        return run_html(self._rows(), self.events)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        figures = self.summary
+        stale = self.staleness("run")
+        rows = [
+            ("path", self.path),
+            ("strategy", figures["strategy"]),
+            ("parameters", figures["num_parameters"]),
+            ("steps", figures["steps"]),
+            ("samples/s", figures["samples_per_s"]),
+            ("train_s", figures["train_s"]),
+            ("loss", figures["loss"]),
+            ("accuracy", figures["accuracy"]),
+            ("held out", figures["held_out_loss"]),
+            ("staleness", stale[0] if stale and stale[0].largest else None),
+            ("slow worker", straggler_text(figures["straggler"]) or None),
+            ("failed", figures["failed"] and figures["failed"]["message"]),
+        ]
+        return [(key, _short(value)) for key, value in rows if value is not None]
+
+
+@dataclass(frozen=True)
+class _Machine:
+    cores: int | None = None
+
+
+@dataclass(frozen=True)
+class _Info:
+    """Those entries of `run.json` that are looked at here."""
+
+    name: str | None = None
+    id: str | None = None
+    began_unix_s: float | None = None
+    nodes: str | None = None
+    simulated: bool = False
+    machine: _Machine | None = None
+
+
+def check_info(info: Any) -> None:
+    """Raises ValueError where `run.json` has something else than what is looked at in it."""
+    if not isinstance(info, dict):
+        raise MismatchError("run.json is no JSON object")
+    seen = {name: value for name, value in info.items() if name in _Info.__annotations__}
+    if isinstance(seen.get("machine"), dict):
+        seen["machine"] = {"cores": seen["machine"].get("cores")}
+    check_record(_Info, seen, "run.json: ")
+    if not abs(seen.get("began_unix_s") or 0.0) < MAX_UNIX_S:
+        raise MismatchError("run.json: began_unix_s is no date")
+
+
+def flatten(model: Model, parameters: Arrays) -> torch.Tensor:
+    """The flat vector (E,) that holds `parameters` in the places of the model's layout.
+
+    Raises:
+        ConfigError: a tensor of the model is missing, or has another number of elements.
+    """
+    flat = torch.empty(model.layout.elems, dtype=model.layout.dtype)
+    for name, view in model.layout.views(flat):
+        array = parameters.get(name)
+        if array is None or array.size != view.numel():
+            got = "nothing" if array is None else f"shape {array.shape}"
+            raise ConfigError(
+                f"parameters[{name!r}]: got {got}, expected shape {tuple(view.shape)}; "
+                "is this the model that the run trained?"
+            )
+        view.copy_(torch.from_numpy(np.array(array)).view(view.shape))
+    return flat
+
+
+def _short(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

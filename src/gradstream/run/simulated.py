@@ -1,0 +1,143 @@
+"""A whole run inside one process, on virtual time: every node of the cast, and deaths on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import torch
+
+from gradstream.coordinator import Coordinator, Outcome
+from gradstream.data.base import Dataset
+from gradstream.model.base import Model
+from gradstream.run.nodes import COORDINATOR, Cast, shard_name, worker_name
+from gradstream.runtime.base import Storage
+from gradstream.runtime.simulation import World
+from gradstream.runtime.virtual import DeadlockError, VirtualCluster
+from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+
+__all__ = ["Script", "SimulatedCluster"]
+
+
+class SimulatedCluster:
+    """The nodes of a job on a virtual network.
+
+    Args:
+        cast: what all nodes agree on.
+        model: copied for each worker; a phantom one is never run, and shared.
+        data: never read in a phantom world.
+        world: machines and network.
+        on_events: gets JSON lines of events as they happen.
+        storage: the disk of all nodes; an empty one if None.
+    """
+
+    def __init__(
+        self,
+        cast: Cast,
+        model: Model,
+        data: Dataset,
+        world: World,
+        on_events: Callable[[bytes], None],
+        storage: Storage | None = None,
+    ) -> None:
+        self.cast = cast
+        self.coordinator: Coordinator | None = None  # once it has started
+        self.virtual = VirtualCluster(cast.seed, world, storage)
+        self.network = MemoryNetwork(self.virtual)
+        self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
+        self._model = model
+        self._data = data
+        self._on_events = on_events
+        self._address = ""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._outcome: Outcome | None = None
+
+    def run(self, script: Script | None = None) -> Outcome | None:
+        """Runs until every node has ended.
+
+        Args:
+            script: runs beside the nodes, on virtual time: kills some of them, for example.
+
+        Returns:
+            What the coordinator concluded; None where it was killed.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # results must not depend on this machine's cores
+        try:
+            self.virtual.run(self._main(script))
+        finally:
+            torch.set_num_threads(threads)
+        return self._outcome
+
+    def kill(self, name: str) -> None:
+        """SIGKILL: the node's process is gone, at this instant of virtual time."""
+        self.network.kill(name)
+        self.virtual.runtime(name).kill()
+        director = self.virtual.runtime("director")
+        director.spawn(self._bury(self._tasks[name]), name=f"burial of {name}")
+
+    def stop(self) -> None:
+        """Asks the run to stop with a checkpoint, as Ctrl-C does."""
+        if self.coordinator is not None:
+            self.coordinator.stop()
+
+    async def _bury(self, task: asyncio.Task[None]) -> None:
+        """Cancels until it has ended: clean-up code of a dead node waits for timers that never fire."""
+        director = self.virtual.runtime("director")
+        while not task.done():
+            task.cancel()
+            await director.sleep(1e-3)
+
+    async def _main(self, script: Script | None) -> None:
+        await self._start(COORDINATOR, self._coordinator)
+        for rank in range(self.cast.servers):
+            await self._start(shard_name(rank), partial(self._shard, rank))
+        for rank in range(self.cast.workers):
+            await self._start(worker_name(rank), partial(self._worker, rank))
+        director = self.virtual.runtime("director")
+        if script is not None:
+            director.spawn(script(self), name="script")
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _start(self, name: str, play: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
+        runtime = self.virtual.runtime(name)
+        endpoint = MemoryEndpoint(self.cast.identity(name, incarnation=1), runtime, self.network)
+        await endpoint.start()
+        if name == COORDINATOR:
+            self._address = endpoint.address
+        endpoint.know(COORDINATOR, self._address)
+
+        async def live() -> None:
+            try:
+                await play(endpoint)
+                self.outcomes[name] = None
+            except BaseException as error:
+                self.outcomes[name] = error
+                if isinstance(error, DeadlockError) or not isinstance(error, Exception):
+                    raise  # Ctrl-C is nobody's death
+            finally:
+                if not runtime.dead:
+                    await endpoint.close()
+
+        self._tasks[name] = asyncio.get_running_loop().create_task(live(), name=name)
+
+    async def _coordinator(self, endpoint: MemoryEndpoint) -> None:
+        runtime = self.virtual.runtime(COORDINATOR)
+        self.coordinator = self.cast.coordinator(runtime, endpoint, self._on_events)
+        self._outcome = await self.coordinator.run()
+
+    async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
+        runtime = self.virtual.runtime(endpoint.identity.name)
+        await self.cast.shard(runtime, endpoint, rank, self._model).run()
+
+    async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
+        runtime = self.virtual.runtime(endpoint.identity.name)
+        model = self._model if self.virtual.world.phantom else copy.deepcopy(self._model)
+        await self.cast.worker(runtime, endpoint, rank, model, self._data).run()
+
+
+Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]
+"""What happens to a simulated run from outside."""

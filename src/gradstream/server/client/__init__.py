@@ -1,0 +1,3 @@
+"""A worker's side of the parameter server."""
+
+__all__ = ()

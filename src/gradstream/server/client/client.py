@@ -1,0 +1,255 @@
+"""The worker's side of the parameter server.
+
+A worker's verbs on one chunk take effect in the order it issued them: a fetch sees the worker's
+own pushes before it, and a push of a chunk waits until the fetch before it has landed. Other chunks,
+and different shards, run independently, so both directions of the network are busy at once.
+
+Every exchange is retried until `retry_s` have passed without progress: a push under its own
+sequence number, so that it is applied once, whatever happened to the first try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gradstream.errors import InternalError
+from gradstream.memory import Vector
+from gradstream.runtime.base import Runtime, awaited_later
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client.arrival import Arrival, Patch
+from gradstream.server.client.fetch import Fetching
+from gradstream.server.client.links import Links
+from gradstream.server.client.push import Pushing
+from gradstream.server.rows import RowMap
+from gradstream.server.update import Piece, Update
+from gradstream.telemetry.traffic import Transfer
+from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
+
+__all__ = ["ServerClient", "names_of"]
+
+
+class ServerClient:
+    """All shards, as one server.
+
+    Args:
+        runtime: of this worker's node.
+        endpoint: of this worker's node.
+        shards: their node names, in the order of the chunk map.
+        chunks: the chunk map.
+        spare: where the first fetch lands.
+        silence_s: how long a shard may be silent. One that waits for others is not silent.
+        retry_s: how long an exchange is retried without any progress.
+        on_transfer: told of each push and fetch that is done.
+        rows: of every chunk, where only what has changed is exchanged; None exchanges whole chunks.
+
+    Attributes:
+        known: by chunk, the version that the replica's parameters are of; -1 for none. With `rows`, a fetch
+            is a `Patch` of these.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        shards: Sequence[str],
+        chunks: ChunkMap,
+        spare: Vector,
+        *,
+        silence_s: float,
+        retry_s: float,
+        on_transfer: Callable[[Transfer], None] | None = None,
+        rows: RowMap | None = None,
+    ) -> None:
+        self.chunks = chunks
+        self.rows = rows
+        self.known: Sequence[int] = [-1] * chunks.num_chunks
+        self.spare: Vector | None = spare
+        self.clock = 0
+        self._runtime = runtime
+        self._links = Links(
+            runtime,
+            endpoint,
+            shards,
+            chunks,
+            silence_s=silence_s,
+            retry_s=retry_s,
+            on_transfer=on_transfer,
+        )
+        self.traffic, self.claims = self._links.traffic, self._links.claims
+        self._sequence = 0  # of the push or command issued last
+        self._last_push = 0  # of the push issued last
+        self._pushing: asyncio.Task[None] | None = None
+        self._pushed: Vector | None = None  # by the push started last
+        self._last_fetch: Arrival | None = None
+        self._num_fetches = 0
+
+    # ---- verbs --------------------------------------------------------------------------
+
+    async def push_soon(self, update: Update, *, tick: bool = False) -> None:
+        """Starts a push, once the one before it is done.
+
+        Args:
+            update: what is pushed; one of nothing is done at once.
+            tick: it makes this worker's clock one later.
+
+        Raises:
+            What the push before failed with: it may have been applied to some chunks.
+        """
+        await self.settle()
+        if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
+            if update.on_done is not None:
+                update.on_done()
+            return
+        if tick:
+            self.clock += 1
+            update.clock = self.clock
+        if update.prompt and update.pieces is not None:
+            made = await update.pieces()
+            update.pieces = partial(_at_once, made)
+        self._sequence += 1
+        update.sequence = self._sequence
+        # Initial parameters cannot wait for a fetch, which may be waiting for them.
+        sequence, before = self._sequence, None if update.assign else self._last_fetch
+        self._pushed = update.vector
+        self._last_push = sequence
+        name = f"{self._runtime.node}-push-{sequence}"
+        push = Pushing(self._links, update, sequence, before)
+        self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
+
+    def settle(self) -> Coroutine[Any, Any, None]:
+        """Returns once the push started last, as of this call, is acknowledged by every shard.
+
+        Raises:
+            What that push failed with.
+        """
+        return self._settled(self._pushing)
+
+    @staticmethod
+    async def _settled(pushing: asyncio.Task[None] | None) -> None:
+        if pushing is not None:
+            await asyncio.shield(pushing)
+
+    def fetch_soon(
+        self,
+        *,
+        min_version: int = 0,
+        own: bool = True,
+        flush: bool = False,
+        min_clock: int = 0,
+        vector: str = "",
+    ) -> Arrival:
+        """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
+
+        Each chunk is one version, at least `min_version`. Where what was pushed last lies in that vector,
+        that push is waited for first.
+
+        Args:
+            min_version: an older one is not sent.
+            own: all own pushes before it are applied to it, or are in the server's sum; else it may
+                overtake them.
+            flush: what the server's sums hold is applied to it, though no update is due.
+            min_clock: so many updates, at least, of every worker that takes part are in it.
+            vector: a state vector of the update rule is fetched, and not the parameters.
+
+        Raises:
+            InternalError: the fetch before was not adopted yet, so there is no spare vector.
+        """
+        if self.spare is None:
+            raise InternalError("a second fetch before the first was adopted: there is one spare vector")
+        arrival, self.spare = self._arrival(self.spare), None
+        self._num_fetches += 1
+        terms = v1.Fetch(
+            min_version=min_version,
+            after_sequence=self._last_push if own else 0,
+            number=self._num_fetches,
+            flush=flush,
+            min_clock=min_clock,
+            vector=vector,
+        )
+        name = f"{self._runtime.node}-fetch-after-{self._sequence}"
+        free = self.settle() if self._pushed is arrival.vector else None
+        fetch = Fetching(self._links, arrival, terms)
+        arrival.task = awaited_later(self._runtime.spawn(fetch.run(free), name=name))
+        self._last_fetch = arrival
+        return arrival
+
+    def _arrival(self, vector: Vector) -> Arrival:
+        if self.rows is None:
+            return Arrival(vector, self.chunks.num_chunks)
+        return Patch(self.rows, self.known, vector.tensor.dtype, vector)
+
+    async def fetch_into(self, vector: Vector) -> None:
+        """Fetches all parameters as they are now, beside the verbs above and in no order with them.
+
+        Not to compute gradients on: a shard that keeps what this worker has read last does not take note.
+        """
+        await Fetching(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
+
+    async def reclaim_spare(self) -> None:
+        """Waits for a fetch that nobody adopted, and forgets what it brought."""
+        if self.spare is None and self._last_fetch is not None:
+            await self._last_fetch.done()
+            self.spare = self._last_fetch.vector
+
+    async def command(self, command: v1.Command) -> v1.CommandResult:
+        """The same command on all shards; scalars are added up.
+
+        Carried out exactly once on each shard, in the order of one client's commands. If it
+        raises, some shards may have carried it out.
+        """
+        self._sequence += 1
+        command.sequence = self._sequence
+        links = self._links
+
+        async def ask(_: int, name: str) -> v1.CommandResult:
+            return await links.retrying(
+                lambda _: links.endpoint.call(
+                    name, "command", command, v1.CommandResult, silence_s=links.silence_s
+                )
+            )
+
+        results = await links.with_each(ask)
+        counters: Counter[str] = Counter()
+        for result in results:
+            counters.update(dict(result.counters))
+        return v1.CommandResult(
+            scalar=sum(result.scalar for result in results),
+            min_version=min(result.min_version for result in results),
+            max_version=max(result.max_version for result in results),
+            counters=counters,
+            clock=max(result.clock for result in results),
+        )
+
+    async def leave(self) -> None:
+        """This worker has nothing to do for now: nobody waits for its clock. Its pushes are settled."""
+        await self.command(v1.Command(kind=v1.Command.LEAVE))
+
+    async def enter(self) -> None:
+        """This worker takes part again: at its own clock, or at that of the slowest if that is later."""
+        clock = -1
+        while clock != self.clock:  # the second time all shards are told the latest of theirs
+            clock = self.clock
+            result = await self.command(v1.Command(kind=v1.Command.ENTER, clock=clock))
+            self.clock = max(clock, result.clock)
+
+    async def assign(self, vector: Vector) -> None:
+        """Hands out initial parameters: version 0 of every chunk that has none yet. Others keep theirs."""
+        zero = [0] * self.chunks.num_chunks
+        update = Update(vector, samples=0, learning_rate=0.0, basis=zero, assign=True)
+        await self.push_soon(update)
+        await self.settle()
+
+
+async def _at_once(made: Mapping[int, Piece]) -> Mapping[int, Piece]:
+    return made
+
+
+def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
+    """Names of the nodes of a role, in the order of their ranks."""
+    found = (node for node in nodes if node.role == role)
+    return [node.name for node in sorted(found, key=lambda node: node.rank)]

@@ -1,0 +1,183 @@
+"""A push under way: chunks leave as they are ready, and are sent again until their shard has answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+from gradstream.errors import PeerLostError
+from gradstream.memory import Span, Vector
+from gradstream.runtime.base import Progress
+from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.links import Links
+from gradstream.server.update import Piece, Update
+from gradstream.transport.base import Lent, Stream
+from gradstream.wire import v1
+from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import ABSENT
+
+__all__ = ["Pushing"]
+
+
+class Pushing:
+    """One push to all shards.
+
+    Args:
+        links: to them.
+        update: what is pushed.
+        sequence: number of the push.
+        before: a fetch that each chunk waits for until it has landed; None for none.
+    """
+
+    def __init__(self, links: Links, update: Update, sequence: int, before: Arrival | None) -> None:
+        self.links = links
+        self.update = update
+        self.sequence = sequence
+        self.before = before
+        self.pieces: Mapping[int, Piece] | None = None  # by chunk, where not all of every chunk is pushed
+
+    async def run(self) -> None:
+        """Returns once every shard has answered for every chunk, and what was pushed is read no more.
+
+        Raises:
+            What `Links.retrying` raises: it may have been applied to some chunks.
+        """
+        links, update = self.links, self.update
+        vector, begun_ns = update.vector, links.runtime.now()
+        self.pieces = None if update.pieces is None else await update.pieces()
+        # What is still being computed is lent chunk by chunk, as it is sent.
+        whole = update.ready is None and vector is not None
+        to = f"{links.runtime.node}: push {self.sequence}"
+        with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
+            await links.with_each(lambda rank, name: _ToShard(self, rank, name).run())
+        links.traffic.pushes += 1
+        links.report("push", begun_ns, _size_bytes(vector, self.pieces))
+        if update.on_done is not None:
+            update.on_done()
+
+    def request(self) -> v1.Push:
+        """As it is said to a shard. What the update is made of may be filled in until anything is ready."""
+        update, partial = self.update, self.pieces is not None
+        return v1.Push(
+            command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
+            sequence=self.sequence,
+            samples=update.samples,
+            learning_rate=update.learning_rate,
+            round=update.round,
+            num_gradients=update.num_gradients,
+            clock=update.clock,
+            loss=update.loss,
+            vector=update.target,
+            rows=partial,
+            basis=max(0, min(update.basis)) if partial else 0,
+        )
+
+    async def ready(self, chunk: int) -> None:
+        """Returns once all elements of a chunk are final."""
+        if self.update.ready is not None:
+            await self.update.ready.reached(self.links.chunks.bounds(chunk)[1])
+
+
+class _ToShard:
+    """A push to one shard.
+
+    Args:
+        push: of which this is a part.
+        rank, name: of the shard.
+    """
+
+    def __init__(self, push: Pushing, rank: int, name: str) -> None:
+        self._push = push
+        self._links = push.links
+        self._name = name
+        self._traffic = push.links.traffic.links[name]
+        self._left = dict.fromkeys(push.links.chunks.chunks_of(rank))  # not answered for
+        self._lent: list[Lent] = []
+
+    async def run(self) -> None:
+        await self._links.retrying(self._attempt)
+        for one in self._lent:  # what was answered is read no more; all but the word of it is here
+            await one.back(self._links.silence_s)
+
+    async def _attempt(self, progressed: Callable[[], None]) -> None:
+        if not self._left:
+            return  # answered in full just before the stream broke
+        await self._push.ready(next(iter(self._left)))
+        # Not earlier: a loop of the user's says how many samples it took when the gradient is there.
+        request = self._push.request()
+        opened_ns = self._links.runtime.now()
+        stream = await self._links.endpoint.open(self._name, "push", request)
+        sent = Progress()
+        try:
+            await self._links.runtime.gather(
+                self._send_chunks(stream, list(self._left), sent),
+                self._take_results(stream, sent, progressed, opened_ns),
+            )
+        finally:
+            stream.cancel("done")
+
+    async def _send_chunks(self, stream: Stream, chunks: Sequence[int], sent: Progress) -> None:
+        for count, chunk in enumerate(chunks, start=1):
+            await self._push.ready(chunk)
+            if self._push.before is not None:
+                await self._push.before.landed(chunk)
+            if await self._send(stream, chunk):
+                sent.advance(count)
+        await stream.end()
+        sent.advance(len(chunks))
+
+    async def _send(self, stream: Stream, chunk: int) -> bool:
+        """Sends a chunk, or that it is absent. False where nothing is sent, which says the same."""
+        update, pieces = self._push.update, self._push.pieces
+        start, stop = self._links.chunks.bounds(chunk)
+        header = v1.Chunk(
+            index=chunk, sequence=self._push.sequence, elems=stop - start, version=max(0, update.basis[chunk])
+        )
+        if update.vector is None:
+            header.flags = ABSENT
+            await stream.send(v1.Frame(chunk=header), None, self._links.silence_s)  # its Open may be lost
+            return True
+        itemsize_bytes = update.vector.tensor.element_size()
+        self._traffic.whole_pushed_bytes += (stop - start) * itemsize_bytes
+        if pieces is not None and chunk not in pieces:
+            return False
+        span: Span = update.vector[start:stop] if pieces is None else pieces[chunk].payload
+        header.rows = 0 if pieces is None else pieces[chunk].num_rows
+        header.elems = len(span)
+        header.dtype = to_wire(update.vector.tensor.dtype)
+        self._traffic.pushed_bytes += len(span) * itemsize_bytes
+        self._lent.append(await stream.lend(v1.Frame(chunk=header), span, self._links.silence_s))
+        return True
+
+    async def _take_results(
+        self, stream: Stream, sent: Progress, progressed: Callable[[], None], opened_ns: int
+    ) -> None:
+        taken, update, left = 0, self._push.update, self._left
+        is_gradient = update.vector is not None and not update.assign
+        while left:
+            await sent.reached(taken + 1)  # silence counts only while an answer is due
+            received = await stream.recv(self._links.silence_s)
+            if received is None:
+                raise PeerLostError(stream.peer, f"ended a push with {len(left)} chunks unanswered")
+            results = v1.PushResults.FromString(received.frame.body.data)
+            for chunk in results.absent:
+                taken += 1
+                left.pop(chunk, None)
+            for result in results.results:
+                taken += 1
+                left.pop(result.chunk, None)
+                if result.outcome == v1.PushResult.APPLIED and is_gradient:
+                    self._traffic.staleness[result.staleness] += 1
+                update.late = update.late or result.outcome == v1.PushResult.DROPPED
+                self._links.claim(result, opened_ns)
+            self._links.heard(stream.peer, opened_ns)
+            progressed()
+
+
+def _size_bytes(vector: Vector | None, pieces: Mapping[int, Piece] | None) -> int:
+    """Bytes of a push."""
+    if vector is None:
+        return 0
+    if pieces is None:
+        return vector.tensor.nbytes
+    return sum(len(piece.payload) for piece in pieces.values()) * vector.tensor.element_size()

@@ -1,0 +1,3 @@
+"""A shard: the process that holds a part of the parameters."""
+
+__all__ = ()

@@ -1,0 +1,179 @@
+"""Typed commands on a shard's named vectors: what a strategy needs of a server besides push and fetch.
+
+The same command goes to all shards; each carries it out on its own ranges. A command is
+exactly-once per (sender, incarnation, sequence): a retry gets the first result again.
+
+A command on vectors goes from chunk to chunk, and takes its turn at each as an update does: fetches and
+updates of the other chunks go on, and what a fetch gets of a chunk has all of the command or nothing of it.
+Commands are carried out one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+
+from gradstream.errors import ConfigError
+from gradstream.memory import Vector
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.shard.chunk_leases import Readers
+from gradstream.server.shard.state import Sender
+from gradstream.server.shard.store import Store
+from gradstream.server.shard.updates import BRIEF_ELEMS
+from gradstream.wire import v1
+
+__all__ = ["Commands"]
+
+MAX_NAMED = 64  # vectors, each as long as the shard's parameters
+KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
+
+
+class Commands:
+    """Carries out commands.
+
+    Args:
+        runtime: of the shard's node.
+        store: its vectors.
+        chunks: numbers of its chunks.
+        versions: gives the versions of its chunks.
+        readers: who is at a chunk.
+        written: told of each chunk whose parameters a command has changed.
+        take_part: told which worker is at which clock, or has nothing to do (None); returns its clock.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: Store,
+        chunks: Iterable[int],
+        versions: Callable[[], Sequence[int]],
+        readers: Readers,
+        written: Callable[[int], None],
+        take_part: Callable[[str, int | None], int],
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._chunks = list(chunks)
+        self._versions = versions
+        self._readers = readers
+        self._written = written
+        self._take_part = take_part
+        self.turn = asyncio.Lock()  # whoever holds it finds no command half carried out
+        self._results: dict[Sender, OrderedDict[int, asyncio.Task[v1.CommandResult]]] = {}
+
+    async def carry_out(
+        self, sender: str, incarnation: int, command: v1.Command, counters: Counter[str]
+    ) -> v1.CommandResult:
+        """Does it, unless it was done before. Raises ConfigError for vectors that do not exist."""
+        if command.kind == v1.Command.STATUS:
+            versions = self._versions()
+            return v1.CommandResult(
+                min_version=max(0, min(versions, default=0)),
+                max_version=max(0, *versions, 0),
+                counters=counters,
+            )
+        results = self._results.setdefault((sender, incarnation), OrderedDict())
+        if command.sequence not in results:
+            name = f"command-{sender}-{command.sequence}"
+            results[command.sequence] = self._runtime.spawn(self._do(sender, command), name=name)
+            while len(results) > KEPT_RESULTS:
+                results.popitem(last=False)
+        return await asyncio.shield(results[command.sequence])
+
+    def keep_senders(self, members: Collection[Sender]) -> None:
+        """Frees the results of all other senders: they left for good, and nobody asks for them again."""
+        self._results = {sender: kept for sender, kept in self._results.items() if sender in members}
+
+    async def _do(self, sender: str, command: v1.Command) -> v1.CommandResult:
+        kind = v1.Command
+        if command.kind in (kind.LEAVE, kind.ENTER):
+            own = command.clock if command.kind == kind.ENTER else None
+            return v1.CommandResult(clock=self._take_part(sender, own))
+        return v1.CommandResult(scalar=await self._do_on_vectors(command))
+
+    async def _do_on_vectors(self, command: v1.Command) -> float:
+        store, kind = self._store, v1.Command
+        if command.kind in (kind.CREATE, kind.DROP) and not command.out:
+            raise ConfigError("CREATE and DROP need the name of a vector other than the parameters")
+        async with self.turn:
+            if command.kind == kind.DROP:
+                store.drop(command.out)
+                return 0.0
+            if command.kind == kind.CREATE and store.num_named >= MAX_NAMED and not store.has(command.out):
+                raise ConfigError(
+                    f"{command.out[:64]!r} would be the {MAX_NAMED + 1}th named vector: DROP one"
+                )
+            if command.kind == kind.CREATE and store.create(command.out):
+                return 0.0
+            reads = [store.vector(name) for name in _reads(command)]
+            out = None if command.kind == kind.DOT else store.vector(command.out)
+            return sum([await self._do_on_chunk(command, reads, out, chunk) for chunk in self._chunks])
+
+    async def _do_on_chunk(
+        self, command: v1.Command, reads: Sequence[Vector], out: Vector | None, chunk: int
+    ) -> float:
+        """Carries a command out on one chunk, in turn with its readers and updates.
+
+        Args:
+            command: which.
+            reads: vectors that go in.
+            out: the vector that is changed; None for none.
+            chunk: which.
+
+        Returns:
+            This chunk's part of the command's result.
+        """
+        store = self._store
+        spans = [store.span(vector, chunk) for vector in reads if vector is not out]
+        written = [] if out is None else [store.span(out, chunk)]
+        inputs = [store.span(vector, chunk).tensor for vector in reads]
+        elems = len((spans + written)[0])
+        async with self._readers.turn(chunk):
+            if out is not None:
+                await self._readers.gone(chunk)
+            result = await self._runtime.compute(
+                lambda _: _carry_out(command, inputs, written[0].tensor if written else None),
+                work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
+                reads=spans,
+                writes=written,
+                phantom=0.0,
+            )
+            if out is store.parameters:
+                self._written(chunk)
+        return result
+
+
+def _reads(command: v1.Command) -> list[str]:
+    """Names of the vectors that go in."""
+    kind = v1.Command
+    return {kind.DOT: [command.x, command.y], kind.COPY: [command.x], kind.ADD: [command.x]}.get(
+        command.kind, []
+    )
+
+
+def _carry_out(command: v1.Command, inputs: Sequence[torch.Tensor], out: torch.Tensor | None) -> float:
+    """The arithmetic of a command on one chunk; returns its part of the result."""
+    if out is None:
+        return _dot(*inputs)
+    match command.kind:
+        case v1.Command.CREATE:
+            out.zero_()
+        case v1.Command.SCALE:
+            out.mul_(command.alpha)
+        case v1.Command.COPY:
+            out.copy_(inputs[0])
+        case _:
+            out.add_(inputs[0], alpha=command.alpha)
+    return 0.0
+
+
+def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
+    """x·y, accumulated in float64 block by block, so that no second vector is made."""
+    block = 1 << 18
+    return sum(
+        float(torch.dot(x[i : i + block].double(), y[i : i + block].double()))
+        for i in range(0, len(x), block)
+    )

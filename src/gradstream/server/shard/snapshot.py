@@ -1,0 +1,60 @@
+"""What a shard has of the run's vectors, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from gradstream.checkpoint.manifest import STATE, Manifest
+from gradstream.checkpoint.snapshot import Pieces, load
+from gradstream.runtime.base import Storage
+from gradstream.server.shard.service import ShardService
+
+__all__ = ["ShardHolder"]
+
+
+class ShardHolder:
+    """Implements `checkpoint.snapshot.Holder`: a piece is a chunk.
+
+    Args:
+        service: registered.
+        rank: of the shard.
+    """
+
+    def __init__(self, service: ShardService, rank: int) -> None:
+        self._service = service
+        self._rank = rank
+
+    def pieces(self) -> Mapping[str, Pieces]:
+        """See `Holder`."""
+        chunks, store = self._service.chunks, self._service.store
+        return {
+            name: [
+                (chunks.bounds(chunk)[0], store.span(vector, chunk).tensor)
+                for chunk in chunks.chunks_of(self._rank)
+            ]
+            for name, vector in {"": store.parameters, **store.state}.items()
+        }
+
+    def versions(self) -> Sequence[int]:
+        """See `Holder`."""
+        return self._service.state.versions()
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """See `Holder`: with all that was acknowledged, and against pushes of a worker that is lost."""
+        await self._service.conductor.flush()
+        async with AsyncExitStack() as turns:
+            await turns.enter_async_context(self._service.commands.turn)
+            for chunk in self._service.state.chunks:
+                await turns.enter_async_context(self._service.readers.turn(chunk))
+            yield
+
+    def restore(self, storage: Storage, folder: str) -> None:
+        """Fills the shard's ranges, and the versions of its chunks, from a checkpoint. Raises as `load`."""
+        versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
+        for chunk, state in self._service.state.chunks.items():
+            state.version = versions[chunk]
+        if self._service.changed is not None:
+            self._service.changed.restored(dict(enumerate(versions)))
+        load(storage, folder, self.pieces())

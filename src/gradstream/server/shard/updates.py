@@ -1,0 +1,191 @@
+"""The arithmetic of updates: elements go in, the store holds what comes of them.
+
+What an update is made of, the state machine has decided, and what its parts weigh, the rule. Each part goes
+through the correction, if there is one, and then into the chunk's sum or, with that, into the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from gradstream.memory import Span
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.aggregation import Contribution, Rule
+from gradstream.server.correction import SenderStates
+from gradstream.server.rows import RowPart
+from gradstream.server.shard.row_store import ChangedRows, Part, row_sum, whole
+from gradstream.server.shard.state import Apply
+from gradstream.server.shard.store import Store
+
+__all__ = ["Updates"]
+
+BRIEF_ELEMS = 1 << 18
+"""Up to here an update takes less time than handing it to another thread."""
+
+
+class Updates:
+    """Computes updates on the node's arithmetic thread, one of a chunk at a time.
+
+    Args:
+        runtime: of the shard's node.
+        store: the shard's vectors.
+        rule: weighs contributions.
+        senders: what the correction keeps of each sender; None where there is none.
+        changed: which rows change; None where whole chunks are exchanged.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: Store,
+        rule: Rule,
+        senders: SenderStates | None,
+        changed: ChangedRows | None,
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._rule = rule
+        self._senders = senders
+        self._changed = changed
+
+    def changes_nothing(self, due: Apply) -> bool:
+        """Whether there is nothing to compute, as for most chunks of a push of some rows."""
+        if self._changed is None or not due.update or due.summed:
+            return False
+        return all(held.contribution.absent for held in due.update)
+
+    async def compute(self, due: Apply, parts: Sequence[Part]) -> None:
+        """Carries an update out, or adds it to the chunk's sum. Nobody reads a chunk that is updated.
+
+        Args:
+            due: as the state machine asked for it.
+            parts: of its contributions that are not absent.
+
+        Raises:
+            What the rule, the correction or the update rule raises: the chunk is undefined then.
+        """
+        rows = [part for part in parts if isinstance(part, RowPart)]
+        alone = due.completes and not due.summed and self._senders is None
+        if due.update and due.update[0].assign:
+            await self._assign(due.chunk, self._whole(due.chunk, parts[0]))
+        elif rows and len(rows) == len(parts) and alone:
+            await self._update_rows(due, rows)
+        elif parts or (due.summed and due.completes):
+            await self._update(due, [self._whole(due.chunk, part) for part in parts])
+
+    def keep_senders(self, names: Collection[str]) -> None:
+        """Frees what the correction keeps of all other senders."""
+        if self._senders is not None:
+            self._senders.keep_senders(names)
+
+    async def note_read(self, sender: str, chunk: int, version: int) -> None:
+        """Keeps of a chunk that is given to a sender what a contribution of its is corrected by."""
+        place = None if self._senders is None else self._senders.place(sender, chunk, version)
+        if place is None:
+            return
+        span = self._store.span(self._store.parameters, chunk)
+        await self._runtime.compute(
+            lambda _: place.tensor.copy_(span.tensor),
+            work=_priced("copy", len(span)),
+            reads=[span],
+            writes=[place],
+        )
+
+    async def _assign(self, chunk: int, elements: torch.Tensor) -> None:
+        await self._runtime.compute(
+            lambda _: self._store.assign(chunk, elements),
+            work=_priced("apply", len(elements)),
+            writes=self._store.update_spans(chunk),
+        )
+        if self._changed is not None:
+            self._changed.note(chunk, None, 0)
+
+    async def _update(self, due: Apply, pushed: Sequence[torch.Tensor]) -> None:
+        chunk, store, summed = due.chunk, self._store, due.summed > 0
+        present, weights = _present(due), self._weights(due)
+        vector = present[0].vector if present else ""
+        parameters = store.span(store.parameters, chunk)
+        # What only joins the sum leaves the parameters alone: others may read them where they lie.
+        reads, writes = ([], store.update_spans(chunk)) if due.completes else ([parameters], list[Span]())
+        if summed or not due.completes:
+            writes += store.sum_spans(chunk)
+        if self._senders is not None:
+            writes += [span for one in present for span in self._senders.spans(one, chunk)]
+
+        def arithmetic(_: object) -> None:
+            parts = self._corrected(chunk, present, pushed, parameters.tensor)
+            if due.completes:
+                rate, step = due.learning_rate, due.step
+                store.update(chunk, parts, weights, lr=rate, step=step, summed=summed, vector=vector)
+            else:
+                store.gather(chunk, parts, weights, summed=summed)
+
+        work = _priced("apply", len(parameters) * max(1, len(pushed)))
+        await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
+        if self._senders is not None:
+            for one in present:
+                self._senders.used(one, chunk)
+        if self._changed is not None and due.completes:
+            self._changed.note(chunk, None, due.step)
+
+    async def _update_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
+        """An update of the rows alone that any of the contributions has."""
+        assert self._changed is not None
+        chunk, rows, weights = due.chunk, self._changed.rows, self._weights(due)
+
+        def arithmetic(_: object) -> torch.Tensor:
+            total = row_sum(rows, chunk, parts, weights)
+            elements = rows.elements(chunk, total.numbers)
+            self._store.update_some(chunk, elements, total.values, lr=due.learning_rate, step=due.step)
+            return total.numbers
+
+        numbers = await self._runtime.compute(
+            arithmetic,
+            work=_priced("apply", sum(len(part.values) for part in parts)),
+            writes=self._store.update_spans(chunk),
+        )
+        self._changed.note(chunk, numbers, due.step)
+
+    def _whole(self, chunk: int, part: Part) -> torch.Tensor:
+        if not isinstance(part, RowPart):
+            return part
+        assert self._changed is not None
+        return whole(self._changed.rows, chunk, part)
+
+    def _weights(self, due: Apply) -> list[float]:
+        """Of the contributions that are there: the rule's, times their rate over that of the update."""
+        contributions = [held.contribution for held in due.update]
+        weights = self._rule.weights(due.step - 1, contributions) if contributions else ()
+        return [
+            weight * self._relative_rate(one, due)
+            for weight, one in zip(weights, contributions, strict=True)
+            if not one.absent
+        ]
+
+    def _relative_rate(self, one: Contribution, due: Apply) -> float:
+        return one.learning_rate / due.learning_rate if self._store.has_rate and due.learning_rate else 1.0
+
+    def _corrected(
+        self,
+        chunk: int,
+        present: Sequence[Contribution],
+        pushed: Sequence[torch.Tensor],
+        parameters: torch.Tensor,
+    ) -> Sequence[torch.Tensor]:
+        """What is used in the place of what was pushed."""
+        if self._senders is None:
+            return pushed
+        return [
+            self._senders.corrected(one, chunk, elements, parameters)
+            for one, elements in zip(present, pushed, strict=True)
+        ]
+
+
+def _present(due: Apply) -> list[Contribution]:
+    return [held.contribution for held in due.update if not held.contribution.absent]
+
+
+def _priced(kind: str, elems: int) -> Work:
+    return Work(kind, elems=elems, brief=elems <= BRIEF_ELEMS)

@@ -1,0 +1,201 @@
+"""Lines of events from outside: each is a record of a known class with fields of the right types, or refused.
+
+Who reads an event that has passed here need not look again: a field of seconds is a finite number, a
+histogram's keys are whole numbers, and no number is so large that sums of it overflow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gradstream.telemetry import events
+from gradstream.telemetry.events import MAX_FLOAT, Event
+from gradstream.untrusted.documents import DocumentError, parse_json
+from gradstream.untrusted.schema import MismatchError, check_record, check_value
+from gradstream.untrusted.text import say
+
+__all__ = ["MAX_LINE_BYTES", "EventError", "EventLines", "parse_event", "read_events"]
+
+MAX_LINE_BYTES = 16 << 20
+"""Of a line of a file. A `round` event lists the samples of a whole round."""
+
+PIECE_BYTES = 1 << 20
+MAX_VALUES = 2_000_000
+MAX_INT = 1 << 53
+MAX_SECONDS = 1e9
+MAX_RANK = 1 << 20
+SIGNED = frozenset({"min_version", "max_version", "staleness"})
+"""Fields that may be below 0: a chunk without parameters has version -1."""
+
+_NODE = re.compile(r"[!-~]{1,64}")
+_COUNTED = frozenset({"staleness", "choices"})
+"""Mappings whose keys are whole numbers."""
+_NUMBER = re.compile(r"-?[0-9]{1,15}")
+_HEAD = ("event", "node", "time_s")
+
+
+class EventError(ValueError):
+    """A line that is no event; the message says why in a few words."""
+
+
+@cache
+def _classes() -> Mapping[str, type[Event]]:
+    found = [getattr(events, name) for name in events.__all__]
+    return {one.name: one for one in found if isinstance(one, type) and issubclass(one, Event)}
+
+
+def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | None = None) -> dict[str, Any]:
+    """The record that a line holds, as `events.encode` makes them.
+
+    Args:
+        line: without its newline.
+        max_bytes: of it.
+        member: name of the worker or shard that has sent it. Such a line is of a class that members report,
+            in this name, with no unknown fields, and all of it is printable ASCII. None for a line of a
+            file, which another version may have written: fields that are not known are left out, and those
+            that are missing and have a default get it.
+
+    Raises:
+        EventError: the line is none of that. Nothing else.
+    """
+    try:
+        record = parse_json(line, max_bytes=max_bytes, max_values=MAX_VALUES, unique=False)
+    except DocumentError as error:
+        raise EventError(str(error)) from None
+    if not isinstance(record, dict):
+        raise EventError("no JSON object")
+    head = {key: record.pop(key, None) for key in _HEAD}
+    cls = _classes().get(head["event"]) if isinstance(head["event"], str) else None
+    if cls is None:
+        raise EventError("of no known class")
+    if not isinstance(head["node"], str) or not _NODE.fullmatch(head["node"]):
+        raise EventError(f"{cls.name} of a node without a name")
+    if member is not None:
+        _check_member(cls, head["node"], member, line)
+    else:
+        known = cls.__dataclass_fields__
+        record = _defaults(cls) | {key: value for key, value in record.items() if key in known}
+    try:
+        check_value(head["time_s"], float, "time_s")
+        check_record(cls, record)
+    except MismatchError as error:
+        raise EventError(f"{cls.name}: {error}") from None
+    if not -MAX_SECONDS <= head["time_s"] <= MAX_SECONDS:
+        raise EventError(f"{cls.name}: time_s is out of range")
+    bounds = _bounds(cls.name)
+    for key, value in record.items():
+        within = bounds[key]
+        if value is not None and within is not None and not within(value):
+            raise EventError(f"{cls.name}: {key} is out of range")
+    return {**head, **record}
+
+
+def _defaults(cls: type[Event]) -> dict[str, Any]:
+    found = {}
+    for entry in fields(cls):
+        if entry.default_factory is not MISSING:
+            found[entry.name] = entry.default_factory()
+        elif entry.default is not MISSING:
+            found[entry.name] = entry.default
+    return found
+
+
+def _check_member(cls: type[Event], node: str, member: str, line: bytes) -> None:
+    if not cls.from_members:
+        raise EventError(f"{cls.name} is no event of a member")
+    if node != member:
+        raise EventError(f"{cls.name} in the name of another node")
+    if not line.isascii() or not line.decode().isprintable():
+        raise EventError(f"{cls.name} with characters that are not printable ASCII")
+
+
+@cache
+def _bounds(name: str) -> Mapping[str, Callable[[Any], bool] | None]:
+    """By field, whether a value of the right type is in its range; None for text."""
+    return {entry.name: _bound(entry.name, str(entry.type)) for entry in fields(_classes()[name])}
+
+
+def _bound(name: str, annotation: str) -> Callable[[Any], bool] | None:
+    if not re.search(r"\b(int|float)\b", annotation) and name not in _COUNTED:
+        return None
+    low, high = _range(name, "float" in annotation)
+
+    def one(value: Any) -> bool:
+        return value is None or low <= value <= high
+
+    if annotation.startswith("Mapping"):
+        if name in _COUNTED:
+            is_text = "int" not in annotation
+            return lambda value: all(
+                _NUMBER.fullmatch(key) and (is_text or one(inner)) for key, inner in value.items()
+            )
+        return lambda value: all(map(one, value.values()))
+    if annotation.startswith("list"):
+        return lambda value: all(map(one, value))
+    return one
+
+
+def _range(name: str, is_float: bool) -> tuple[float, float]:
+    if name.endswith("_s"):
+        return -MAX_SECONDS, MAX_SECONDS
+    if is_float:
+        return -MAX_FLOAT, MAX_FLOAT
+    most = MAX_RANK if name in ("rank", "workers", "servers") else MAX_INT
+    return (-most if name in SIGNED else 0), most
+
+
+class EventLines:
+    """Takes a file of events apart, also while it grows: whole lines become events, others are counted.
+
+    Attributes:
+        num_skipped: lines that were no events.
+        torn_bytes: what has come of a line that has not ended yet.
+    """
+
+    def __init__(self) -> None:
+        self.num_skipped = 0
+        self.torn_bytes = 0
+        self._torn = b""  # of it, as much as a line may have
+
+    def take(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The events of what has come."""
+        *lines, torn = (self._torn + data).split(b"\n")
+        self.torn_bytes = len(torn) if lines else self.torn_bytes + len(data)
+        self._torn = torn[: MAX_LINE_BYTES + 1]
+        for line in lines:
+            try:
+                yield parse_event(line)
+            except EventError:
+                self.num_skipped += 1
+
+    @property
+    def skipped(self) -> str:
+        """Says how many lines were passed over; "" for none."""
+        if self.num_skipped == 1:
+            return "passed over 1 line that is no event of this version"
+        return (
+            f"passed over {self.num_skipped:,} lines that are no events of this version"
+            if self.num_skipped
+            else ""
+        )
+
+
+def read_events(path: Path) -> list[Mapping[str, Any]]:
+    """The events of a file of JSON lines, [] if there is none. A torn last line is left out.
+
+    Lines that are no events of this version are passed over; how many they were is said on stderr.
+    """
+    lines = EventLines()
+    found: list[Mapping[str, Any]] = []
+    if path.is_file():
+        with path.open("rb") as file:
+            while data := file.read(PIECE_BYTES):
+                found += lines.take(data)
+    if lines.skipped:
+        say(f"{path}: {lines.skipped}")
+    return found

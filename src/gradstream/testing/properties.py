@@ -1,0 +1,402 @@
+"""The laws that every strategy obeys, each with a way to find out. All on virtual time, with seeds.
+
+A law is a function of a strategy. It returns what it has seen, as figures in one line, and raises
+`BrokenLawError` where the strategy does otherwise. Its first docstring line is the law.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from gradstream.data import from_arrays
+from gradstream.data.arrays import ArrayDataset
+from gradstream.data.base import DataCut
+from gradstream.data.plan import epoch_order
+from gradstream.errors import ConfigError, PeerLostError
+from gradstream.job.registry import describe, find_strategy
+from gradstream.model.base import Reduction
+from gradstream.optim import SGD
+from gradstream.run.result import Run
+from gradstream.strategies.base import Strategy
+from gradstream.testing.runs import QUICK, least_squares, token_counts
+from gradstream.testing.trials import NUM_SAMPLES, Outcome, bad_world, token_run, trial
+
+__all__ = ["LAWS", "BrokenLawError", "Law"]
+
+SEEDS = 6
+EPOCHS = 2
+FEATURES = 200  # four chunks of 64 elements
+LR, GRID = 2.0**-7, 2.0**-10
+
+
+class BrokenLawError(AssertionError):
+    """A strategy breaks a law; the message says how, with the figures."""
+
+
+Law = Callable[[Strategy], str]
+
+
+# ---- what can be seen without a run ---------------------------------------------------------
+
+
+def documented(strategy: Strategy) -> str:
+    """Its class says what it is."""
+    cls = type(strategy)
+    text = (cls.__dict__.get("__doc__") or "").strip()
+    if not text or text.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
+        raise BrokenLawError(f"class {cls.__name__} has no docstring: say what it does, formula and paper")
+    return f"{text.splitlines()[0]!r}"
+
+
+def travels(strategy: Strategy) -> str:
+    """It is a frozen dataclass whose options JSON holds, and says how it divides data and who may die."""
+    cls = type(strategy)
+    parameters = getattr(cls, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen or "__dataclass_params__" not in cls.__dict__:
+        raise BrokenLawError(
+            f"class {cls.__name__} is no frozen dataclass: put @dataclass(frozen=True) above it"
+        )
+    fields = describe(strategy)["fields"]
+    try:
+        again = cls(**json.loads(json.dumps(fields)))
+    except TypeError as error:
+        raise BrokenLawError(f"its options {fields} do not survive JSON: {error}") from error
+    if again != strategy:
+        raise BrokenLawError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
+    _check_place(strategy)
+    if getattr(strategy, "cut", None) not in get_args(DataCut):
+        raise BrokenLawError(
+            f"cut is {getattr(strategy, 'cut', None)!r}; expected one of {get_args(DataCut)}"
+        )
+    if not isinstance(getattr(strategy, "survives_worker_loss", None), bool):
+        raise BrokenLawError("survives_worker_loss is not set: expected True or False")
+    return f"{len(fields)} options, cut in {strategy.cut}"
+
+
+def _check_place(strategy: Strategy) -> None:
+    """Raises unless other processes find the class by its place. One of the job file itself has none."""
+    described = describe(strategy)
+    if not described["class"]:
+        return
+    if "<locals>" in described["class"]:
+        raise BrokenLawError(
+            f"other processes do not find {described['class']}: define it at the top of a file"
+        )
+    try:
+        found = find_strategy(described["class"], described["fields"])
+    except ConfigError as error:
+        raise BrokenLawError(f"other processes do not find it: {error}") from error
+    if found != strategy:
+        raise BrokenLawError(f"other processes find {found!r} at {described['class']}")
+
+
+# ---- arithmetic -----------------------------------------------------------------------------
+
+
+def plain(strategy: Strategy) -> str:
+    """At its plainest options, one worker is SGD by one node, bit for bit."""
+    tried, nearest = 0, (np.inf, strategy)
+    for candidate in _plainest(strategy):
+        tried += 1
+        distance = max(_distance_from_sgd(candidate, reduction) for reduction in ("sum", "mean"))
+        if distance == 0:
+            return f"{candidate!r}"
+        nearest = min(nearest, (distance, candidate), key=lambda pair: pair[0])
+    away = "does not come to its end" if np.isinf(nearest[0]) else f"ends {nearest[0]:.3g} away from it"
+    raise BrokenLawError(
+        f"none of {tried} settings is plain SGD with one worker; {nearest[1]!r} {away}. "
+        "Declare the one that should be: plain = {'push_every': 1}, for example"
+    )
+
+
+def _plainest(strategy: Strategy) -> Iterator[Strategy]:
+    """The setting that is declared; otherwise those made of the simplest values of each option."""
+    declared: Mapping[str, Any] | None = strategy.plain
+    if declared is not None:
+        yield dataclasses.replace(cast(Any, strategy), **declared)
+        return
+    simple: dict[str, list[float]] = {}
+    for entry in dataclasses.fields(cast(Any, strategy)):
+        given = getattr(strategy, entry.name)
+        if isinstance(given, bool):
+            simple[entry.name] = [given, not given]
+        elif isinstance(given, int | float):
+            simple[entry.name] = list(dict.fromkeys([given, type(given)(1), type(given)(0)]))
+    for values in itertools.islice(itertools.product(*simple.values()), 64):
+        try:
+            yield dataclasses.replace(cast(Any, strategy), **dict(zip(simple, values, strict=True)))
+        except ValueError:
+            continue  # it refuses this setting
+
+
+def _distance_from_sgd(strategy: Strategy, reduction: Reduction) -> float:
+    """The largest |w - w'| after 12 minibatches of 4; sums are exact in any order."""
+    model, data = least_squares(32, FEATURES, grid=GRID, reduction=reduction)
+    options: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 4, "steps": 12, "seed": 3}
+    outcome = trial(strategy, model, data, workers=1, servers=2, **options)
+    if outcome.run is None:
+        return np.inf
+    distance = np.abs(outcome.run.parameters["w"] - _sgd(data)).max()
+    return float(distance)
+
+
+def _sgd(data: ArrayDataset) -> np.ndarray[Any, Any]:
+    w = np.zeros(FEATURES)
+    for step in range(12):
+        epoch, batch = divmod(step, 8)
+        ids = epoch_order(32, 3, epoch)[4 * batch : 4 * batch + 4]
+        x, y = data.inputs[ids], data.targets[ids]
+        at = np.round(w / GRID) * GRID
+        w -= LR * ((x @ at - y) @ x) / 4
+    return w
+
+
+def converges(strategy: Strategy) -> str:
+    """It learns a linear function: with SGD of rate 0.01 the loss halves, with its own rule it falls."""
+    model, _ = least_squares(1, 8, reduction="mean")
+    inputs = np.random.default_rng(5).standard_normal((240, 8))
+    truth = np.arange(1, 9) / 4
+    data = from_arrays(inputs, inputs @ truth)
+    before, figures = float(np.mean((inputs @ truth) ** 2)), []
+    for optimizer, share in ((SGD(lr=0.01), 0.5), (strategy.optimizer(), 1.0)):
+        outcome = trial(
+            strategy, model, data, workers=3, servers=2, batch_size=8, epochs=16, optimizer=optimizer
+        )
+        run = _ended(outcome, f"with {optimizer}")
+        loss = float(np.mean((inputs @ (run.parameters["w"] - truth)) ** 2))
+        if not loss < share * before:  # NaN is not
+            raise BrokenLawError(
+                f"with {optimizer} the loss goes from {before:.3g} to {loss:.3g}; "
+                f"expected below {share * before:.3g}"
+            )
+        figures.append(f"{loss / before:.3g}")
+    return f"loss × {figures[0]} by SGD(lr=0.01), × {figures[1]} by its own rule"
+
+
+# ---- nothing lost, nothing twice --------------------------------------------------------------
+
+
+def complete(strategy: Strategy) -> str:
+    """Every sample of every epoch is in the model once: what is pushed is applied, or dropped and said so."""
+    samples = dropped = 0
+    for seed in range(SEEDS):
+        outcome = token_run(strategy, epochs=EPOCHS, seed=seed)
+        _counted(outcome, f"seed {seed}")
+        samples += NUM_SAMPLES * EPOCHS
+        dropped += outcome.record.dropped_samples
+    return f"{samples:,} samples × 4 chunks counted" + (f", {dropped:,} dropped" if dropped else "")
+
+
+def exactly_once(strategy: Strategy) -> str:
+    """Every push counts once, also where frames are lost, doubled and overtaken."""
+    retries = duplicates = 0
+    for seed in range(SEEDS):
+        world = bad_world(2, 2 if strategy.through == "servers" else 0)
+        outcome = token_run(strategy, workers=2, epochs=EPOCHS, seed=seed, world=world)
+        _counted(outcome, f"seed {seed}, on a bad network")
+        retries += outcome.total("exchange", "retries")
+        duplicates += outcome.total("applied", "duplicates")
+    return f"{SEEDS} seeds, {retries} retries, {duplicates} duplicates"
+
+
+def _counted(outcome: Outcome, where: str) -> None:
+    """Raises unless Σ applied + Σ dropped = Σ pushed, sample by sample where nothing was dropped."""
+    counts = _counts(_ended(outcome, where), outcome, where)
+    missing = int((EPOCHS - counts).sum())
+    dropped = outcome.record.dropped_samples
+    if missing != dropped:
+        raise BrokenLawError(
+            f"{where}: {counts.size * EPOCHS} samples went in, {int(counts.sum())} were applied and "
+            f"{dropped} dropped, over all chunks: {abs(missing - dropped)} "
+            f"{'lost' if missing > dropped else 'too many'}"
+        )
+    wrong = np.argwhere(counts > EPOCHS) if dropped else np.argwhere(counts != EPOCHS)
+    for chunk, sample in wrong:
+        raise BrokenLawError(
+            f"{where}: sample {sample} is {counts[chunk, sample]} times in chunk {chunk}; expected {EPOCHS}"
+        )
+
+
+def _counts(run: Run, outcome: Outcome, where: str) -> np.ndarray[Any, Any]:
+    """How often each sample is in the model, or in what workers have of their own: (chunks, samples).
+
+    An exchange of differences moves shares of a count between a worker and the server: x̃, and how far each
+    x_i has moved, have all of it.
+    """
+    if not outcome.record.own:
+        return token_counts(run, NUM_SAMPLES)
+    total = _with_own(run, outcome)
+    counts: np.ndarray[Any, Any] = np.rint(total).astype(np.int64)
+    for chunk, sample in np.argwhere(np.abs(total - counts) > 1e-3):
+        raise BrokenLawError(
+            f"{where}: sample {sample} is {total[chunk, sample]:.3f} times in chunk {chunk} of the server "
+            "and all workers together: an exchange takes more, or less, than it brings"
+        )
+    return counts
+
+
+def _with_own(run: Run, outcome: Outcome) -> np.ndarray[Any, Any]:
+    shape = run.parameters["tokens"].shape
+    moved = (own.reshape(shape) for own in outcome.record.own.values() if len(own) > 1)
+    total = sum(moved, run.parameters["tokens"])
+    return np.asarray(total, np.float64)[:, :NUM_SAMPLES]
+
+
+def pure_rule(strategy: Strategy) -> str:
+    """Its rule answers the same to the same question, and gives each contribution a finite weight."""
+    outcome = token_run(strategy, epochs=EPOCHS)
+    if outcome.record.faults:
+        raise BrokenLawError("; ".join(outcome.record.faults[:3]))
+    _ended(outcome, "")
+    return f"{len(outcome.record.arrivals)} contributions"
+
+
+# ---- histories --------------------------------------------------------------------------------
+
+
+def repeatable(strategy: Strategy) -> str:
+    """In a simulation the same seed gives the same bytes and the same events."""
+    for seed in range(2):
+        one, other = (_learnt(strategy, seed) for _ in range(2))
+        if _bytes_of(one) != _bytes_of(other):
+            raise BrokenLawError(
+                f"two runs of seed {seed} end with different parameters: take time, tasks and randomness "
+                "from the worker's verbs only"
+            )
+        differing = [i for i, (a, b) in enumerate(zip(one.events, other.events, strict=False)) if a != b]
+        if differing or len(one.events) != len(other.events):
+            raise BrokenLawError(f"two runs of seed {seed} have different events: {one.events[differing[0]]}")
+    return f"{len(one.events)} events"
+
+
+def seeded(strategy: Strategy) -> str:
+    """Another seed is another history: another order of contributions, or other parameters."""
+    outcomes = [_learnt(strategy, seed) for seed in range(4)]
+    orders = {tuple(outcome.record.arrivals) for outcome in outcomes}
+    ends = {_bytes_of(outcome) for outcome in outcomes}
+    if len(orders) == 1 and len(ends) == 1:
+        raise BrokenLawError("4 seeds give one and the same history: nothing depends on the data's order")
+    return f"4 seeds, {len(orders)} orders of contributions, {len(ends)} ends"
+
+
+def _learnt(strategy: Strategy, seed: int, stop: float | None = None) -> Outcome:
+    model, data = least_squares(32, FEATURES, whole=False)
+    options: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 4, "epochs": 2, "seed": seed}
+    return trial(strategy, model, data, workers=3, servers=2, stop=stop, **options)
+
+
+def _bytes_of(outcome: Outcome) -> bytes:
+    parameters: bytes = _ended(outcome, "").parameters["w"].tobytes()
+    return parameters
+
+
+# ---- endings --------------------------------------------------------------------------------
+
+
+def ends(strategy: Strategy) -> str:
+    """It comes to its end with 1 to 5 workers and 1, 2 or 7 shards (or none), also where a share is short."""
+    longest = 0.0
+    sizes = list(itertools.product(range(1, 6), (1, 2, 7) if strategy.through == "servers" else (0,)))
+    for workers, servers in sizes:
+        outcome = token_run(strategy, workers=workers, servers=servers, epochs=1, batch_size=3)
+        run = _ended(outcome, f"with workers={workers}, servers={servers}")
+        longest = max(longest, run.info["virtual_s"])
+    return f"{len(sizes)} sizes, the longest in {longest:.2f} s of virtual time"
+
+
+def resumes(strategy: Strategy) -> str:
+    """Stopped and resumed, it has every sample once; in rounds it ends with the bytes of one that was not."""
+    stops, rng = 0, random.Random(2)
+    if strategy.cut == "rounds":
+        whole = _bytes_of(_learnt(strategy, 0))
+        for seconds in (0.015, 0.03):
+            outcome = _learnt(strategy, 0, stop=seconds)
+            if _bytes_of(outcome) != whole:
+                raise BrokenLawError(
+                    f"stopped after {seconds:g} s and resumed it ends with other parameters than a run that "
+                    "was not stopped: train() begins again then, and what it has kept for itself is lost"
+                )
+            stops += outcome.count("resumed")
+    for seed in range(SEEDS):
+        outcome = token_run(strategy, epochs=EPOCHS, seed=seed, stop=rng.uniform(0.01, 0.1))
+        where = f"seed {seed}, stopped and resumed"
+        if strategy.pushes in ("gradients", "outer_gradients"):
+            _counted(outcome, where)
+        else:
+            _accounted(_ended(outcome, where), where)
+        stops += outcome.count("resumed")
+    return f"{stops} stops"
+
+
+def _accounted(run: Run, where: str) -> None:
+    """What a cut brings together of parameters of their own are means, of some or all: no longer counts."""
+    accounted = run.summary["samples_accounted"]
+    if accounted != NUM_SAMPLES * EPOCHS:
+        raise BrokenLawError(
+            f"{where}: {accounted} samples were gone through; expected {NUM_SAMPLES * EPOCHS}"
+        )
+
+
+def deaths(strategy: Strategy) -> str:
+    """A worker's death is survived if it says so, with nothing lost; otherwise it ends the run by name."""
+    died, rng = 0, random.Random(1)
+    for seed in range(SEEDS):
+        name = f"worker-{seed % 3}"
+        outcome = token_run(strategy, epochs=3, seed=seed, kill=(name, rng.uniform(0.01, 0.12)))
+        if strategy.survives_worker_loss:
+            _nothing_lost(_ended(outcome, f"{name} is killed"), outcome, name)
+            died += name in outcome.lost
+        elif outcome.run is None:
+            _ends_by_name(outcome, name)
+            died += 1
+    word = "survived" if strategy.survives_worker_loss else "ended it by name"
+    return f"{died} deaths, {word}"
+
+
+def _nothing_lost(run: Run, outcome: Outcome, name: str) -> None:
+    if outcome.record.own:  # a dead worker takes along a share of what it had found; never all of it
+        missing = int((_with_own(run, outcome) <= 1e-6).sum())
+    else:
+        missing = int(np.maximum(3 - token_counts(run, NUM_SAMPLES), 0).sum())
+    if missing > outcome.record.dropped_samples:
+        raise BrokenLawError(f"after the death of {name} {missing} samples are missing, over all chunks")
+
+
+def _ends_by_name(outcome: Outcome, name: str) -> None:
+    error = outcome.error
+    if not isinstance(error, PeerLostError) or error.peer != name:
+        raise BrokenLawError(
+            f"{name} is killed, which it does not claim to survive: {outcome.ending}; expected "
+            f"PeerLostError naming {name} within the lease of {QUICK.lease_s:g} s"
+        )
+
+
+def _ended(outcome: Outcome, where: str) -> Run:
+    """The run of an outcome. Raises if there is none."""
+    if outcome.run is None:
+        raise BrokenLawError(f"{where}: {outcome.ending}" if where else outcome.ending)
+    return outcome.run
+
+
+LAWS: tuple[Law, ...] = (
+    documented,
+    travels,
+    plain,
+    converges,
+    complete,
+    exactly_once,
+    pure_rule,
+    repeatable,
+    seeded,
+    ends,
+    resumes,
+    deaths,
+)
+"""In the order in which they are looked at."""

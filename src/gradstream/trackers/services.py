@@ -1,0 +1,167 @@
+"""wandb, MLflow and trackio: what TensorBoard shows of a run, in a tracker's own place.
+
+Each is a callback (`gradstream.job.callbacks`): it is called in the launching process, on a thread and with a
+bounded queue of its own, so that no tracker can stop or slow down a run. The package's own environment
+variables and files say where the curves go (server, project, key). Its steps are samples of all workers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.report.summary import EventDict
+from gradstream.trackers.tensorboard import Scalars, TensorBoard
+
+if TYPE_CHECKING:
+    from gradstream.run.result import Run
+
+__all__ = ["MLflow", "Points", "Trackio", "Wandb", "check_trackers", "trackers_of"]
+
+PROJECT = "gradstream"
+HEAD = ("event", "node", "time_s")
+SUMMARY = ("steps", "samples", "train_s", "samples_per_s", "loss", "accuracy", "held_out_loss")
+
+
+class Points(NamedTuple):
+    """Values by tag, after so many samples of all workers."""
+
+    values: Mapping[str, float]
+    samples: int
+
+
+class _Tracker(ABC):
+    """A run's events as calls of a package; a class for each package says which."""
+
+    package = ""
+
+    def __init__(self) -> None:
+        self._scalars = Scalars()
+
+    def condense(self, method: str, told: EventDict) -> list[tuple[str, Any]]:
+        """Makes points of events before they queue: few enough for a tracker behind a slow network."""
+        if method == "on_start":
+            return [(method, {key: value for key, value in told.items() if key not in HEAD})]
+        return [("on_points", points) for points in self._points(told)]
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Begins a run of the tracker's."""
+        self._open(importlib.import_module(self.package), dict(info))
+
+    @abstractmethod
+    def on_points(self, points: Points) -> None:
+        """Sends values."""
+
+    def on_end(self, run: Run) -> None:
+        """Sends the rest, and the figures of the whole run."""
+        for event in run.events:
+            if event["event"] in ("finished", "failed"):
+                for points in self._points(event):
+                    self.on_points(points)
+        figures = {key: run.summary[key] for key in SUMMARY if run.summary[key] is not None}
+        self._close(figures, failed=run.summary["failed"] is not None)
+
+    def _points(self, event: EventDict) -> list[Points]:
+        found = sorted(self._scalars.update(event), key=lambda point: point.samples)
+        by_samples = itertools.groupby(found, lambda point: point.samples)
+        return [Points({one.tag: one.value for one in group}, samples) for samples, group in by_samples]
+
+    @abstractmethod
+    def _open(self, module: Any, info: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _close(self, figures: Mapping[str, float], *, failed: bool) -> None: ...
+
+
+class Wandb(_Tracker):
+    """Weights & Biases. Its files are in the run directory; WANDB_PROJECT names the project."""
+
+    package = "wandb"
+
+    def _open(self, module: Any, info: dict[str, Any]) -> None:
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        settings = {"console": "off"}  # it would take what this process prints for what training prints
+        self._run = module.init(
+            project=project, name=info["name"], dir=info["run_dir"], config=info, settings=settings
+        )
+        self._run.define_metric("samples")
+        self._run.define_metric("*", step_metric="samples")
+
+    def on_points(self, points: Points) -> None:
+        """Sends values."""
+        # Not with `step=`, which may only grow: an evaluation is of samples that have gone by.
+        self._run.log({**points.values, "samples": points.samples})
+
+    def _close(self, figures: Mapping[str, float], *, failed: bool) -> None:
+        self._run.summary.update(dict(figures))
+        self._run.finish(exit_code=int(failed))
+
+
+class MLflow(_Tracker):
+    """MLflow, where MLFLOW_TRACKING_URI says; MLFLOW_EXPERIMENT_NAME names the experiment."""
+
+    package = "mlflow"
+
+    def _open(self, module: Any, info: dict[str, Any]) -> None:
+        self._module = module
+        module.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        module.start_run(run_name=info["name"])
+        module.log_params(info)
+
+    def on_points(self, points: Points) -> None:
+        """Sends values."""
+        self._module.log_metrics(dict(points.values), step=points.samples)
+
+    def _close(self, figures: Mapping[str, float], *, failed: bool) -> None:
+        self._module.log_metrics({f"summary/{key}": float(value) for key, value in figures.items()})
+        self._module.end_run("FAILED" if failed else "FINISHED")
+
+
+class Trackio(_Tracker):
+    """trackio, in its own folder, or where TRACKIO_SPACE_ID says; TRACKIO_PROJECT names the project."""
+
+    package = "trackio"
+
+    def _open(self, module: Any, info: dict[str, Any]) -> None:
+        project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        self._run = module.init(project=project, name=info["name"], config=info)
+
+    def on_points(self, points: Points) -> None:
+        """Sends values."""
+        self._run.log(dict(points.values), step=points.samples)
+
+    def _close(self, figures: Mapping[str, float], *, failed: bool) -> None:
+        self._run.log({f"summary/{key}": value for key, value in figures.items()} | {"failed": int(failed)})
+        self._run.finish()
+
+
+_TRACKERS: Mapping[str, Callable[[], Any]] = {
+    "tensorboard": TensorBoard,
+    **{one.package: one for one in (Wandb, MLflow, Trackio)},
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError for a name that is none, or a package that is not installed."""
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigError(f"trackers={names!r}: expected a list of names: {', '.join(_TRACKERS)}")
+    for name in names:
+        if name not in _TRACKERS:
+            raise UnknownNameError("tracker", name, list(_TRACKERS))
+        if _TRACKERS[name] is not TensorBoard and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"trackers: {name} is not installed on the machine that starts the run: "
+                f"pip install 'gradstream[{name}]'"
+            )
+
+
+def trackers_of(names: Sequence[str]) -> list[Any]:
+    """A callback for each name. Raises as `check_trackers`."""
+    check_trackers(names)
+    return [_TRACKERS[name]() for name in dict.fromkeys(names)]

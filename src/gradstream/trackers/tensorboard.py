@@ -1,0 +1,170 @@
+"""What of a run TensorBoard shows: curves over the samples that all workers have gone through.
+
+Tags: loss/train, loss/val, accuracy/val, metrics/<name>, log/<name>, perf/samples_per_second,
+system/cpu_cores/<node>, system/memory_bytes/<node>.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradstream.report.staleness import StalenessRow
+from gradstream.report.summary import EventDict
+from gradstream.trackers.tfevents import EventFile, Scalar
+
+if TYPE_CHECKING:
+    from gradstream.run.result import Run
+
+__all__ = ["Scalars", "TensorBoard", "write_run"]
+
+EVERY_S = 0.25
+"""Loss, rate and what loops log are means over so much of a run's time: more points are of no use."""
+
+
+class Scalars:
+    """Turns a run's events into points, one event at a time.
+
+    Args:
+        every_s: loss/train, log/<name> and perf/samples_per_second are means over so much of the run's time.
+    """
+
+    def __init__(self, every_s: float = EVERY_S) -> None:
+        self._every_s = every_s
+        self._samples = 0
+        self._since_s = 0.0
+        self._gathered = 0  # samples since then
+        self._losses: list[tuple[int, float]] = []  # (samples, loss) since then
+        self._logged: dict[str, list[float]] = {}  # since then
+        self._cpu: dict[str, tuple[float, float]] = {}  # node -> (time_s, CPU seconds)
+
+    def update(self, event: EventDict) -> list[Scalar]:
+        """The points that this event completes."""
+        now_s = event["time_s"]
+        match event["event"]:
+            case "step":
+                return self._step(event, now_s)
+            case "log":
+                for name, value in event["values"].items():
+                    self._logged.setdefault(f"log/{name}", []).append(math.nan if value is None else value)
+                return self._take(now_s) if now_s - self._since_s >= self._every_s else []
+            case "evaluated":
+                named = {f"{key}/val": event.get(key) for key in ("loss", "accuracy")}
+                named |= {f"metrics/{key}": value for key, value in (event.get("metrics") or {}).items()}
+                return self._points(named, now_s, event["samples"])
+            case "exchange" if event["staleness"]:
+                counts = {int(tau): count for tau, count in event["staleness"].items()}
+                mean = StalenessRow("", "", counts).mean
+                return self._points({f"staleness/{event['node']}": mean}, now_s)
+            case "cpu":
+                return self._cores(event, now_s)
+            case "memory":
+                size_bytes = event.get("own_bytes") or event["peak_own_bytes"]
+                return self._points({f"system/memory_bytes/{event['node']}": size_bytes}, now_s)
+            case "finished" | "failed":
+                return self._take(max(now_s, self._since_s))
+        return []
+
+    def _points(
+        self, named: Mapping[str, float | None], now_s: float, samples: int | None = None
+    ) -> list[Scalar]:
+        at = self._samples if samples is None else samples
+        return [Scalar(tag, float(value), at, now_s) for tag, value in named.items() if value is not None]
+
+    def _step(self, event: EventDict, now_s: float) -> list[Scalar]:
+        if not self._samples:
+            self._since_s = max(0.0, now_s - event["compute_s"] - event["wait_s"])
+        self._samples += event["samples"]
+        self._gathered += event["samples"]
+        if event["loss"] is not None and event["samples"]:
+            self._losses.append((event["samples"], event["loss"]))
+        return self._take(now_s) if now_s - self._since_s >= self._every_s else []
+
+    def _take(self, now_s: float) -> list[Scalar]:
+        weight = sum(samples for samples, _ in self._losses)
+        passed_s = now_s - self._since_s
+        rate = self._gathered / passed_s if self._gathered and passed_s > 0 else None
+        loss = sum(samples * loss for samples, loss in self._losses) / weight if weight else None
+        logged = {tag: math.fsum(values) / len(values) for tag, values in self._logged.items()}
+        self._since_s, self._gathered, self._losses, self._logged = now_s, 0, [], {}
+        return self._points({"loss/train": loss, "perf/samples_per_second": rate, **logged}, now_s)
+
+    def _cores(self, event: EventDict, now_s: float) -> list[Scalar]:
+        used_s = event["user_s"] + event["system_s"]
+        then_s, before_s = self._cpu.get(event["node"], (now_s, used_s))
+        self._cpu[event["node"]] = (now_s, used_s)
+        if now_s <= then_s:
+            return []
+        return self._points(
+            {f"system/cpu_cores/{event['node']}": (used_s - before_s) / (now_s - then_s)}, now_s
+        )
+
+
+def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path) -> Path:
+    """Writes the events of a whole run, and returns the file.
+
+    Args:
+        events: of the run.
+        info: contents of its `run.json`, which says when it began.
+        folder: where to; TensorBoard takes each folder for a run.
+    """
+    scalars = Scalars()
+    began_unix_s, name = float(info.get("began_unix_s") or 0.0), str(info.get("name") or "run")
+    with EventFile(folder, began_unix_s, name, replace=True) as file:
+        for event in sorted(events, key=lambda event: event["time_s"]):
+            file.add(scalars.update(event))
+    return file.path
+
+
+class TensorBoard:
+    """A callback that writes event files while a run goes on: `train(..., callbacks=[TensorBoard()])`.
+
+    CPU and memory follow when the run is over. It sees events in the launching process and can neither
+    stop nor slow down the run; an error (a full disk) is reported once, and what was written before
+    stays readable.
+
+    Args:
+        folder: where to; None takes `tensorboard` in the run directory.
+    """
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._file: EventFile | None = None
+        self._scalars = Scalars()
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Begins a file."""
+        folder = self._folder or Path(info.get("run_dir") or ".") / "tensorboard"
+        began_unix_s = datetime.datetime.now(datetime.UTC).timestamp() - info["time_s"]
+        self._scalars = Scalars()
+        self._file = EventFile(folder, began_unix_s, str(info.get("name") or "run"))
+
+    def on_step(self, event: EventDict) -> None:
+        """Adds to the means of loss and rate."""
+        self._add(event)
+
+    def on_evaluate(self, event: EventDict) -> None:
+        """A point of each figure on held-out samples."""
+        self._add(event)
+
+    def on_log(self, event: EventDict) -> None:
+        """Adds to the means of what loops log."""
+        self._add(event)
+
+    def on_end(self, run: Run) -> None:
+        """The rest, and what the machines did; closes the file."""
+        for event in run.events:
+            if event["event"] in ("cpu", "memory", "exchange", "finished", "failed"):
+                self._add(event)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, event: EventDict) -> None:
+        points = self._scalars.update(event)
+        if points and self._file is not None:
+            self._file.add(points)
+            self._file.flush()

@@ -1,0 +1,3 @@
+"""The `grpc` carrier."""
+
+__all__ = ()

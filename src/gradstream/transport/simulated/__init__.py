@@ -1,0 +1,3 @@
+"""The virtual network of a simulation, and its endpoints."""
+
+__all__ = ()

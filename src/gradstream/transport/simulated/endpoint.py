@@ -1,0 +1,330 @@
+"""The carrier in memory: endpoints of one process on a virtual network, in virtual time.
+
+Everything above frames is what it is over gRPC; below, `network.VirtualNetwork` says when a frame
+arrives. A payload is copied when it is sent, so that the sender may go on writing; phantom
+payloads (torch's meta device) have nothing to copy and cost the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import torch
+
+from gradstream.errors import ConfigError
+from gradstream.runtime.base import Runtime
+from gradstream.runtime.virtual import VirtualCluster
+from gradstream.transport.base import Identity, Priority
+from gradstream.transport.endpoint import WINDOW, EndpointCore
+from gradstream.transport.simulated.network import Lane, Packet, VirtualNetwork
+from gradstream.transport.stream import StreamCore
+from gradstream.wire import v1
+from gradstream.wire.dtypes import from_wire
+from gradstream.wire.frames import ABSENT, FrameError, check_chunk
+
+__all__ = ["MemoryEndpoint", "MemoryNetwork"]
+
+_LAG = 20  # a duplicate lags behind by so many link delays, on average
+
+
+class MemoryNetwork(VirtualNetwork):
+    """The virtual network and the endpoints on it.
+
+    Args:
+        cluster: whose clock, world and random numbers it uses.
+    """
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        super().__init__(cluster)
+        self._endpoints: dict[str, MemoryEndpoint] = {}
+        self._pipes: dict[_Pipe, None] = {}
+
+    def attach(self, endpoint: MemoryEndpoint) -> None:
+        """Puts an endpoint on the network, under its address.
+
+        Raises:
+            ConfigError: another endpoint has the address.
+        """
+        if endpoint.address in self._endpoints:
+            raise ConfigError(f"{endpoint.address} is in use: stop the node that has it first")
+        self._endpoints[endpoint.address] = endpoint
+
+    def detach(self, endpoint: MemoryEndpoint) -> None:
+        """Takes an endpoint off the network; connecting to its address fails from now on."""
+        if self._endpoints.get(endpoint.address) is endpoint:
+            del self._endpoints[endpoint.address]
+
+    def at(self, address: str | None) -> MemoryEndpoint | None:
+        """The endpoint at an address."""
+        return None if address is None else self._endpoints.get(address)
+
+    def kill(self, node: str) -> None:
+        """The node's process is gone: it sends nothing more, and its peers notice one latency later.
+
+        Its tasks are the owner's to cancel, afterwards: `VirtualRuntime.kill`.
+        """
+        for endpoint in [e for e in self._endpoints.values() if e.identity.name == node]:
+            endpoint.die()
+        for pipe in [p for p in self._pipes if node in (p.caller, p.called)]:
+            pipe.lose(node)
+
+    def hang_up(self, node: str, peer: str) -> None:
+        """Breaks the streams that `node` has opened to `peer`."""
+        for pipe in [p for p in self._pipes if (p.caller, p.called) == (node, peer)]:
+            stream = pipe.near.stream
+            pipe.lose(node)
+            if stream is not None:
+                stream.broken("its address has changed")
+
+    def connect(self, pipe: _Pipe) -> None:
+        """Notes a stream."""
+        self._pipes[pipe] = None
+
+    def disconnect(self, pipe: _Pipe) -> None:
+        """Forgets a stream that is over at both ends."""
+        self._pipes.pop(pipe, None)
+
+
+class _End:
+    """A carrier: one side of a pipe."""
+
+    def __init__(self, out: Lane) -> None:
+        self.stream: StreamCore | None = None
+        self.is_over = False
+        self.out = out
+        self.far: _End | None = None
+        self.pipe: _Pipe | None = None
+        self.copy: _Copy | None = None
+
+    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
+        """See `OutgoingCarrier.connect`."""
+        assert self.pipe is not None
+        self.pipe.connect(stream, opened)
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """See `Carrier.transmit`."""
+        if self.is_over or self.far is None:
+            return
+        header = v1.Frame()
+        header.CopyFrom(frame)
+        taken = None if payload is None else _snapshot(payload)
+        size_bytes = self.out.header_bytes + len(frame.body.data) + len(frame.open.body)
+        size_bytes += 0 if taken is None else taken.nbytes
+        droppable = frame.HasField("chunk") or frame.HasField("body")
+        self.out.send(Packet(size_bytes, partial(self.far.take, header, taken), droppable))
+
+    async def drained(self) -> None:
+        """See `Carrier.drained`: credit bounds what waits for the card."""
+
+    def drop(self) -> None:
+        """See `Carrier.drop`."""
+        self.out.drop()
+
+    def over(self) -> None:
+        """See `Carrier.over`."""
+        self.is_over = True
+        if self.pipe is not None:
+            self.pipe.settle()
+
+    def take(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """A frame has arrived at this side."""
+        assert self.pipe is not None and self.far is not None
+        if self.far.copy is not None:
+            self.far.copy.again(frame, payload)
+        if frame.HasField("open"):
+            self.pipe.answer(frame.open)
+        elif self.stream is not None:
+            feed(self.stream, frame, payload)
+
+    def broken(self, message: str) -> None:
+        """The other side is gone."""
+        if self.stream is not None:
+            self.stream.broken(message)
+
+
+def _snapshot(payload: torch.Tensor) -> torch.Tensor:
+    """A copy, made on this thread alone; of a phantom payload itself."""
+    return payload if payload.is_meta else torch.from_numpy(payload.detach().numpy().copy())
+
+
+def feed(stream: StreamCore, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+    """Checks a frame as a receiver does and hands it to its stream."""
+    if frame.HasField("chunk"):
+        chunk = frame.chunk
+        try:
+            check_chunk(chunk, payload.nbytes if payload is not None else 0)
+        except FrameError as error:
+            stream.reject(error)
+            return
+        if payload is None and not chunk.flags & ABSENT:
+            payload = torch.empty(0, dtype=from_wire(chunk.dtype))
+        if payload is not None and (dtype := from_wire(chunk.dtype)) not in (None, payload.dtype):
+            payload = payload.view(dtype)  # as a receiver of bytes would read them
+    stream.arrived(frame, payload)
+
+
+class _Pipe:
+    """A stream's two lanes and two ends; the caller's carrier is `near`."""
+
+    def __init__(
+        self, network: MemoryNetwork, caller: str, called: str, to: str | None, priority: Priority
+    ) -> None:
+        self.caller = caller
+        self.called = called
+        self._network = network
+        self._to = to
+        self.near = _End(Lane(network, caller, called, priority))
+        self.far = _End(Lane(network, called, caller, priority))
+        self.near.far, self.far.far = self.far, self.near
+        self.near.pipe = self.far.pipe = self
+
+    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
+        """The caller's Open."""
+        self.near.stream = stream
+        self._network.connect(self)
+        rng = self._network.duplicate(self.caller, self.called)
+        if rng is not None:
+            self.near.copy = _Copy(self._network, rng, self.caller, self.called, self._to)
+        self.near.transmit(v1.Frame(open=opened), None)
+
+    def answer(self, opened: v1.Open) -> None:
+        """The Open has arrived: there is somebody, or there is not."""
+        endpoint = self._network.at(self._to)
+        if endpoint is not None:
+            self.far.stream = endpoint.take_in(opened, self.far)
+            return
+        self.far.is_over = True
+        where = "its address is not known" if self._to is None else f"nobody listens at {self._to}"
+        self._notice(self.near, self.called, self.caller, where)
+
+    def lose(self, node: str) -> None:
+        """One side is gone; the other is told by the network, one latency later."""
+        gone, left = (self.near, self.far) if node == self.caller else (self.far, self.near)
+        gone.is_over = True
+        gone.stream = None
+        gone.out.halt()
+        if gone.copy is not None:
+            gone.copy.lose()
+        other = self.called if node == self.caller else self.caller
+        self._notice(left, node, other, f"the connection to {node} was lost")
+
+    def _notice(self, end: _End, source: str, target: str, message: str) -> None:
+        network = self._network
+        if network.world.cut(source, target, network.clock.now_ns / 1e9):
+            return  # nor does this get through
+        link = network.world.link_between(source, target)
+
+        def notice() -> None:
+            self.near.out.shut()
+            self.far.out.shut()
+            end.broken(message)
+            network.disconnect(self)
+
+        network.clock.call_at(network.clock.now_ns + network.delay_ns(link), notice)
+
+    def settle(self) -> None:
+        """Forgets the pipe once both sides are over."""
+        if self.near.is_over and self.far.is_over:
+            self._network.disconnect(self)
+
+
+class _Copy:
+    """The second delivery of a stream: its frames come again, later, and answers go nowhere."""
+
+    def __init__(
+        self, network: MemoryNetwork, rng: random.Random, caller: str, called: str, to: str | None
+    ) -> None:
+        self._network = network
+        self._rng = rng
+        self._link = network.world.link_between(caller, called)
+        self._to = to
+        self._stream: StreamCore | None = None
+        self._frames: list[tuple[v1.Frame, torch.Tensor | None]] = []
+        mean_s = _LAG * max(1e-6, self._link.latency_s + self._link.jitter_s)
+        self._lag_ns = round(rng.expovariate(1 / mean_s) * 1e9)
+        self._due_ns = 0
+
+    def again(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """Delivers once more, later, what is being delivered now."""
+        clock = self._network.clock
+        extra_s = self._link.latency_s + self._rng.uniform(0, self._link.jitter_s)
+        self._due_ns = max(self._due_ns, clock.now_ns + self._lag_ns + round(extra_s * 1e9))
+        self._frames.append((frame, payload))
+        clock.call_at(self._due_ns, self._deliver)
+
+    def lose(self) -> None:
+        """The caller is gone."""
+        self._network.clock.call_at(self._due_ns, self._break)
+
+    def _break(self) -> None:
+        if self._stream is not None:
+            self._stream.broken("the connection was lost")
+
+    def _deliver(self) -> None:
+        frame, payload = self._frames.pop(0)
+        endpoint = self._network.at(self._to)
+        if endpoint is None:
+            return
+        if frame.HasField("open"):
+            self._stream = endpoint.take_in(frame.open, _Nowhere(), window=1 << 30)
+        elif self._stream is not None:
+            feed(self._stream, frame, payload)
+
+
+class _Nowhere:
+    """The carrier of answers to a copy."""
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """Nobody is there."""
+
+    async def drained(self) -> None:
+        """At once."""
+
+    def drop(self) -> None:
+        """There is nothing."""
+
+    def over(self) -> None:
+        """Nor does it matter."""
+
+
+class MemoryEndpoint(EndpointCore):
+    """An endpoint on a virtual network.
+
+    Args:
+        identity: who it is; its address is made of the name.
+        runtime: the node's virtual runtime.
+        network: which it is on once it has started.
+        window: chunks held per incoming stream.
+    """
+
+    def __init__(
+        self, identity: Identity, runtime: Runtime, network: MemoryNetwork, *, window: int = WINDOW
+    ) -> None:
+        super().__init__(identity, runtime, window=window)
+        self._network = network
+
+    async def start(self) -> None:
+        """See `Endpoint.start`."""
+        self.address = f"memory:{self.identity.name}"
+        self._network.attach(self)
+
+    def die(self) -> None:
+        """Its node was killed: whatever clean-up code of it still runs, reaches nobody."""
+        self._closed = True
+        self._network.detach(self)
+
+    def take_in(self, opened: v1.Open, carrier: _End | _Nowhere, *, window: int | None = None) -> StreamCore:
+        """An Open has arrived here."""
+        return self._incoming(opened, carrier, window=window)
+
+    def _dial(self, peer: str, address: str | None, priority: Priority) -> _End:
+        return _Pipe(self._network, self.identity.name, peer, address, priority).near
+
+    def _hang_up(self, peer: str) -> None:
+        self._network.hang_up(self.identity.name, peer)
+
+    async def _shut(self, *, abruptly: bool) -> None:
+        self._network.detach(self)
+        if abruptly:
+            self._network.kill(self.identity.name)

@@ -1,0 +1,237 @@
+"""The virtual network: cards that share their bandwidth, links that delay, lose and duplicate.
+
+A frame of n bytes from a to b passes three stages::
+
+    a's sending card        n / bandwidth(a)            one frame at a time
+    the link                latency + U(0, jitter)      any number of frames at once
+    b's receiving card      n / bandwidth(b)            one frame at a time
+
+Cut through: the receiving card takes a frame in while it still comes, so a lone frame needs
+latency + n / bandwidth in all, and p senders of n bytes to one receiver need p·n / bandwidth. A
+card takes CONTROL frames before BULK frames and serves the streams of either in turn, frame by
+frame; it does not interrupt a frame. Nodes of one machine share its cards, and need none for what they
+send each other.
+
+A `Lane` is one direction of one stream and keeps its frames' order at every stage. A lane that
+has lost a frame (`Link.loss`, a partition) is silent from there on, and nobody is told.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gradstream.runtime.simulation import Link, Network
+from gradstream.runtime.virtual import Clock, VirtualCluster
+from gradstream.transport.base import Priority
+
+__all__ = ["Lane", "Packet", "VirtualNetwork"]
+
+
+@dataclass(slots=True)
+class Packet:
+    """A frame under way.
+
+    Args:
+        size_bytes: payload and header.
+        deliver: what to do on arrival.
+        droppable: whether a cancel takes it back while it still waits for its card.
+    """
+
+    size_bytes: int
+    deliver: Callable[[], None]
+    droppable: bool = False
+    tail_ns: int = 0  # when its last byte reaches the receiving card
+
+
+class _Card:
+    """One direction of one machine's network card: a server of queues, one queue per lane.
+
+    Args:
+        done: called when a frame was served.
+        begun: called when a frame's service begins, with its end.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        bandwidth_bytes_s: float,
+        done: Callable[[Lane, Packet], None],
+        begun: Callable[[Lane, Packet, int], None] | None = None,
+    ) -> None:
+        self.bandwidth_bytes_s = bandwidth_bytes_s
+        self._clock = clock
+        self._done, self._begun = done, begun
+        self._turns: dict[Priority, deque[Lane]] = {priority: deque() for priority in Priority}
+        self._queues: dict[Lane, deque[Packet]] = {}
+        self._busy = False
+
+    def service_ns(self, size_bytes: int) -> int:
+        """How long a frame occupies the card."""
+        return math.ceil(size_bytes / self.bandwidth_bytes_s * 1e9)
+
+    def put(self, lane: Lane, packet: Packet) -> None:
+        """Queues a frame behind those of its lane."""
+        queue = self._queues.get(lane)
+        if queue is None:
+            queue = self._queues[lane] = deque()
+            self._turns[lane.priority].append(lane)
+        queue.append(packet)
+        if not self._busy:
+            self._serve_next()
+
+    def drop(self, lane: Lane, *, everything: bool) -> None:
+        """Takes back what waits of a lane: all of it, or what is droppable."""
+        queue = self._queues.get(lane)
+        if queue is not None:
+            kept = [] if everything else [packet for packet in queue if not packet.droppable]
+            queue.clear()
+            queue.extend(kept)
+
+    def _serve_next(self) -> None:
+        for turns in self._turns.values():  # CONTROL first
+            while turns:
+                lane = turns.popleft()
+                queue = self._queues[lane]
+                packet = queue.popleft() if queue else None
+                if queue:
+                    turns.append(lane)
+                else:
+                    del self._queues[lane]
+                if packet is not None:
+                    self._serve(lane, packet)
+                    return
+
+    def _serve(self, lane: Lane, packet: Packet) -> None:
+        self._busy = True
+        end_ns = max(self._clock.now_ns + self.service_ns(packet.size_bytes), packet.tail_ns)
+        if self._begun is not None:
+            self._begun(lane, packet, end_ns)
+
+        def served() -> None:
+            self._busy = False
+            self._done(lane, packet)
+            if not self._busy:
+                self._serve_next()
+
+        self._clock.call_at(end_ns, served)
+
+
+class Lane:
+    """One direction of one stream: frames in order from `source` to `target`."""
+
+    def __init__(self, network: VirtualNetwork, source: str, target: str, priority: Priority) -> None:
+        self.source = source
+        self.target = target
+        self.priority = priority
+        self.header_bytes = network.world.header_bytes
+        self._network = network
+        self._link = network.world.link_between(source, target)
+        self._flying: deque[Packet] = deque()
+        self._landed_ns = 0  # when the last of them gets to the receiving card
+        self._silent = False
+        self._shut = False
+        self._sending, self._receiving = network.cards(source, target)
+
+    def send(self, packet: Packet) -> None:
+        """Queues a frame at the sending card."""
+        if not (self._silent or self._shut):
+            self._sending.put(self, packet)
+
+    def drop(self) -> None:
+        """Takes droppable frames back that have not begun to leave."""
+        self._sending.drop(self, everything=False)
+
+    def halt(self) -> None:
+        """Its source is gone: what has not begun to leave never does."""
+        self._sending.drop(self, everything=True)
+
+    def shut(self) -> None:
+        """Nothing moves on this lane any more: frames under way are lost."""
+        self._shut = True
+        self._sending.drop(self, everything=True)
+        self._receiving.drop(self, everything=True)
+        self._flying.clear()
+
+    def leaving(self, packet: Packet, end_ns: int) -> None:
+        """The frame's first byte leaves now, its last at `end_ns`: lose it, or let it fly."""
+        if self._silent or self._shut:
+            return
+        network, clock, link = self._network, self._network.clock, self._link
+        if network.world.cut(self.source, self.target, clock.now_ns / 1e9) or network.lost(link):
+            self._silent = True
+            self._sending.drop(self, everything=True)
+            return
+        delay_ns = network.delay_ns(link)
+        packet.tail_ns = end_ns + delay_ns
+        # The receiving card can work on it at full speed from here on.
+        full_ns = packet.tail_ns - self._receiving.service_ns(packet.size_bytes)
+        self._landed_ns = max(self._landed_ns, clock.now_ns + delay_ns, full_ns)
+        self._flying.append(packet)
+        clock.call_at(self._landed_ns, self._land)
+
+    def _land(self) -> None:
+        # Landings at the same instant fire in a random order; the head is due at any of them.
+        if self._flying:
+            self._receiving.put(self, self._flying.popleft())
+
+    def arrive(self, packet: Packet) -> None:
+        """The receiving card has the whole frame."""
+        if not self._shut:
+            packet.deliver()
+
+
+class VirtualNetwork:
+    """All cards and links of a cluster.
+
+    Args:
+        cluster: its clock, its world's network, and its random numbers ("network/...").
+    """
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self.clock = cluster.clock
+        self.world: Network = cluster.world.network
+        self.sent_bytes: dict[str, int] = {}  # by node: what has left its card
+        self._loss = cluster.random("network/loss")
+        self._jitter = cluster.random("network/jitter")
+        self._duplicates = cluster.random("network/duplicates")
+        self._cards: dict[str, tuple[_Card, _Card]] = {}
+
+    def cards(self, source: str, target: str) -> tuple[_Card, _Card]:
+        """The card that sends, and the one that receives, what passes between two nodes."""
+        if self.world.on_one_machine(source, target):
+            return self._made(math.inf)  # memory
+        return self._of(source)[0], self._of(target)[1]
+
+    def _of(self, node: str) -> tuple[_Card, _Card]:
+        """The cards of a node's machine, (sending, receiving)."""
+        machine = self.world.machine(node)
+        if machine not in self._cards:
+            self._cards[machine] = self._made(self.world.card_bytes_s(machine))
+        return self._cards[machine]
+
+    def _made(self, bandwidth_bytes_s: float) -> tuple[_Card, _Card]:
+        sending = _Card(self.clock, bandwidth_bytes_s, self._left, Lane.leaving)
+        return sending, _Card(self.clock, bandwidth_bytes_s, Lane.arrive)
+
+    def _left(self, lane: Lane, packet: Packet) -> None:
+        self.sent_bytes[lane.source] = self.sent_bytes.get(lane.source, 0) + packet.size_bytes
+
+    def lost(self, link: Link) -> bool:
+        """Draws whether a frame is lost."""
+        return link.loss > 0 and self._loss.random() < link.loss
+
+    def delay_ns(self, link: Link) -> int:
+        """Draws a frame's time on the link."""
+        jitter_s = self._jitter.uniform(0, link.jitter_s) if link.jitter_s > 0 else 0.0
+        return round((link.latency_s + jitter_s) * 1e9)
+
+    def duplicate(self, source: str, target: str) -> random.Random | None:
+        """Draws whether a stream is delivered twice; if so, where the copy's delays come from."""
+        link = self.world.link_between(source, target)
+        if link.duplicate > 0 and self._duplicates.random() < link.duplicate:
+            return random.Random(self._duplicates.random())
+        return None

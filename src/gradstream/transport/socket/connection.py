@@ -1,0 +1,200 @@
+"""A connection: frames over one stream socket, TCP or Unix, both ways.
+
+A header and its payload leave in one system call without being joined, and a payload is received
+where it is wanted: neither side copies it. No system call moves more than `PIECE_BYTES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from typing import Protocol
+
+from gradstream.transport.silence import Bell
+from gradstream.transport.socket import framing
+from gradstream.transport.socket.framing import Inbox, Parcel, Receiver
+from gradstream.wire.frames import FrameError
+
+__all__ = ["Connection", "Owner"]
+
+_MAX_BUFFERS = 64  # of one system call
+
+
+class Owner(Receiver, Protocol):
+    """Whom a connection tells what it reads, and of its end."""
+
+    def lost(self, connection: Connection, message: str) -> None:
+        """The connection is gone, and closed."""
+        ...
+
+
+class Connection:
+    """One socket, read and written by the event loop.
+
+    Frames can be posted before there is a socket; `start` sends them.
+
+    Args:
+        owner: is told of frames, and of the end.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self.inbox = Inbox(owner)
+        self.backlog_bytes = 0  # posted, and not taken over by the system
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = None
+        self._closed = False
+        self._outbox: deque[Parcel] = deque()
+        self._flushing = False  # a flush is due, or waits for the socket
+        self._waits_writable = False
+        self._emptied = Bell()
+
+    @property
+    def started(self) -> bool:
+        """Whether it has, or had, a socket."""
+        return self._socket is not None or self._closed
+
+    def start(self, connected: socket.socket) -> None:
+        """Begins to read and write. The socket is connected, non-blocking, and owned from here on."""
+        if self._closed:
+            connected.close()
+            return
+        self._socket = connected
+        self._loop.add_reader(connected, self._readable)
+        self._flush_soon()
+
+    # ---- writing ------------------------------------------------------------------------
+
+    def post(self, parcel: Parcel) -> None:
+        """Sends a frame behind those posted before it. Frames of one turn of the loop leave together."""
+        if self._closed:
+            parcel.on_sent(parcel)
+            return
+        self._outbox.append(parcel)
+        self.backlog_bytes += parcel.left_bytes
+        self._flush_soon()
+
+    def drop(self, stream: int) -> None:
+        """Empties chunks and bodies of a stream of which nothing has left. Numbers must not go missing."""
+        for parcel in self._outbox:
+            if parcel.stream == stream and parcel.droppable and not parcel.sent_bytes:
+                self.backlog_bytes -= parcel.left_bytes
+                parcel.void()
+                self.backlog_bytes += parcel.left_bytes
+
+    async def flushed(self) -> None:
+        """Returns once everything posted has left, or nothing will any more."""
+        while self._outbox and not self._closed:
+            await self._emptied.wait()
+
+    def _flush_soon(self) -> None:
+        if not self._flushing and self._outbox and self._socket is not None:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """One system call's worth."""
+        if self._socket is None or not self._outbox:
+            self._rest()
+            return
+        buffers, size_bytes = self._gather()
+        try:
+            sent_bytes = self._socket.sendmsg(buffers)
+        except (BlockingIOError, InterruptedError):
+            sent_bytes = 0
+        except OSError:
+            self._stop_writing()  # what had arrived before can still be read, and then the end
+            return
+        self._advance(sent_bytes)
+        if not self._outbox:
+            self._rest()
+        elif sent_bytes < size_bytes:
+            self._await_writable(True)
+        elif not self._waits_writable:
+            self._loop.call_soon(self._flush)
+
+    def _gather(self) -> tuple[list[bytes | memoryview], int]:
+        buffers: list[bytes | memoryview] = []
+        size_bytes = 0
+        for parcel in self._outbox:
+            pieces = parcel.pieces(framing.PIECE_BYTES - size_bytes)
+            buffers += pieces
+            size_bytes += sum(map(len, pieces))
+            if size_bytes >= framing.PIECE_BYTES or len(buffers) >= _MAX_BUFFERS:
+                break
+        return buffers, size_bytes
+
+    def _advance(self, sent_bytes: int) -> None:
+        self.backlog_bytes -= sent_bytes
+        while sent_bytes:
+            parcel = self._outbox[0]
+            step_bytes = min(sent_bytes, parcel.left_bytes)
+            parcel.sent_bytes += step_bytes
+            sent_bytes -= step_bytes
+            if not parcel.left_bytes:
+                self._outbox.popleft()
+                parcel.on_sent(parcel)
+
+    def _await_writable(self, wanted: bool) -> None:
+        if wanted != self._waits_writable and self._socket is not None:
+            self._waits_writable = wanted
+            if wanted:
+                self._loop.add_writer(self._socket, self._flush)
+            else:
+                self._loop.remove_writer(self._socket)
+
+    def _stop_writing(self) -> None:
+        self.backlog_bytes = 0
+        while self._outbox:
+            parcel = self._outbox.popleft()
+            parcel.on_sent(parcel)
+        self._rest()
+
+    def _rest(self) -> None:
+        self._flushing = False
+        self._await_writable(False)
+        self._emptied.ring()
+
+    # ---- reading ------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        """One system call's worth."""
+        assert self._socket is not None
+        room = self.inbox.room()
+        try:
+            if len(room) == 1:
+                num_bytes = self._socket.recv_into(room[0])
+            else:
+                num_bytes = self._socket.recvmsg_into(room)[0]
+            if num_bytes:
+                self.inbox.took(num_bytes)
+            else:
+                self.fail("the connection was closed")
+        except (BlockingIOError, InterruptedError):
+            pass
+        except FrameError as error:
+            self.fail(f"it sent {error}")
+        except OSError as error:
+            self.fail(f"the connection was lost ({error.strerror or error})")
+
+    # ---- the end ------------------------------------------------------------------------
+
+    def fail(self, message: str) -> None:
+        """Closes, and tells the owner why."""
+        if not self._closed:
+            self.close()
+            self._owner.lost(self, message)
+
+    def close(self) -> None:
+        """Closes the socket at once. Memory of payloads is free from here on. Idempotent."""
+        if self._closed:
+            return
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+        self._stop_writing()
+        self._closed = True
+        self.inbox.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

@@ -1,0 +1,118 @@
+"""How a connection over a socket begins: challenge, greeting and answer, before its first stream.
+
+See `proof` for what they say. Both sides read exactly these frames, so what follows is left in the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError
+
+from gradstream.errors import RefusedError
+from gradstream.transport import proof
+from gradstream.transport.base import Identity
+from gradstream.transport.grpc.sessions import BAD_SECRET
+from gradstream.transport.limits import LIMITS
+from gradstream.transport.socket.framing import GREETING, PREFIX
+from gradstream.transport.stream import refused_by
+from gradstream.wire import v1
+from gradstream.wire.frames import PROTOCOL, FrameError
+
+__all__ = ["answer", "greet"]
+
+
+async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
+    """The caller's side. Returns once both sides know of each other that they know the secret.
+
+    Args:
+        connected: non-blocking.
+        greeting: what it says beside nonces and proof.
+        called: name of the node that is meant.
+
+    Raises:
+        RefusedError: the called side does not want this node, or does not know the secret itself.
+        FrameError: who answers is no node of gradstream.
+        OSError: the connection is gone.
+    """
+    challenge = await _read(connected, "challenge", "refuse")
+    if challenge.HasField("refuse"):
+        raise refused_by(called, challenge.refuse)
+    if (theirs := challenge.challenge.protocol) != PROTOCOL:
+        text = f"it speaks protocol {theirs}, {identity.name} {PROTOCOL}: install one version"
+        raise RefusedError(called, "BAD_PROTOCOL", text)
+    proof.greet(identity.secret, challenge.challenge, greeting, job=identity.job, called=called)
+    await _write(connected, v1.Frame(greeting=greeting))
+    answer = await _read(connected, "proven", "refuse")
+    if answer.HasField("refuse"):
+        raise refused_by(called, answer.refuse)
+    expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
+    if not hmac.compare_digest(answer.proven.proof, expected):
+        raise RefusedError(called, "BAD_SECRET", "who listens at its address does not know this run's secret")
+
+
+Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
+
+
+async def answer(connected: socket.socket, identity: Identity, objection: Objection) -> v1.Greeting:
+    """The called side: the greeting of a caller that has proved to know the secret.
+
+    Whoever has not is told that, and nothing else.
+
+    Args:
+        objection: why this node does not want a caller that knows the secret; None if it does.
+
+    Raises:
+        RefusedError: the caller does not know the secret, or this node does not want it.
+        FrameError: the caller is no node of gradstream.
+        OSError: the connection is gone.
+    """
+    challenge = proof.new_nonce()
+    await _write(connected, v1.Frame(challenge=v1.Challenge(protocol=PROTOCOL, nonce=challenge)))
+    greeting = (await _read(connected, "greeting")).greeting
+    if greeting.protocol != PROTOCOL:
+        text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
+        refuse: v1.Refuse | None = v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
+    elif not proof.knows(identity.secret, challenge, greeting, job=identity.job, called=identity.name):
+        refuse = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
+    else:
+        refuse = objection(greeting)
+    if refuse is not None:
+        await _write(connected, v1.Frame(refuse=refuse))
+        raise refused_by(identity.name, refuse)
+    shown = proof.called_proof(identity.secret, greeting, job=identity.job, called=identity.name)
+    await _write(connected, v1.Frame(proven=v1.Proven(proof=shown)))
+    return greeting
+
+
+async def _write(connected: socket.socket, frame: v1.Frame) -> None:
+    header = frame.SerializeToString()
+    data = PREFIX.pack(GREETING, 0, len(header), 0) + header
+    await asyncio.get_running_loop().sock_sendall(connected, data)
+
+
+async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
+    """The next frame, which is of one of these kinds."""
+    stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
+    if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
+        raise FrameError(f"bytes that are no {kind}")
+    try:
+        frame = v1.Frame.FromString(await _exactly(connected, header_bytes))
+    except DecodeError as error:
+        raise FrameError(f"bytes that are no {kind}: {error}") from None
+    if frame.WhichOneof("kind") not in (kind, *others):
+        raise FrameError(f"a frame of kind {frame.WhichOneof('kind')}: expected {kind}")
+    return frame
+
+
+async def _exactly(connected: socket.socket, num_bytes: int) -> bytes:
+    loop, got = asyncio.get_running_loop(), b""
+    while len(got) < num_bytes:
+        more = await loop.sock_recv(connected, num_bytes - len(got))
+        if not more:
+            raise ConnectionResetError("the connection was closed")
+        got += more
+    return got

@@ -1,0 +1,3 @@
+"""What a worker's node needs of its way of exchange."""
+
+__all__ = ()

@@ -1,0 +1,213 @@
+"""Makes a worker's exchange and its replica out of what the worker is told.
+
+through     exchange            replica
+servers     ServerExchange      ServerReplica, RowReplica, LoopServerReplica
+group       GroupExchange       GroupReplica, LoopGroupReplica
+shared      SharedExchange      SharedReplica
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+from gradstream.collectives.buckets import Buckets
+from gradstream.collectives.group import Group
+from gradstream.data.base import BatchRef
+from gradstream.data.feed import feed_of
+from gradstream.data.joined import JoinedPlan, unjoined
+from gradstream.errors import ConfigError
+from gradstream.model.factors import outer_layers_of
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client.client import names_of
+from gradstream.telemetry.events import StepEvent
+from gradstream.worker.batch_gate import Pace
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.exchange.base import Exchange, Surroundings, Transfers
+from gradstream.worker.exchange.group import GroupExchange
+from gradstream.worker.exchange.server import ServerExchange
+from gradstream.worker.exchange.shared import form_shared
+from gradstream.worker.gradient import Differentiator
+from gradstream.worker.registration import row_exchange_of, row_spec_for
+from gradstream.worker.replica.base import Replica, ReplicaParts
+from gradstream.worker.replica.group import GroupReplica
+from gradstream.worker.replica.loop import LoopGroupReplica, LoopServerReplica
+from gradstream.worker.replica.rows import RowReplica
+from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.replica.sufficient_factors import OuterProducts
+from gradstream.worker.replica.updater import Updater, decays_of, scales_of
+from gradstream.worker.schedule import OpenSchedule, Schedule
+
+__all__ = ["Assembly"]
+
+
+class Assembly:
+    """What an exchange is made of.
+
+    Args:
+        config: what the worker is told.
+        around: where the exchange lives.
+        schedule: which minibatches are the worker's.
+        pace: lets it begin each.
+        on_step, on_boundary: see `ReplicaParts`.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        around: Surroundings,
+        schedule: Schedule | OpenSchedule,
+        pace: Pace,
+        *,
+        on_step: Callable[[StepEvent], None],
+        on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
+    ) -> None:
+        self._config = config
+        self._around = around
+        self._schedule = schedule
+        self._pace = pace
+        self._on_step = on_step
+        self._on_boundary = on_boundary
+
+    async def exchange(self) -> Exchange:
+        """Makes the exchange; where it goes through a group or shared memory, together with all others.
+
+        Raises:
+            ConfigError: what was asked for cannot be done with this model or these machines.
+            PeerLostError, DeadlineError: another worker was lost meanwhile.
+        """
+        config, around = self._config, self._around
+        if config.strategy.through == "servers":
+            make, rows = partial(self._server_replica(), self._parts()), row_spec_for(config)
+            return ServerExchange(around, config.model.layout, config.chunk_elems, make, rows)
+        if config.strategy.through == "shared":
+            return await form_shared(
+                around, self._parts(), config.model, config.data, config.clip, config.chunk_elems
+            )
+        return await self._group_exchange()
+
+    # ---- through servers ----------------------------------------------------------------
+
+    def _server_replica(self) -> Callable[..., ServerReplica]:
+        rows = row_exchange_of(self._config)
+        if rows is not None:
+            return partial(RowReplica, exchange=rows)
+        if self._config.loop is not None:
+            return partial(LoopServerReplica, loop=self._config.loop)
+        return ServerReplica
+
+    # ---- through a group ----------------------------------------------------------------
+
+    async def _group_exchange(self) -> GroupExchange:
+        config, around = self._config, self._around
+        notice = around.member.notice
+        assert config.form_group is not None
+        group = await config.form_group(
+            around.runtime,
+            around.endpoint,
+            names_of(notice.nodes, "worker"),
+            config.rank,
+            notice.epoch,
+            on_event=around.member.emit,
+        )
+        replica = await self._group_replica(group)
+        chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)
+        return GroupExchange(around, group, replica, chunks)
+
+    async def _group_replica(self, group: Group) -> Callable[[Transfers], GroupReplica]:
+        config, layout = self._config, self._config.model.layout
+        strategy, sharded = config.strategy, config.strategy.sharded
+        if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
+            sharded = group.shares_memory and config.loop is None and not strategy.factors
+        bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
+        buckets = Buckets(layout.elems, bucket_elems, config.num_workers)
+        owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
+        assert config.update_rule is not None
+        updater = Updater(self._around.runtime.memory, *config.update_rule, owned, layout.dtype)
+        if sharded:
+            parameters = await group.common(layout.elems, layout.dtype, "parameters")
+        else:
+            parameters = group.allocate(
+                layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
+            )
+        outer = None if sharded else self._outer_products(group)
+        make: Callable[..., GroupReplica] = GroupReplica
+        if config.loop is not None:
+            make = partial(LoopGroupReplica, loop=config.loop)
+        return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
+
+    def _outer_products(self, group: Group) -> OuterProducts | None:
+        """The layers that may be exchanged as factors; None where there are none."""
+        config, around = self._config, self._around
+        layers = outer_layers_of(config.model)
+        several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
+        if config.strategy.factors and (several or not layers):
+            why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
+            raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
+        guessed = config.strategy.factors is None and around.runtime.memory.phantom
+        if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
+            return None
+        hosts = {_host_of(node.address) for node in around.member.notice.nodes if node.role == "worker"}
+        near = group.shares_memory or len(hosts) == 1
+        strategy, num_workers = config.strategy, config.num_workers
+        return OuterProducts(
+            around.runtime,
+            group,
+            layers,
+            lambda layer, rows: strategy.as_factors(layer, rows, num_workers, near),
+            config.model.layout.dtype,
+            lambda event: around.member.emit(event) if config.rank == 0 else None,
+        )
+
+    # ---- the replica --------------------------------------------------------------------
+
+    def _parts(self) -> ReplicaParts:
+        config, around = self._config, self._around
+        quorum = config.strategy.quorum(config.num_workers)
+        rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
+        decays = config.shards_rule is not None and config.strategy.decays_gradients
+        assert rule is not None
+        return ReplicaParts(
+            runtime=around.runtime,
+            layout=config.model.layout,
+            reduction=config.model.reduction,
+            differentiator=self._differentiator(),
+            schedule=self._schedule,
+            rank=config.rank,
+            num_workers=config.num_workers,
+            lr=config.lr,
+            joins=isinstance(config.plan, JoinedPlan),
+            pace=self._pace,
+            first_step=0 if config.resume is None else config.resume.step_of(around.runtime.node),
+            # With a quorum, the first shard says what is in the model: it lives to tell.
+            on_receipt=around.member.receipt if quorum is None else lambda refs: None,
+            on_step=self._on_step,
+            on_boundary=self._on_boundary,
+            first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
+            watch=config.watch,
+            update_rule=config.update_rule,
+            decays=decays_of(rule, elems) if decays else (),
+            scales=scales_of(rule, elems),
+        )
+
+    def _differentiator(self) -> Differentiator | None:
+        """What computes gradients; None where a loop of the user's does."""
+        config, schedule = self._config, self._schedule
+        if not isinstance(schedule, Schedule):
+            return None
+        return Differentiator(
+            config.model,
+            feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
+            schedule.plan,
+            rank=config.rank,
+            seed=config.seed,
+            now=self._around.runtime.now,
+            clip=config.clip,
+        )
+
+
+def _host_of(address: str) -> str:
+    """The host of host:port, or all of an address that is none."""
+    first = address.split(" ")[0]
+    host, _, port = first.rpartition(":")
+    return host if port.isdigit() else first

@@ -1,0 +1,90 @@
+"""A worker's exchange in a group, without servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from gradstream.checkpoint.snapshot import Snapshots
+from gradstream.collectives.group import Group
+from gradstream.runtime.base import Work, awaited_later
+from gradstream.server.chunks import ChunkMap
+from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.worker.exchange.base import Surroundings, Transfers
+from gradstream.worker.replica.group import GroupReplica
+from gradstream.worker.replica.snapshot import ReplicaHolder
+
+__all__ = ["GroupExchange"]
+
+
+class GroupExchange:
+    """Implements `Exchange`.
+
+    Args:
+        around: where it lives.
+        group: all workers of the run.
+        replica: makes the replica, which tells of its transfers.
+        chunks: the chunk map of a checkpoint's versions, dealt to the workers.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        group: Group,
+        replica: Callable[[Transfers], GroupReplica],
+        chunks: ChunkMap,
+    ) -> None:
+        self._around = around
+        self._group = group
+        self._transfers = Transfers(around.rank, around.member.emit)
+        self._accounted = (0, 0)  # rounds and bytes
+        self.replica = replica(self._transfers)
+        self._holder = ReplicaHolder(self.replica, chunks)
+        self._cuts: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """The worker of rank 0 makes the first parameters, and all others get them; or each reads its own."""
+        around = self._around
+        if around.resume is not None:
+            folder, storage = around.resume.folder, around.runtime.storage
+            work = Work("restore", elems=len(self.replica.parameters))
+            await around.runtime.beside(lambda: self._holder.restore(storage, folder), work=work)
+            if self.replica.group.sharded:
+                await self.replica.group.all_gather()
+        else:
+            if around.rank == 0:
+                await around.init(self.replica.parameters)
+            await self.replica.group.broadcast(self.replica.parameters)
+            self.replica.version = 0
+        snapshots = Snapshots(around.runtime, around.member, self._holder)
+        name = f"{around.runtime.node}-cuts"
+        self._cuts = awaited_later(around.runtime.spawn(snapshots.run(), name=name))
+
+    async def settle(self) -> None:
+        """See `Exchange`: a round is in the model when the strategy goes on from it."""
+
+    async def finish(self) -> None:
+        """See `Exchange`: all workers have them."""
+
+    def report(self) -> Sequence[Event]:
+        """See `Exchange`: a round is a push and a fetch of the whole gradient."""
+        self._transfers.accounted()
+        peers = self.replica.group
+        rounds, size_bytes = peers.num_rounds - self._accounted[0], peers.exchanged_bytes - self._accounted[1]
+        self._accounted = (peers.num_rounds, peers.exchanged_bytes)
+        return [
+            ExchangeEvent(
+                rank=self._around.rank,
+                pushed_bytes=size_bytes,
+                fetched_bytes=size_bytes,
+                pushes=rounds,
+                fetches=rounds,
+                retries=0,
+            )
+        ]
+
+    async def close(self) -> None:
+        """See `Exchange`: leaves the group."""
+        if self._cuts is not None:
+            self._cuts.cancel()
+        await self._group.close()

@@ -1,0 +1,112 @@
+"""A worker's exchange through the parameter server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from gradstream.model.base import Layout
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client.client import ServerClient, names_of
+from gradstream.server.rows import RowMap
+from gradstream.telemetry.events import Event
+from gradstream.telemetry.traffic_reports import Accounts
+from gradstream.wire import v1
+from gradstream.worker.exchange.base import Surroundings, Transfers
+from gradstream.worker.replica.server import ServerReplica
+
+__all__ = ["ServerExchange"]
+
+
+class ServerExchange:
+    """Implements `Exchange`.
+
+    Args:
+        around: where it lives.
+        layout: of the model's flat vector.
+        chunk_elems: of the chunk map.
+        replica: makes the replica for a client of all shards.
+        rows: of the model, where only what has changed is exchanged; else None.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        layout: Layout,
+        chunk_elems: int,
+        replica: Callable[[ServerClient], ServerReplica],
+        rows: v1.RowSpec | None = None,
+    ) -> None:
+        shards = names_of(around.member.notice.nodes, "shard")
+        self._around = around
+        self._accounts = Accounts(around.rank)
+        self._transfers = Transfers(around.rank, around.member.emit)
+        chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
+        self._client = ServerClient(
+            around.runtime,
+            around.endpoint,
+            shards,
+            chunks,
+            around.runtime.memory.allocate(
+                layout.elems if rows is None else 0,
+                layout.dtype,
+                "spare",
+                exchanged=True,
+                lead_bytes=layout.lead_bytes,
+            ),
+            silence_s=around.silence_s,
+            retry_s=around.retry_s,
+            on_transfer=self._transfers,
+            rows=None if rows is None else RowMap.of(chunks, rows),
+        )
+        self._layout = layout
+        self._heir: asyncio.Task[None] | None = None
+        self.replica = replica(self._client)
+
+    async def begin(self) -> None:
+        """The worker of the lowest rank hands initial parameters out; of a checkpoint, each fetches them."""
+        around, replica = self._around, self.replica
+        if around.resume is not None:  # a strategy may not begin by fetching
+            await replica.adopt(replica.server.fetch_soon())
+        elif around.is_lowest():
+            await around.init(replica.parameters)
+            await self._client.assign(replica.parameters)
+        else:
+            self._heir = around.runtime.spawn(self._take_over(), name=f"{around.runtime.node}-heir")
+
+    async def _take_over(self) -> None:
+        """Hands out initial parameters where the worker of the lowest rank died before it could."""
+        around = self._around
+        await around.member.heard(around.is_lowest)
+        if self.replica.version >= 0:
+            return
+        try:
+            memory, layout = around.runtime.memory, self._layout
+            vector = memory.allocate(layout.elems, layout.dtype, "initial", exchanged=True)
+            await around.init(vector)
+            await self._client.assign(vector)
+        except Exception as error:
+            await around.failed(error)
+
+    async def settle(self) -> None:
+        """See `Exchange`."""
+        await self._client.settle()
+
+    async def finish(self) -> None:
+        """See `Exchange`: fetched once more, with what all have pushed.
+
+        What the shards' sums still hold is applied first: no other push will complete them. Into the
+        gradient's memory: where fetches never overlap compute, the spare vector was never touched.
+        """
+        await self._client.reclaim_spare()
+        await self.replica.refresh(flush=True)
+
+    def report(self) -> Sequence[Event]:
+        """See `Exchange`."""
+        self._transfers.accounted()
+        return self._accounts.since_last(self._client.traffic)
+
+    async def close(self) -> None:
+        """See `Exchange`."""
+        if self._heir is not None:
+            self._heir.cancel()

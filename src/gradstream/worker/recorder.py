@@ -1,0 +1,46 @@
+"""What a worker is told and could not find out again: noted, so that the run can be repeated."""
+
+from __future__ import annotations
+
+from gradstream.coordinator.client.member import Assigned
+from gradstream.data.shares import Speed
+from gradstream.recording import Handed, Log, Stood, Turned
+from gradstream.wire import v1
+from gradstream.worker.batch_queue import BatchSource
+
+__all__ = ["Notes"]
+
+
+class Notes:
+    """Asks for minibatches, and notes the answers; notes where it stood, and was let in.
+
+    All are written at once: nothing is lost with a worker that is killed.
+
+    Args:
+        source: answers.
+        log: None notes nothing.
+    """
+
+    def __init__(self, source: BatchSource, log: Log | None) -> None:
+        self._source = source
+        self._log = log
+
+    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+        """See `Member.assign`."""
+        answer = await self._source.assign(wait, in_hand, stretch)
+        if self._log is not None:
+            self._log.add(Handed(tuple(answer.refs), answer.complete, answer.turn))
+            self._log.flush()
+        return answer
+
+    def stood(self, begun: int, ends: bool) -> None:
+        """See `Pace`."""
+        if self._log is not None:
+            self._log.add(Stood(begun, ends))
+            self._log.flush()
+
+    def turned(self, begun: int, turn: v1.Turn, phase: str) -> None:
+        """See `Pace`."""
+        if self._log is not None:
+            self._log.add(Turned(begun, turn.number, phase))
+            self._log.flush()

@@ -1,0 +1,3 @@
+"""What a strategy sees of a worker: one class for each way of exchange."""
+
+__all__ = ()
