@@ -164,10 +164,10 @@ def ours(
     from gradstream._train import train
 
     described = job(given.model)
-    optimizer: Any = gs.SGD(lr=lr or 0.01, weight_decay=1e-4)
+    optimizer: Any = gs.optim.SGD(lr=lr or 0.01, weight_decay=1e-4)
     if strategy != "downpour":
         rate = given.lr or described_lr(described)
-        optimizer = gs.SGD(lr=rate, momentum=0.9, weight_decay=1e-4)
+        optimizer = gs.optim.SGD(lr=rate, momentum=0.9, weight_decay=1e-4)
     with tempfile.TemporaryDirectory() as folder:
         run = train(
             described,

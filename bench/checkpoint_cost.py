@@ -51,7 +51,7 @@ def job() -> gs.Job:
     )
     model = gs.from_torch(lambda: build(elems), nn.functional.cross_entropy)
     return gs.Job(
-        model, data, strategy="downpour", optimizer=gs.Momentum(lr=1e-4), batch_size=64, epochs=10**6
+        model, data, strategy="downpour", optimizer=gs.optim.Momentum(lr=1e-4), batch_size=64, epochs=10**6
     )
 
 

@@ -191,7 +191,7 @@ from gradstream import sparse
 def job(num_samples, update, workers):
     return gs.Job(
         sparse.linear({d}, loss="logistic"), sparse.synthetic(num_samples, {d}, {touched}, noise=0.05),
-        strategy=gs.Hogwild(update=update), optimizer=gs.SGD(gs.StepDecay(0.5, every=1, factor=0.9)),
+        strategy=gs.Hogwild(update=update), optimizer=gs.optim.SGD(gs.schedules.StepDecay(0.5, every=1, factor=0.9)),
         workers=workers, batch_size={at_once}, epochs=40, checkpoint_every=None,
     )
 """

@@ -66,7 +66,7 @@ def job() -> gs.Job:
         data=gs.from_arrays(x, rng.integers(0, CLASSES, 1024)),
         workers=WORKERS,
         batch_size=BATCH,
-        optimizer=gs.SGD(lr=1e-3),
+        optimizer=gs.optim.SGD(lr=1e-3),
     )
 
 

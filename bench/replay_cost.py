@@ -54,7 +54,7 @@ def job() -> gs.Job:
         model,
         data,
         strategy="downpour",
-        optimizer=gs.SGD(lr=1e-3),
+        optimizer=gs.optim.SGD(lr=1e-3),
         workers=told["workers"],
         servers=2,
         batch_size=32,
@@ -102,7 +102,7 @@ def main() -> None:
                 rows.append(row)
         begun_s = time.monotonic()
         assert run.path is not None
-        with gs.replay(run.path, keep=False) as again:
+        with gs.replay.replay(run.path, keep=False) as again:
             updates = sum(1 for _ in again)
         replay_s = time.monotonic() - begun_s
         same = same_bits(again.parameters, run.parameters)

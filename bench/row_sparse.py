@@ -64,7 +64,7 @@ def job() -> gs.Job:
         gs.from_torch(lambda: Bag(spec["rows"], spec["dim"], spec["sparse"]), nn.functional.mse_loss),
         gs.from_arrays(numbers, rng.standard_normal(len(numbers)).astype("float32")),
         strategy="downpour",
-        optimizer=gs.SGD(lr=0.01),
+        optimizer=gs.optim.SGD(lr=0.01),
         workers=WORKERS,
         batch_size=TOUCHED // PER_SAMPLE,
         steps=spec["steps"],

@@ -72,7 +72,7 @@ def job(strategy: gs.Strategy, steps: int) -> gs.Job:
         Sized(LAYERS),
         data,
         strategy=strategy,
-        optimizer=gs.SGD(lr=1e-3),
+        optimizer=gs.optim.SGD(lr=1e-3),
         workers=MACHINES,
         batch_size=BATCH,
         steps=steps,

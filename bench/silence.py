@@ -67,7 +67,7 @@ def job() -> gs.Job:
     inputs = np.random.default_rng(0).normal(size=(200_000, 3)).astype(np.float32)
     data = gs.from_arrays(inputs, inputs @ np.array([1, 2, 3], np.float32))
     return gs.Job(
-        model, data, strategy="downpour", optimizer=gs.SGD(lr=0.01), workers=2, servers=1, batch_size=8,
+        model, data, strategy="downpour", optimizer=gs.optim.SGD(lr=0.01), workers=2, servers=1, batch_size=8,
         epochs=100_000, chunk_elems=64, checkpoint_every=None,
         deadlines=gs.Deadlines(join_s=300, lease_s=LEASE_S),
         until=gs.until(seconds=float(os.environ.get("SILENCE_S", 30))),
@@ -88,7 +88,7 @@ def stop(node: str, seconds: float, times: int) -> dict[str, Any]:
             stopper = Stopper(cluster, node, seconds, times=times, gap_s=gap_s)
             try:
                 launch(own, cast_of(own, "silence"), run_dir, cluster=cluster, on_event=stopper)
-            except gs.GradstreamError as error:
+            except gs.errors.GradstreamError as error:
                 said = f"{type(error).__name__}: {error}"
             ended = {}
             stopper.check()

@@ -52,7 +52,7 @@ def job(strategy: gs.Strategy, **options: Any) -> gs.Job:
         workers=WORKERS,
         batch_size=BATCH,
         epochs=EPOCHS,
-        optimizer=gs.SGD(lr=1e-7),
+        optimizer=gs.optim.SGD(lr=1e-7),
         **options,
     )
 

@@ -43,7 +43,7 @@ def measured(strategy: gs.Strategy, speeds: dict[str, float]) -> dict[str, float
     world = World(costs=COSTS, speeds=speeds, network=Network(bandwidth_bytes_s=1.25e9), phantom=True)
     rows: list[Any] = [
         simulate(
-            Sized([500_000] * 6), numbered(WORKERS * STEPS), strategy=strategy, optimizer=gs.SGD(lr=0.1),
+            Sized([500_000] * 6), numbered(WORKERS * STEPS), strategy=strategy, optimizer=gs.optim.SGD(lr=0.1),
             workers=WORKERS, servers=4, batch_size=1, epochs=1, world=world, seed=seed,
         )
         for seed in range(SEEDS)

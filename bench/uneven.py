@@ -51,7 +51,7 @@ PASSES = 600
 
 def equal() -> gs.Job:
     model, data = busy(4096, passes=PASSES)
-    return gs.Job(model, data, workers=2, batch_size=BATCH, steps=ROUNDS, optimizer=gs.SGD(lr=1e-5))
+    return gs.Job(model, data, workers=2, batch_size=BATCH, steps=ROUNDS, optimizer=gs.optim.SGD(lr=1e-5))
 
 
 def measured() -> gs.Job:
@@ -62,7 +62,7 @@ def measured() -> gs.Job:
         workers=2,
         batch_size=BATCH,
         steps=ROUNDS,
-        optimizer=gs.SGD(lr=1e-5),
+        optimizer=gs.optim.SGD(lr=1e-5),
         shares="measured",
     )
 

@@ -76,9 +76,9 @@ def large() -> gs.Job:
     """The network that took its authors 56 minutes for 10 epochs on one 2-core machine."""
     return gs.Job(
         model=gs.from_torch(large_network, loss),
-        data=gs.caltech101(size=128, flat=True),
+        data=gs.data.caltech101(size=128, flat=True),
         strategy="synchronous",
-        optimizer=gs.SGD(lr=0.01, momentum=0.9, weight_decay=1e-4),
+        optimizer=gs.optim.SGD(lr=0.01, momentum=0.9, weight_decay=1e-4),
         workers=2,
         batch_size=128,  # of each of 2 workers: 256 a round, as in the original
         epochs=10,
@@ -89,9 +89,9 @@ def small() -> gs.Job:
     """The network of the original's scaling figure, trained by Downpour SGD that talks every 10 steps."""
     return gs.Job(
         model=gs.from_torch(small_network, loss),
-        data=gs.caltech101(size=64, flat=True),
+        data=gs.data.caltech101(size=64, flat=True),
         strategy=gs.Downpour(push_every=10, fetch_every=10, overlap=False),
-        optimizer=gs.SGD(lr=0.1, weight_decay=1e-4),
+        optimizer=gs.optim.SGD(lr=0.1, weight_decay=1e-4),
         workers=2,
         batch_size=256,
         epochs=10,
@@ -102,9 +102,9 @@ def cnn() -> gs.Job:
     """A convolutional network: fewer parameters, more arithmetic, better."""
     return gs.Job(
         model=gs.from_torch(conv_network, loss),
-        data=gs.caltech101(size=64),
+        data=gs.data.caltech101(size=64),
         strategy="synchronous",
-        optimizer=gs.SGD(lr=0.02, momentum=0.9, weight_decay=1e-4),
+        optimizer=gs.optim.SGD(lr=0.02, momentum=0.9, weight_decay=1e-4),
         workers=2,
         batch_size=32,
         epochs=10,

@@ -52,7 +52,7 @@ def job() -> gs.Job:
         model=gs.from_torch(Liking, nn.functional.mse_loss),
         data=gs.from_arrays(*ratings(200_000, 1), *ratings(20_000, 2)),
         strategy="downpour",
-        optimizer=gs.Adagrad(lr=0.1),
+        optimizer=gs.optim.Adagrad(lr=0.1),
         workers=2,
         batch_size=64,
         epochs=2,

@@ -39,7 +39,7 @@ def job() -> gs.Job:
     """Well over 80 % of the test images right after 8 passes over the data."""
     return gs.Job(
         model=gs.from_torch(build, loss),
-        data=gs.fashion_mnist(),
+        data=gs.data.fashion_mnist(),
         strategy="downpour",
         workers=2,
         batch_size=32,

@@ -20,7 +20,7 @@ def job(update: str = "atomic", workers: int = 2) -> gs.Job:
         model=sparse.linear(FEATURES, loss="logistic", l2=1e-7),
         data=sparse.synthetic(100_000, FEATURES, 50, num_test_samples=5_000, skew=0.8),
         strategy=gs.Hogwild(update=update),
-        optimizer=gs.SGD(lr=gs.StepDecay(2.0, every=1, factor=0.9)),
+        optimizer=gs.optim.SGD(lr=gs.schedules.StepDecay(2.0, every=1, factor=0.9)),
         workers=workers,
         batch_size=5_000,  # between two looks at the world outside; each sample is an update
         epochs=5,

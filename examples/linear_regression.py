@@ -54,7 +54,7 @@ def job() -> gs.Job:
         model=gs.from_functions(init, outputs, gradients),
         data=gs.from_arrays(*samples()),
         strategy="synchronous",
-        optimizer=gs.SGD(lr=0.1),
+        optimizer=gs.optim.SGD(lr=0.1),
         workers=4,
         batch_size=25,
         epochs=20,

@@ -6,7 +6,7 @@ gradstream train examples/linear_regression.py --strategy examples/own_strategy.
 
 from dataclasses import dataclass
 
-from gradstream import SGD, Strategy
+import gradstream as gs
 from gradstream.server.aggregation import Immediate
 
 
@@ -19,7 +19,7 @@ class Damping(Immediate):  # the server: every push is an update of its own
 
 
 @dataclass(frozen=True)
-class Damped(Strategy):
+class Damped(gs.Strategy):
     """Asynchronous SGD, w ← w - γ·g / (1 + τ)^power (Zhang, Gupta, Lian, Liu, IJCAI 2016)."""
 
     power: float = 1.0
@@ -27,7 +27,7 @@ class Damped(Strategy):
     survives_worker_loss = True  # nobody waits for anybody
 
     def optimizer(self):
-        return SGD(lr=0.05)
+        return gs.optim.SGD(lr=0.05)
 
     async def train(self, worker):  # the client
         async for batch in worker.batches():

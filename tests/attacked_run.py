@@ -37,7 +37,7 @@ def job() -> gs.Job:
         workers=2,
         batch_size=64,
         epochs=1_000_000,
-        optimizer=gs.SGD(lr=1e-7),
+        optimizer=gs.optim.SGD(lr=1e-7),
     )
 
 

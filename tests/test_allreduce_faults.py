@@ -27,10 +27,10 @@ WORLD = World(
 )
 SMALL = 128 * 8 / (1 << 20)
 JOB: dict[str, Any] = {
-    "optimizer": gs.Adam(lr=0.05), "workers": 3, "batch_size": 4, "epochs": 4, "chunk_elems": 64,
+    "optimizer": gs.optim.Adam(lr=0.05), "workers": 3, "batch_size": 4, "epochs": 4, "chunk_elems": 64,
     "world": WORLD, "deadlines": QUICK, "keep_last": 3,
 }  # fmt: skip
-EXACT: dict[str, Any] = {"optimizer": gs.SGD(lr=2.0**-7, momentum=0.5), "workers": 4}
+EXACT: dict[str, Any] = {"optimizer": gs.optim.SGD(lr=2.0**-7, momentum=0.5), "workers": 4}
 """With whole numbers, rounds of 16 samples: every sum, and its mean, is exact in any order."""
 STRATEGIES = {
     "whole": AllReduce(bucket_mib=SMALL, algorithm="ring"),

@@ -65,7 +65,7 @@ def job():
     )
     return gs.Job(
         model, gs.from_arrays(X, Y), strategy="allreduce", workers=2, batch_size=8, steps=STEPS,
-        chunk_elems=64, optimizer=gs.Adam(lr=gs.Cosine(0.05)), checkpoint_every=5,
+        chunk_elems=64, optimizer=gs.optim.Adam(lr=gs.schedules.Cosine(0.05)), checkpoint_every=5,
         deadlines=gs.Deadlines(lease_s=3.0, silence_s=3.0),
     )
 """
@@ -131,7 +131,7 @@ def test_killed_and_resumed_it_ends_with_the_bytes_of_a_simulation(
 
 def test_nodes_as_threads_and_every_way_of_updating_have_the_same_bits(tmp_path: Path) -> None:
     model, data = least_squares(64, 300, whole=False, reduction="mean")
-    options: dict[str, Any] = {"workers": 2, "batch_size": 4, "steps": 8, "optimizer": gs.Adam(lr=0.01)}
+    options: dict[str, Any] = {"workers": 2, "batch_size": 4, "steps": 8, "optimizer": gs.optim.Adam(lr=0.01)}
     expected = simulate(model, data, strategy=AllReduce(), **options).parameters["w"].tobytes()
     for sharded in (None, False, True):
         run_dir = tmp_path / str(sharded)
@@ -159,7 +159,7 @@ def test_buckets_that_leave_during_backprop_change_no_bit(
         run = gs.train(
             gs.from_torch(deep, torch.nn.functional.mse_loss), data, workers=2, batch_size=[20, 12], steps=12,
             strategy=AllReduce(exchange=exchange, overlap=overlap, bucket_mib=0.01), accumulate=accumulate,
-            optimizer=gs.Adam(lr=0.01), processes=False, run_dir=tmp_path / str(overlap),
+            optimizer=gs.optim.Adam(lr=0.01), processes=False, run_dir=tmp_path / str(overlap),
         )  # fmt: skip
         found.add(b"".join(value.tobytes() for value in run.parameters.values()))
     assert len(found) == 1

@@ -41,7 +41,7 @@ def step_s(layers: Sequence[int], offsets: Sequence[float], workers: int = 2, **
     """Virtual seconds of a step, without the first: with two workers each step takes the same."""
     run = simulate(
         Sized(layers), numbered(64), strategy=AllReduce(algorithm="ring", bucket_mib=1.0, **options),
-        workers=workers, batch_size=1, steps=5, optimizer=gs.SGD(lr=0.1), world=world(offsets),
+        workers=workers, batch_size=1, steps=5, optimizer=gs.optim.SGD(lr=0.1), world=world(offsets),
     )  # fmt: skip
     steps = [e["compute_s"] + e["wait_s"] for e in run.events if e["event"] == "step" and e["rank"] == 0]
     assert workers > 2 or steps[1:] == pytest.approx(steps[1:2] * 4, abs=1e-8)

@@ -177,7 +177,7 @@ def simulated(strategy: Any, epochs: int = 2, **options: Any) -> gs.Run:
     world = World(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": UNEVEN[3]})
     return gs.simulate(
         model, data, strategy=strategy, workers=4, batch_size=32, epochs=epochs,
-        optimizer=gs.SGD(lr=2.0**-12), world=options.pop("world", world), **options,
+        optimizer=gs.optim.SGD(lr=2.0**-12), world=options.pop("world", world), **options,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def test_samples_a_second_are_as_many_with_short_epochs() -> None:
     world = World(costs={"gradient": Cost(per_sample_s=1e-4)})
     run = gs.simulate(
         model, data, strategy="downpour", workers=4, batch_size=8, epochs=100, world=world,
-        optimizer=gs.SGD(lr=2.0**-12),
+        optimizer=gs.optim.SGD(lr=2.0**-12),
     )  # fmt: skip
     assert run.summary["train_s"] <= 1.25 * 6400 * 1e-4 / 4
 

@@ -142,7 +142,7 @@ def backed_up(world: World, *, workers: int = 5, backup: int = 1, **options: Any
         strategy=strategy,
         workers=workers,
         world=world,
-        optimizer=gs.Momentum(LR, 0.5),
+        optimizer=gs.optim.Momentum(LR, 0.5),
         **options,
     )
     expected = replayed(model, data, [event["ids"] for event in rounds_of(run)])
@@ -244,7 +244,7 @@ def test_a_run_that_was_stopped_goes_on_and_counts_what_it_dropped() -> None:
             await cluster.virtual.runtime("director").sleep(0.15)
             cluster.stop()
 
-        with pytest.raises(gs.Interrupted):
+        with pytest.raises(gs.errors.Interrupted):
             backed_up(WORLDS["noisy"], script=stop, on_event=stopped.append, **options)
         resumed, _ = backed_up(WORLDS["noisy"], resume=True, **options)
         before = [event for event in stopped if event["event"] == "round"]
@@ -262,7 +262,7 @@ def test_checkpoints_and_evaluations_on_the_way() -> None:
     data = gs.from_arrays(data.inputs, data.targets, data.inputs[:8], data.targets[:8])
     run = simulate(
         model, data, strategy=gs.Synchronous(backup=2), workers=6, epochs=4, batch_size=4, chunk_elems=64,
-        world=WORLDS["slow worker"], optimizer=gs.SGD(lr=LR), evaluate_every=5, checkpoint_every=6,
+        world=WORLDS["slow worker"], optimizer=gs.optim.SGD(lr=LR), evaluate_every=5, checkpoint_every=6,
         storage=MemoryStorage(), deadlines=QUICK,
     )  # fmt: skip
     assert not [event for event in run.events if event["event"] == "checkpoint_failed"]

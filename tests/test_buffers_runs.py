@@ -73,15 +73,15 @@ def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("slow", ["worker-0", "worker-1"])
 def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) -> None:
     data = pictures()
-    world = gs.World(
-        costs={"gradient": gs.Cost(per_sample_s=1e-3)},
-        network=gs.Network(bandwidth_bytes_s=1e6, link=gs.Link(latency_s=2e-3)),
+    world = gs.sim.World(
+        costs={"gradient": gs.sim.Cost(per_sample_s=1e-3)},
+        network=gs.sim.Network(bandwidth_bytes_s=1e6, link=gs.sim.Link(latency_s=2e-3)),
         speeds={slow: 0.3},
     )
     run = gs.simulate(
         from_torch(cnn, F.cross_entropy),
         data,
-        optimizer=gs.SGD(lr=0.05),
+        optimizer=gs.optim.SGD(lr=0.05),
         workers=2,
         batch_size=SIZES,
         steps=7,
@@ -112,7 +112,7 @@ def test_a_model_that_was_evaluated_trains_again_from_the_beginning() -> None:
     model, data = from_torch(cnn, F.cross_entropy), pictures()
     runs = []
     for _ in range(2):
-        run = gs.simulate(model, data, optimizer=gs.SGD(lr=0.05), workers=2, steps=2)
+        run = gs.simulate(model, data, optimizer=gs.optim.SGD(lr=0.05), workers=2, steps=2)
         run.evaluate()
         runs.append(run)
     for name, array in runs[0].parameters.items():
@@ -128,7 +128,7 @@ def build():
 
 def job():
     model = gs.from_torch(build, torch.nn.functional.cross_entropy)
-    return gs.Job(model, gs.fashion_mnist(), strategy="downpour", optimizer=gs.SGD(lr=0.1), workers=2,
+    return gs.Job(model, gs.data.fashion_mnist(), strategy="downpour", optimizer=gs.optim.SGD(lr=0.1), workers=2,
                   batch_size=50, epochs=1)
 """
 
@@ -143,7 +143,7 @@ def test_real_workers_leave_one_model_that_torch_can_load(
     module.load_state_dict(load_file(tmp_path / "run/checkpoints/final/model.safetensors"))
     tracked = module.state_dict()["1.num_batches_tracked"].item()
     assert 50 <= tracked <= 100  # the larger of the two workers', which have 100 together
-    data = gs.fashion_mnist()
+    data = gs.data.fashion_mnist()
     with torch.no_grad():
         outputs = module.eval()(torch.as_tensor(data.test_inputs))
     accuracy = float((outputs.argmax(1).numpy() == data.test_targets).mean())

@@ -11,9 +11,9 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, UserCodeError
+from gradstream.job import callbacks as module
 from gradstream.job.callbacks import QUEUE_EVENTS, Callbacks
 from gradstream.job.overrides import overrides
-from gradstream.job import callbacks as module
 from gradstream.run.result import Run
 from gradstream.testing.runs import least_squares
 

@@ -35,11 +35,11 @@ WORLD = World(
 )
 MODEL, DATA = least_squares(101, 200, seed=1, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
-    "optimizer": gs.Adam(lr=0.05), "workers": 3, "servers": 2, "batch_size": 4, "epochs": 6,
+    "optimizer": gs.optim.Adam(lr=0.05), "workers": 3, "servers": 2, "batch_size": 4, "epochs": 6,
     "chunk_elems": 64, "deadlines": QUICK, "world": WORLD, "checkpoint_every": None,
 }  # fmt: skip
 TOKENS: dict[str, Any] = {
-    "strategy": "downpour", "optimizer": gs.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
+    "strategy": "downpour", "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
     "epochs": 4, "chunk_elems": 64, "deadlines": QUICK, "world": WORLD, "checkpoint_every": None,
 }  # fmt: skip
 NUM_TOKENS = 24
@@ -59,7 +59,7 @@ def stop_at(seconds: float, kill: str | None = None) -> Callable[[Any], Coroutin
     return script
 
 
-def unexpected(error: gs.GradstreamError) -> None:
+def unexpected(error: gs.errors.GradstreamError) -> None:
     raise AssertionError(error)
 
 
@@ -67,7 +67,9 @@ def same(one: gs.Run, other: gs.Run) -> bool:
     return all(np.array_equal(one.parameters[name], array) for name, array in other.parameters.items())
 
 
-@pytest.mark.parametrize("optimizer", [gs.Adam(lr=0.05), gs.Momentum(lr=0.01)], ids=["adam", "momentum"])
+@pytest.mark.parametrize(
+    "optimizer", [gs.optim.Adam(lr=0.05), gs.optim.Momentum(lr=0.01)], ids=["adam", "momentum"]
+)
 def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any) -> None:
     job = {**JOB, "optimizer": optimizer}
     whole = simulate(MODEL, DATA, **job)
@@ -205,7 +207,7 @@ def test_another_seed_is_refused() -> None:
     storage = MemoryStorage()
     with pytest.raises(Interrupted):
         simulate(MODEL, DATA, storage=storage, script=stop_at(0.5), **JOB)
-    with pytest.raises(gs.ConfigError, match=r"seed=1.*expected 0"):
+    with pytest.raises(gs.errors.ConfigError, match=r"seed=1.*expected 0"):
         simulate(MODEL, DATA, storage=storage, resume=True, **{**JOB, "seed": 1})
 
 
@@ -223,7 +225,7 @@ def test_a_cut_that_takes_too_long_is_given_up_and_training_goes_on() -> None:
 
 
 def test_steps_go_on_counting() -> None:
-    job = {**JOB, "epochs": None, "steps": 20, "optimizer": gs.SGD(lr=gs.Linear(0.1, 0.0))}
+    job = {**JOB, "epochs": None, "steps": 20, "optimizer": gs.optim.SGD(lr=gs.schedules.Linear(0.1, 0.0))}
     whole, storage = simulate(MODEL, DATA, **job), MemoryStorage()
     with pytest.raises(Interrupted):
         simulate(MODEL, DATA, storage=storage, script=stop_at(0.5), **job)

@@ -25,7 +25,7 @@ from gradstream.wire import v1
 
 MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
-    "optimizer": gs.SGD(lr=0.01), "workers": 2, "servers": 2, "batch_size": 8, "epochs": 2,
+    "optimizer": gs.optim.SGD(lr=0.01), "workers": 2, "servers": 2, "batch_size": 8, "epochs": 2,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 10,
     "world": World(costs={"gradient": Cost(base_s=0.03), "write": Cost(base_s=0.2)}),
 }  # fmt: skip
@@ -50,7 +50,7 @@ class Caller:
         await stream.end()
         try:
             assert await stream.recv(5) is not None
-        except gs.RefusedError as error:
+        except gs.errors.RefusedError as error:
             return str(error)
         return ""
 
@@ -124,7 +124,7 @@ def test_what_a_run_goes_on_from_is_read_to_the_byte_and_no_other_file() -> None
         await cluster.virtual.runtime("director").sleep(0.5)
         cluster.stop()
 
-    with pytest.raises(gs.Interrupted):
+    with pytest.raises(gs.errors.Interrupted):
         simulate(MODEL, DATA, storage=storage, script=stop, **JOB)
     storage.write("secret", b"not a checkpoint")
     found = newest(storage, lambda error: None)
@@ -142,7 +142,7 @@ def test_what_a_run_goes_on_from_is_read_to_the_byte_and_no_other_file() -> None
             read[name] = await caller.kept(f"{folder}/{name}")
         read["a range"] = await caller.kept(f"{folder}/model.safetensors", begin, CHUNK_BYTES)
         for path in ("secret", f"{folder}/../../secret", "/etc/hostname", "", f"{folder}/"):
-            with pytest.raises(gs.RefusedError, match="no file of the checkpoint") as caught:
+            with pytest.raises(gs.errors.RefusedError, match="no file of the checkpoint") as caught:
                 await caller.kept(path)
             refused.append(caught.value.code)
 

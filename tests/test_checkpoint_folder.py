@@ -195,7 +195,7 @@ def test_a_shard_that_writes_elsewhere_is_noticed(tmp_path: Path, monkeypatch: p
 def test_a_full_disk_is_said_and_training_goes_on_with_the_last_one_kept() -> None:
     model, data = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
     job: dict[str, Any] = {
-        "optimizer": gs.Adam(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 20,
+        "optimizer": gs.optim.Adam(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 20,
         "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 4, "world": WORLD,
     }  # fmt: skip
     whole = simulate(model, data, **job)
@@ -230,7 +230,7 @@ def test_intervals(value: int | str, amount: float, unit: str) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, True, "often", "10 parsecs", "0s", 1.5])
 def test_what_is_no_interval_is_refused(value: Any) -> None:
-    with pytest.raises(gs.ConfigError, match="checkpoint_every"):
+    with pytest.raises(gs.errors.ConfigError, match="checkpoint_every"):
         parse_every(value)
 
 
@@ -254,9 +254,9 @@ def test_headers_describe_what_lies_behind_them() -> None:
     offset, tensors = parse(header + bytes(4 * ELEMS))
     assert offset == len(header)
     assert [start for _, start in tensors.values()] == [0, 480]
-    with pytest.raises(gs.ConfigError, match="two tensors"):
+    with pytest.raises(gs.errors.ConfigError, match="two tensors"):
         header_of([TENSORS[0], TENSORS[0]])
-    with pytest.raises(gs.ConfigError, match="bfloat16"):
+    with pytest.raises(gs.errors.ConfigError, match="bfloat16"):
         spec_of("w", (1,), torch.bfloat16)
     for broken in (b"", b"\xff" * 8, header[:20]):
         with pytest.raises(DataError):

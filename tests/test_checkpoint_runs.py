@@ -48,7 +48,7 @@ def job(steps=400):
     )
     return gs.Job(
         model, gs.from_arrays(X, Y), workers=2, servers=1, batch_size=8, steps=steps, chunk_elems=64,
-        optimizer=gs.Adam(lr=gs.Cosine(0.05)), checkpoint_every=4,
+        optimizer=gs.optim.Adam(lr=gs.schedules.Cosine(0.05)), checkpoint_every=4,
     )
 
 def long():
@@ -109,7 +109,7 @@ def test_killed_fifty_times_and_resumed_a_run_ends_with_the_same_bytes(
         killer = Killer(warm, rng.randrange(1, 130))
         try:
             go(on_event=killer)
-        except gs.PeerLostError:
+        except gs.errors.PeerLostError:
             kills += 1
             killer.bury()
         if (path / FINAL_MODEL).is_file():  # it got there: another one, with other kill points

@@ -42,7 +42,7 @@ def test_checkpoints_on_the_way_load_strictly(strategy: str) -> None:
         gs.from_torch(Tied, nn.functional.mse_loss),
         gs.from_arrays(inputs, inputs),
         strategy=strategy,
-        optimizer=gs.SGD(lr=0.01, momentum=0.5),
+        optimizer=gs.optim.SGD(lr=0.01, momentum=0.5),
         workers=2,
         servers=2,
         batch_size=5,
@@ -51,7 +51,7 @@ def test_checkpoints_on_the_way_load_strictly(strategy: str) -> None:
         checkpoint_every=4,
         keep_last=3,
         storage=storage,
-        world=gs.World(costs={"gradient": gs.Cost(base_s=0.1)}),
+        world=gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.1)}),
     )
     files = [f"{one.folder}/{MODEL}" for one in kept(storage)]
     assert len(files) == 3

@@ -430,7 +430,7 @@ def test_what_is_wrong_with_machines(recorder: Recorder, arguments: list[str], p
         ("def job(): pass\n", ["train", "mine.py:jobb"], "did you mean 'job'?"),
         (
             "import gradstream as gs, torch\n"
-            "def job(): return gs.Job(torch.nn.Linear(1, 1), gs.fashion_mnist(), epochs=1)\n",
+            "def job(): return gs.Job(torch.nn.Linear(1, 1), gs.data.fashion_mnist(), epochs=1)\n",
             ["train", "mine.py"],
             "gradstream.from_torch(build, loss)",
         ),

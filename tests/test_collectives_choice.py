@@ -313,7 +313,7 @@ def test_what_cannot_be_had_is_said() -> None:
 
 def test_a_run_says_how_its_group_sums() -> None:
     model, data = least_squares(16, 4)
-    options: dict[str, Any] = {"workers": 4, "batch_size": 2, "epochs": 1, "optimizer": gs.SGD(lr=0.01)}
+    options: dict[str, Any] = {"workers": 4, "batch_size": 2, "epochs": 1, "optimizer": gs.optim.SGD(lr=0.01)}
     run = gs.simulate(model, data, strategy=gs.AllReduce(), **options)
     assert re.fullmatch(r"messages: .*; alpha [\d.]+ µs, beta [\d.]+ s/GB", run.summary["group"])
     run = gs.simulate(model, data, strategy=gs.AllReduce(algorithm="ring"), **options)

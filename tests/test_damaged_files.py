@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_not_deleted_and_is_none_of_those_kept(name: str
 
 MODEL, DATA = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
-    "optimizer": gs.SGD(lr=0.05), "workers": 2, "servers": 1, "batch_size": 4, "epochs": 20,
+    "optimizer": gs.optim.SGD(lr=0.05), "workers": 2, "servers": 1, "batch_size": 4, "epochs": 20,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 4, "strategy": "synchronous", "world": WORLD,
 }  # fmt: skip
 
@@ -173,7 +173,7 @@ def test_over_damaged_checkpoints_a_simulation_does_not_begin_anew() -> None:
 def test_a_checkpoint_of_a_run_with_another_seed_is_refused() -> None:
     storage = MemoryStorage()
     simulate(MODEL, DATA, storage=storage, **JOB)
-    with pytest.raises(gs.ConfigError, match="seed"):
+    with pytest.raises(gs.errors.ConfigError, match="seed"):
         simulate(MODEL, DATA, storage=storage, resume=True, **{**JOB, "seed": 7, "epochs": 30})
 
 

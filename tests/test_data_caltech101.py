@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from gradstream.data import Dataset, caltech101, image_cache
-from gradstream.data.caltech101 import MEAN, STD
+from gradstream.data.caltech import MEAN, STD
 from gradstream.errors import ConfigError, DataError
 
 FOLDER = "101_ObjectCategories"

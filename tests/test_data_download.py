@@ -466,7 +466,7 @@ def test_processes_share_one_download(site: Site, tmp_path: Path) -> None:
 
 def test_caltech101_downloads(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = small_source(site, tmp_path)
-    monkeypatch.setattr(sys.modules["gradstream.data.caltech101"], "CALTECH101", source)
+    monkeypatch.setattr(sys.modules["gradstream.data.caltech"], "CALTECH101", source)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("GRADSTREAM_DATA", raising=False)
     with pytest.raises(DataError, match="gradstream data get caltech101"):

@@ -400,7 +400,7 @@ def test_number_of_samples_of_what_a_stream_yields() -> None:
         (np.ones((4, 2)), np.ones(4)),
         {"tokens": [np.ones(3), np.ones(5), np.ones(1)]},
         ({"a": torch.ones(2, 9)}, [torch.ones(5), torch.ones(5)]),
-        gs.Batch(np.ones(7), None, 5, np.empty(0, np.int64)),
+        gs.model.Batch(np.ones(7), None, 5, np.empty(0, np.int64)),
     ]
     data = gs.from_stream(lambda *_: iter(yields), batches=4)
     assert [b.num_samples for b in read_all(data, division(workers=1)).values()] == [4, 3, 2, 5]

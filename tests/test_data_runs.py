@@ -48,7 +48,7 @@ def job():
                         persistent_workers=PROCESSES > 0)
     model = gs.from_torch(lambda: torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0)),
                           torch.nn.functional.mse_loss)
-    return gs.Job(model, gs.from_loader(loader), optimizer=gs.SGD(lr=0.2), workers=2, epochs=5,
+    return gs.Job(model, gs.from_loader(loader), optimizer=gs.optim.SGD(lr=0.2), workers=2, epochs=5,
                   chunk_elems=64, deadlines=gs.Deadlines(lease_s=5, silence_s=10, retry_s=10))
 """
 
@@ -77,7 +77,7 @@ def test_a_loader_with_processes_in_real_workers_and_in_none_give_the_same_bits(
 
 def test_what_a_data_set_raises_in_a_loaders_process_of_a_real_worker_ends_the_run(write: Any) -> None:
     with pytest.raises(
-        gs.UserCodeError, match=r"worker-\d, step \d.*raised LookupError: nothing at"
+        gs.errors.UserCodeError, match=r"worker-\d, step \d.*raised LookupError: nothing at"
     ) as raised:
         gs.train(write(BROKEN=150), run_dir=Path("broken"))
     assert "in __getitem__" in raised.value.traceback_text
@@ -118,13 +118,13 @@ def numbered_stream(rank: int, world: int, epoch: int, seed: int) -> Iterator[An
     mine = np.arange(48)[rank::world]
     for start in range(0, len(mine), 6):
         ids = mine[start : start + 6]
-        yield gs.Batch(ids, ids, len(ids), ids)
+        yield gs.model.Batch(ids, ids, len(ids), ids)
 
 
 @pytest.mark.parametrize("strategy", ["synchronous", "downpour"])
 def test_each_worker_makes_its_own_stream(strategy: str) -> None:
     data = gs.from_stream(numbered_stream, batches=4)
-    options: Any = {"optimizer": gs.SGD(lr=1.0), "chunk_elems": 64, "epochs": 3, "workers": 2}
+    options: Any = {"optimizer": gs.optim.SGD(lr=1.0), "chunk_elems": 64, "epochs": 3, "workers": 2}
     if strategy == "synchronous":
         model, _ = least_squares(8, 2)
         stream = gs.from_stream(lambda r, w, e, s: iter([(np.ones((r + 1, 2)), np.ones(r + 1))]), batches=1)
@@ -138,12 +138,12 @@ def test_each_worker_makes_its_own_stream(strategy: str) -> None:
 
 
 def test_a_dead_workers_stream_is_gone_through_by_the_others() -> None:
-    world = gs.World(costs={"gradient": gs.Cost(per_sample_s=1e-2)})
+    world = gs.sim.World(costs={"gradient": gs.sim.Cost(per_sample_s=1e-2)})
     run = gs.simulate(
         Tokens(2),
         gs.from_stream(numbered_stream, batches=4),
         strategy="downpour",
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=2,
         epochs=3,
         chunk_elems=64,
@@ -163,13 +163,13 @@ def test_a_stream_of_unknown_length_runs_for_steps_and_in_phantom_worlds() -> No
         yield np.ones((3, 2)), np.ones(3)
 
     model, _ = least_squares(8, 2, reduction="mean")
-    run = gs.simulate(model, gs.from_stream(forever), optimizer=gs.SGD(lr=0.1), workers=2, steps=5)
+    run = gs.simulate(model, gs.from_stream(forever), optimizer=gs.optim.SGD(lr=0.1), workers=2, steps=5)
     assert (run.summary["steps"], run.summary["samples"]) == (10, 30)
     phantom = gs.simulate(
-        model, gs.from_stream(forever), workers=2, steps=5, batch_size=4, world=gs.World(phantom=True)
+        model, gs.from_stream(forever), workers=2, steps=5, batch_size=4, world=gs.sim.World(phantom=True)
     )
     assert phantom.summary["samples"] == 40
-    with pytest.raises(gs.ConfigError, match=r"epochs=2: nobody knows.*give steps= instead"):
+    with pytest.raises(gs.errors.ConfigError, match=r"epochs=2: nobody knows.*give steps= instead"):
         gs.simulate(model, gs.from_stream(forever), workers=2, epochs=2)
 
 
@@ -185,9 +185,9 @@ def test_a_loader_that_ends_early_ends_the_run_naming_rank_and_batch() -> None:
     model, _ = least_squares(8, 2)
     data = gs.from_loader(DataLoader(Ending(), batch_size=2))
     with pytest.raises(
-        gs.UserCodeError, match=r"worker-\d, step 2.*of rank \d ended after 2 of its 3 batches"
+        gs.errors.UserCodeError, match=r"worker-\d, step 2.*of rank \d ended after 2 of its 3 batches"
     ):
-        gs.simulate(model, data, workers=2, epochs=1, optimizer=gs.SGD(lr=0.01))
+        gs.simulate(model, data, workers=2, epochs=1, optimizer=gs.optim.SGD(lr=0.01))
 
 
 class Bag(nn.Module):
@@ -214,7 +214,7 @@ def test_tokens_of_varying_length_train_a_module() -> None:
     run = gs.simulate(
         gs.from_torch(Bag, F.cross_entropy),
         data,
-        optimizer=gs.Adam(lr=0.1),
+        optimizer=gs.optim.Adam(lr=0.1),
         workers=2,
         batch_size=10,
         epochs=5,
@@ -232,7 +232,7 @@ def test_accumulated_steps_of_a_stream(length: int | None) -> None:
         model,
         data,
         strategy="downpour",
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=2,
         accumulate=2,
         chunk_elems=64,
@@ -244,7 +244,7 @@ def test_accumulated_steps_of_a_stream(length: int | None) -> None:
 def test_accumulated_steps_of_a_loader_are_those_of_twice_its_batch_size() -> None:
     model, arrays = least_squares(64, 3)
     pairs = [(arrays.inputs[i], arrays.targets[i]) for i in range(64)]
-    options: Any = {"optimizer": gs.SGD(lr=2.0**-9), "workers": 2, "epochs": 1, "seed": 4}
+    options: Any = {"optimizer": gs.optim.SGD(lr=2.0**-9), "workers": 2, "epochs": 1, "seed": 4}
 
     def run(batch_size: int, accumulate: int) -> gs.Run:
         loader: Any = DataLoader(pairs, batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]

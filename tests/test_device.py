@@ -295,7 +295,7 @@ def test_a_run_has_the_bits_of_one_without_a_device(options: Any) -> None:
     options = {"workers": 2, "batch_size": 8, "epochs": 2, "seed": 5, "chunk_elems": 64, **options}
     found = []
     for model in (net(), staged(net(), LateStreams)):
-        run = gs.simulate(model, data, optimizer=gs.SGD(lr=0.1), **options)
+        run = gs.simulate(model, data, optimizer=gs.optim.SGD(lr=0.1), **options)
         found.append((run.parameters, [row["loss"] for row in run.history], run.evaluate(), run.evaluations))
     assert {name: a.tobytes() for name, a in found[0][0].items()} == {
         name: a.tobytes() for name, a in found[1][0].items()
@@ -492,7 +492,7 @@ def test_a_job_trains_on_a_gpu(strategy: str, tmp_path: Path) -> None:
         from_torch(lambda: nn.Linear(6, 3), F.cross_entropy),
         gs.from_arrays(x[:512], y[:512], x[512:], y[512:]),
         strategy=strategy,
-        optimizer=gs.SGD(lr=0.5),
+        optimizer=gs.optim.SGD(lr=0.5),
         workers=2,
         batch_size=16,
         epochs=4,

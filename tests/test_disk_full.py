@@ -218,7 +218,7 @@ def test_a_torn_record_that_cannot_be_taken_back_at_once_is_taken_back_before_th
 MODEL, DATA = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
 WORLD = World(costs={"gradient": Cost(base_s=0.1)})
 JOB: dict[str, Any] = {
-    "optimizer": gs.SGD(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 32,
+    "optimizer": gs.optim.SGD(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 32,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": "2s", "record": True,
 }  # fmt: skip
 
@@ -363,7 +363,7 @@ def job():
     )
     return gs.Job(
         model, gs.from_arrays(X, Y), strategy="downpour", workers=2, servers=1, batch_size=8, epochs=100_000,
-        optimizer=gs.SGD(lr=0.01), checkpoint_every="1s", record=True,
+        optimizer=gs.optim.SGD(lr=0.01), checkpoint_every="1s", record=True,
         until=gs.until(loss=-1.0),
     )
 """

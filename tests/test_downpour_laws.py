@@ -47,7 +47,7 @@ def boundaries_differ(k: int) -> list[bool]:
     Watched.boundaries.clear()
     model, data = least_squares(64, 300, grid=GRID)
     simulate(
-        model, data, strategy=Watched(push_every=k, fetch_every=k, overlap=False), optimizer=gs.SGD(lr=LR),
+        model, data, strategy=Watched(push_every=k, fetch_every=k, overlap=False), optimizer=gs.optim.SGD(lr=LR),
         workers=1, servers=2, batch_size=4, steps=24, chunk_elems=64, seed=3, world=LATE,
     )  # fmt: skip
     assert len({own.tobytes() for own, _ in Watched.boundaries}) > 3  # it moves
@@ -73,7 +73,7 @@ def test_a_fetch_that_overtakes_the_push_before_it_would_be_noticed(monkeypatch:
 def pushed_and_applied(strategy: gs.Strategy, seed: int) -> tuple[int, int, int]:
     """Chunks pushed and chunk updates applied; and by how much samples are wrong, over all chunks."""
     run = simulate(
-        Tokens(num_chunks=5), numbered(50), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=4, servers=2,
+        Tokens(num_chunks=5), numbered(50), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=4, servers=2,
         batch_size=3, epochs=3, chunk_elems=64, seed=seed, world=LATE, deadlines=QUICK,
     )  # fmt: skip
     wrong = int(np.abs(token_counts(run, 50) - 3).sum())
@@ -131,7 +131,7 @@ def upstream_bytes(strategy: gs.Strategy) -> int:
     """What two workers send up in 20 steps each, initial parameters left out."""
     model, data = least_squares(64, 300)
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.SGD(lr=LR), workers=2, servers=2, batch_size=4, steps=20,
+        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), workers=2, servers=2, batch_size=4, steps=20,
         chunk_elems=64,
     )  # fmt: skip
     return int(run.summary["pushed_bytes"]) - 300 * 8
@@ -172,7 +172,7 @@ def longest_step_s(strategy: gs.Strategy) -> float:
     """Of those that are left when worker 1 of 3 is killed. Raises if the run does not come to its end."""
     world = World(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
     run = simulate(
-        Tokens(num_chunks=2), numbered(60), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=3,
+        Tokens(num_chunks=2), numbered(60), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=3,
         batch_size=1, epochs=2, chunk_elems=64, world=world, deadlines=QUICK, script=kill_one,
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]
@@ -202,5 +202,7 @@ class Waiting(gs.Downpour):
 def test_a_dead_replica_stalls_nobody() -> None:
     assert longest_step_s(gs.Downpour()) < 0.11
     assert longest_step_s(gs.Downpour(overlap=False)) < 0.11
-    with pytest.raises(gs.PeerLostError, match="coordinator"):  # the planted fault: it goes on for ever
+    with pytest.raises(
+        gs.errors.PeerLostError, match="coordinator"
+    ):  # the planted fault: it goes on for ever
         longest_step_s(Waiting())

@@ -61,7 +61,7 @@ def tokens(strategy: gs.Strategy, **options: Any) -> gs.Run:
     """A run in which everything applied can be counted."""
     options = {"workers": 4, "epochs": EPOCHS, "world": WORLD, **options}
     return simulate(
-        Tokens(num_chunks=3), numbered(NUM_TOKENS), strategy=strategy, optimizer=gs.SGD(lr=1.0), servers=2,
+        Tokens(num_chunks=3), numbered(NUM_TOKENS), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), servers=2,
         batch_size=2, chunk_elems=64, deadlines=QUICK, **options,
     )  # fmt: skip
 
@@ -306,7 +306,7 @@ class Solo(gs.Downpour):
 def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: int) -> None:
     """Bit for bit: in the order of samples of one node, with the server's own rule."""
     model, data = least_squares(96, FEATURES, whole=False, reduction="mean")
-    rule = gs.Adagrad(lr=0.05, initial_accumulator=0.01)
+    rule = gs.optim.Adagrad(lr=0.05, initial_accumulator=0.01)
     w, gradient = torch.zeros(2, FEATURES, dtype=torch.float64)
     sums = torch.full((FEATURES,), 0.01, dtype=torch.float64)
     for step in range(3 * 24):
@@ -328,7 +328,7 @@ def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: i
 def adagrad_counts(**options: Any) -> np.ndarray[Any, Any]:
     """Parameters of `Tokens` by Adagrad: each sample is pushed once an epoch, with gradient -1."""
     run = simulate(
-        Tokens(num_chunks=3), numbered(NUM_TOKENS), optimizer=gs.Adagrad(lr=1.0, initial_accumulator=0.5),
+        Tokens(num_chunks=3), numbered(NUM_TOKENS), optimizer=gs.optim.Adagrad(lr=1.0, initial_accumulator=0.5),
         strategy=gs.Downpour(warm_start="3epochs", waves=2, wave_every=12, finish_alone=NUM_TOKENS),
         workers=4, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, world=WORLD, deadlines=QUICK,
         **options,
@@ -342,16 +342,16 @@ def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyP
     assert np.allclose(adagrad_counts(), expected, rtol=1e-6)
 
     # The planted fault: the sums begin anew with the 37th update, when the others are let in.
-    inner = gs.Adagrad.apply
+    inner = gs.optim.Adagrad.apply
 
     def forgets(
-        self: gs.Adagrad, parameters: Any, gradient: Any, state: Any, *, lr: float, step: int
+        self: gs.optim.Adagrad, parameters: Any, gradient: Any, state: Any, *, lr: float, step: int
     ) -> None:
         if step == 37:
             state["sum"].fill_(0.5)
         inner(self, parameters, gradient, state, lr=lr, step=step)
 
-    monkeypatch.setattr(gs.Adagrad, "apply", forgets)
+    monkeypatch.setattr(gs.optim.Adagrad, "apply", forgets)
     assert not np.allclose(adagrad_counts(), expected, rtol=1e-6)
 
 

@@ -34,7 +34,7 @@ class Slow(Tokens):
 def job():
     return gs.Job(
         Slow(num_chunks=3), numbered(24), strategy=gs.Downpour(warm_start="4epochs", waves=2, wave_every=24),
-        optimizer=gs.SGD(lr=1.0), workers=3, servers=2, batch_size=2, epochs=8, chunk_elems=64,
+        optimizer=gs.optim.SGD(lr=1.0), workers=3, servers=2, batch_size=2, epochs=8, chunk_elems=64,
     )
 """
 
@@ -52,7 +52,7 @@ def test_a_warm_start_that_is_stopped_resumed_and_robbed_of_its_worker(
         steps += event["event"] == "step"
 
     with LocalCluster(tmp_path / "logs", node_environment(3)) as cluster:
-        with pytest.raises(gs.Interrupted) as caught:
+        with pytest.raises(gs.errors.Interrupted) as caught:
             launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=count, stop=lambda: steps > 4)
         assert caught.value.checkpoint
         killer = Killer(cluster, "step", 4, "worker-0")

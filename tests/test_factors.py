@@ -63,7 +63,7 @@ def data() -> Any:
 
 
 def trained(strategy: Any, sizes: list[int], model: Any = None, **options: Any) -> gs.Run:
-    options = {"steps": 1, "optimizer": gs.SGD(lr=1.0), **options}
+    options = {"steps": 1, "optimizer": gs.optim.SGD(lr=1.0), **options}
     return gs.simulate(
         model or model_of(), data(), workers=len(sizes), batch_size=sizes, strategy=strategy, **options
     )
@@ -153,7 +153,7 @@ def test_for_real_too_where_it_is_asked_for(exchange: str, tmp_path: Path) -> No
     sizes = [3, 5]
     expected = trained(AllReduce(factors=False), sizes)
     strategy = AllReduce(factors=True, exchange=exchange, bucket_mib=BUCKET)
-    options: Any = {"workers": 2, "batch_size": sizes, "steps": 1, "optimizer": gs.SGD(lr=1.0)}
+    options: Any = {"workers": 2, "batch_size": sizes, "steps": 1, "optimizer": gs.optim.SGD(lr=1.0)}
     found = gs.train(
         model_of(), data(), strategy=strategy, processes=False, run_dir=tmp_path / "run", **options
     )
@@ -176,14 +176,14 @@ def near(found: gs.Run, expected: gs.Run) -> None:
 def test_steps_of_several_sizes_go_on_in_the_same_memory(sizes: list[int], reduction: Any) -> None:
     """The last round of an epoch is short; a mean's weights differ from worker to worker."""
     model = gs.from_torch(Whole, linear, reduction=reduction)
-    options: Any = {"model": model, "steps": None, "epochs": 2, "optimizer": gs.SGD(lr=2.0**-12)}
+    options: Any = {"model": model, "steps": None, "epochs": 2, "optimizer": gs.optim.SGD(lr=2.0**-12)}
     expected = trained(AllReduce(factors=False), sizes, **options)
     near(trained(AllReduce(factors=True, bucket_mib=BUCKET), sizes, **options), expected)
 
 
 def test_shares_that_grow_take_memory_that_grows() -> None:
     slow = World(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-1": 0.25})
-    options: Any = {"steps": None, "epochs": 2, "optimizer": gs.SGD(lr=2.0**-12)}
+    options: Any = {"steps": None, "epochs": 2, "optimizer": gs.optim.SGD(lr=2.0**-12)}
     expected = trained(AllReduce(factors=False), [4, 4], **options)
     strategy = AllReduce(factors=True, bucket_mib=BUCKET)
     found = trained(strategy, [4, 4], world=slow, shares="measured", **options)
@@ -192,7 +192,7 @@ def test_shares_that_grow_take_memory_that_grows() -> None:
 
 
 def test_a_layer_that_no_product_describes_goes_the_usual_way_on_all_workers() -> None:
-    options = {"model": model_of(times=2), "optimizer": gs.SGD(lr=2.0**-60), "steps": 2}
+    options = {"model": model_of(times=2), "optimizer": gs.optim.SGD(lr=2.0**-60), "steps": 2}
     found = trained(AllReduce(bucket_mib=BUCKET), [3, 4], **options)
     (event,) = (event for event in found.events if event["event"] == "factors")
     assert event["layers"] == {"wide.weight": "gradient"}
@@ -212,7 +212,7 @@ class Doubting(Whole):
 @pytest.mark.parametrize("sizes", [[3, 4], [4, 3], [2, 3, 4]])
 def test_one_worker_that_has_no_product_decides_for_all(sizes: list[int]) -> None:
     model = gs.from_torch(Doubting, linear, reduction="sum")
-    options: Any = {"model": model, "optimizer": gs.SGD(lr=2.0**-12), "steps": 3}
+    options: Any = {"model": model, "optimizer": gs.optim.SGD(lr=2.0**-12), "steps": 3}
     found = trained(AllReduce(bucket_mib=BUCKET), sizes, **options)
     (event,) = (event for event in found.events if event["event"] == "factors")
     assert event["layers"] == {"wide.weight": "gradient"}
@@ -231,7 +231,7 @@ class Turning(Whole):
 def test_a_layer_that_is_a_product_no_more_is_an_error_that_says_what_to_do() -> None:
     model = gs.from_torch(Turning, linear, reduction="sum")
     with pytest.raises(GradientError, match=r"wide.weight: its gradient was one product.*factors=False"):
-        trained(AllReduce(), [3, 4], model=model, optimizer=gs.SGD(lr=2.0**-60), steps=4)
+        trained(AllReduce(), [3, 4], model=model, optimizer=gs.optim.SGD(lr=2.0**-60), steps=4)
 
 
 class Bursting(Whole):

@@ -51,7 +51,7 @@ def test_a_loss_that_is_no_function(loss: Any, words: str) -> None:
         run(loss=loss)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", gs.SGD])
+@pytest.mark.parametrize("optimizer", ["sgd", gs.optim.SGD])
 def test_an_update_rule_without_its_rate(optimizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"lacks lr; expected.*SGD\(lr=\.\.\.\), or --lr"):
         run(optimizer=optimizer)

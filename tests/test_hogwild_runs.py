@@ -69,10 +69,10 @@ def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
     cast_of(job(), "x")
     for options, match in (
         ({"servers": 1}, "in memory that workers share"),
-        ({"optimizer": "adam"}, "expected gradstream.SGD"),
-        ({"optimizer": gs.SGD(0.1, momentum=0.9)}, "expected gradstream.SGD"),
-        ({"optimizer": gs.SGD(0.1, weight_decay=0.1)}, "expected gradstream.SGD"),
-        ({"groups": [{"match": "w", "lr_scale": 2.0}], "optimizer": gs.SGD(0.1)}, "and groups"),
+        ({"optimizer": "adam"}, "expected gradstream.optim.SGD"),
+        ({"optimizer": gs.optim.SGD(0.1, momentum=0.9)}, "expected gradstream.optim.SGD"),
+        ({"optimizer": gs.optim.SGD(0.1, weight_decay=0.1)}, "expected gradstream.optim.SGD"),
+        ({"groups": [{"match": "w", "lr_scale": 2.0}], "optimizer": gs.optim.SGD(0.1)}, "and groups"),
     ):
         with pytest.raises(ConfigError, match=match):
             cast_of(job(**options), "x")
@@ -92,9 +92,9 @@ def test_what_only_a_worker_can_know_ends_the_run_with_words() -> None:
         (model, data, {"clip_norm": 1.0}, "is not clipped"),
         (model, gs.from_arrays(np.ones((4, 2)), np.ones(4)), {}, "goes through sparse data"),
         (broken, data, {}, r"worker-0, step 0 .* the model raised TypingError"),
-        (model, data, {"optimizer": gs.SGD(1e30), "epochs": 5}, "the loss is"),
+        (model, data, {"optimizer": gs.optim.SGD(1e30), "epochs": 5}, "the loss is"),
     ):
-        options = {"epochs": 1, "optimizer": gs.SGD(0.1), **options}
+        options = {"epochs": 1, "optimizer": gs.optim.SGD(0.1), **options}
         with pytest.raises(GradstreamError, match=match):
             gs.simulate(model_, data_, strategy="hogwild", workers=1, batch_size=1, **options)  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ def data():
 def job(update="atomic", workers=2, epochs=3):
     return gs.Job(
         sparse.linear(D, loss="squared"), data(), strategy=gs.Hogwild(update=update),
-        optimizer=gs.SGD(lr=gs.StepDecay(0.5, every=1, factor=0.9)), workers=workers, batch_size=100,
+        optimizer=gs.optim.SGD(lr=gs.schedules.StepDecay(0.5, every=1, factor=0.9)), workers=workers, batch_size=100,
         epochs=epochs, evaluate_every="epoch", checkpoint_every=20, chunk_elems=16_384, seed=3,
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
     )
@@ -318,7 +318,7 @@ async def asks_at_every_halt(times: int) -> None:
 
 def test_a_lock_is_taken_from_the_dead_and_who_keeps_one_is_named() -> None:
     assert asyncio.run(waits_for(1, There(0))) == 1
-    with pytest.raises(gs.DeadlineError, match=r"worker-1: has kept lock 7 .* for 1 s"):
+    with pytest.raises(gs.errors.DeadlineError, match=r"worker-1: has kept lock 7 .* for 1 s"):
         asyncio.run(waits_for(1, There(0, 1)))
 
 

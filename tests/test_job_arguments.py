@@ -33,7 +33,7 @@ model = gs.from_functions(
     lambda p, x: x @ p["w"],
     lambda p, x, y: {"w": 2 / len(x) * x.T @ (x @ p["w"] - slope * x[:, 0])},
 )
-options = dict(run_dir="run", optimizer=gs.SGD(lr=0.3), batch_size=8, epochs=4)
+options = dict(run_dir="run", optimizer=gs.optim.SGD(lr=0.3), batch_size=8, epochs=4)
 gs.train(model, gs.from_arrays(x, slope * x[:, 0]), **options)
 """
 

@@ -59,7 +59,11 @@ def gap(
     x, y = rng.standard_normal((SAMPLES, 6)), rng.standard_normal((SAMPLES, 3))
     y[: SAMPLES // 2, 1:] = np.where(loss is mse, y[: SAMPLES // 2, 1:], PAD)  # half of the samples are short
     model = gs.from_torch(lambda: Net(between(), dtype), loss, reduction=reduction)
-    job: dict[str, Any] = {"strategy": "synchronous", "steps": 8, "optimizer": gs.SGD(0.05, momentum=0.9)}
+    job: dict[str, Any] = {
+        "strategy": "synchronous",
+        "steps": 8,
+        "optimizer": gs.optim.SGD(0.05, momentum=0.9),
+    }
     job |= {"seed": 3, **options}
     one = gs.simulate(model, gs.from_arrays(x, y), workers=1, batch_size=BATCH, **job)
     sizes = {"batch_size": BATCH // WORKERS} if shares is None else {"batch_size": shares}
@@ -73,12 +77,12 @@ EQUAL: dict[str, dict[str, Any]] = {
     "a sum over samples": {"loss": lambda outputs, targets: mse(outputs, targets) * len(targets),
                            "reduction": "sum"},
     "shares that differ": {"shares": [7, 1, 0, 8]},
-    "an adaptive rule, decay": {"optimizer": gs.AdamW(0.01, weight_decay=0.1)},
-    "a schedule, groups": {"optimizer": gs.SGD(gs.Cosine(0.1), weight_decay=0.1),
+    "an adaptive rule, decay": {"optimizer": gs.optim.AdamW(0.01, weight_decay=0.1)},
+    "a schedule, groups": {"optimizer": gs.optim.SGD(gs.schedules.Cosine(0.1), weight_decay=0.1),
                            "groups": [{"match": "*.bias", "weight_decay": 0.0, "lr_scale": 2.0}]},
     "LayerNorm": {"between": lambda: nn.LayerNorm(8)},
     "a bound that nothing reaches": {"clip_norm": 1e6, "clip_value": 1e6},
-    "tokens as a sum": {"loss": sum_over_tokens, "reduction": "sum", "optimizer": gs.SGD(0.01)},
+    "tokens as a sum": {"loss": sum_over_tokens, "reduction": "sum", "optimizer": gs.optim.SGD(0.01)},
 }  # fmt: skip
 
 DIFFERENT: dict[str, dict[str, Any]] = {

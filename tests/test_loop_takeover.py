@@ -245,12 +245,12 @@ def test_what_cannot_be_is_refused(said: Any) -> None:
     claims, worker = Claims(lone()[0], 2), v1.Node(name="worker-0", role="worker")
     claims.check_take_over("worker-0", v1.TakeOver(epoch=v1.Begun(step=-9), step=-3))
     check = claims.check_beat if isinstance(said, v1.Beat) else claims.check_take_over
-    with pytest.raises(gs.RefusedError, match="worker-0"):
+    with pytest.raises(gs.errors.RefusedError, match="worker-0"):
         check(worker if isinstance(said, v1.Beat) else "worker-0", said)  # type: ignore[arg-type]
 
 
 def test_a_server_begins_no_epoch() -> None:
-    with pytest.raises(gs.RefusedError, match="begin epochs"):
+    with pytest.raises(gs.errors.RefusedError, match="begin epochs"):
         Claims(lone()[0], 2).check_beat(
             v1.Node(name="shard-0", role="shard"), v1.Beat(begun=[v1.Begun(step=0)])
         )
@@ -392,7 +392,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
 
     def end() -> None:
         asked.wait()
-        handover.over(gs.PeerLostError("coordinator", "gone"))
+        handover.over(gs.errors.PeerLostError("coordinator", "gone"))
 
     async def begin() -> None:
         handover.begin(Replica())  # type: ignore[arg-type]
@@ -403,7 +403,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
     for thread in others:
         thread.start()
     try:
-        with pytest.raises(gs.PeerLostError, match="coordinator"):
+        with pytest.raises(gs.errors.PeerLostError, match="coordinator"):
             handover.take_over(Epoch(0, 0), 0, 1, (1, 1), 1, 0)
     finally:
         for task in asyncio.all_tasks(loop):
@@ -454,7 +454,7 @@ def test_a_checkpoint_without_a_lost_worker_is_no_place_to_go_on(
     found = "checkpoints/7", SimpleNamespace(workers=3, steps={"worker-0": 3, "worker-2": 4})
     module, job = import_module("gradstream._resume"), load_job(str(tmp_path / "own.py"))
     monkeypatch.setattr(module, "to_resume", lambda *_, **__: found)
-    with pytest.raises(gs.ConfigError, match="when 1 of 3 workers were lost"):
+    with pytest.raises(gs.errors.ConfigError, match="when 1 of 3 workers were lost"):
         gs.resume(tmp_path, job=job)
     monkeypatch.setattr(module.Resume, "at", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # it goes on

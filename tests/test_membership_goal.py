@@ -118,7 +118,7 @@ def tokens_run(strategy: str, world: str, seed: int, **options: Any) -> tuple[gs
     model = Tokens(5)
     model.reduction = "sum" if strategy in ("synchronous", "in turn") else "mean"
     run = simulate(
-        model, numbered(30), strategy=STRATEGIES[strategy], optimizer=gs.SGD(lr=1.0), seed=seed,
+        model, numbered(30), strategy=STRATEGIES[strategy], optimizer=gs.optim.SGD(lr=1.0), seed=seed,
         deadlines=QUICK, world=WORLDS[world], **options,
     )  # fmt: skip
     scale = 6 if model.reduction == "sum" else 1  # an update is the mean over the round
@@ -198,7 +198,12 @@ def test_the_transitions_of_rounds() -> None:
 
 def test_synchronous_ends_with_the_bits_of_that_many_rounds() -> None:
     model, data = least_squares(60, 100, whole=False)
-    options: Any = {"workers": 2, "batch_size": 5, "optimizer": gs.SGD(lr=0.05), "world": WORLDS["uneven"]}
+    options: Any = {
+        "workers": 2,
+        "batch_size": 5,
+        "optimizer": gs.optim.SGD(lr=0.05),
+        "world": WORLDS["uneven"],
+    }
     run = simulate(model, data, epochs=30, until=gs.until(seconds=0.7), **options)
     rounds = len(run.history) // 2
     short = simulate(model, data, steps=rounds, **options)
@@ -219,7 +224,7 @@ def test_accuracy_with_evaluations() -> None:
     )
     data = gs.from_arrays(x[:300], y[:300], x[300:], y[300:])
     run = simulate(
-        model, data, optimizer=gs.SGD(lr=0.1), workers=2, batch_size=10, epochs=100, evaluate_every=3,
+        model, data, optimizer=gs.optim.SGD(lr=0.1), workers=2, batch_size=10, epochs=100, evaluate_every=3,
         until=gs.until(accuracy=0.9), world=WORLDS["even"],
     )  # fmt: skip
     reached = next(row for row in run.evaluations if row["accuracy"] >= 0.9)
@@ -234,7 +239,7 @@ def test_accuracy_with_evaluations() -> None:
 def test_running_loss() -> None:
     model, data = least_squares(200, 5, whole=False, reduction="mean")
     run = simulate(
-        model, data, strategy="downpour", optimizer=gs.SGD(lr=0.05), workers=2, batch_size=10, epochs=100,
+        model, data, strategy="downpour", optimizer=gs.optim.SGD(lr=0.05), workers=2, batch_size=10, epochs=100,
         until=gs.until(loss=0.55), world=WORLDS["even"],
     )  # fmt: skip
     assert run.summary["reason"].startswith("training loss 0.")
@@ -256,7 +261,7 @@ def test_a_worker_that_dies_about_then(name: str) -> None:
         at_s = 0.5 + rng.uniform(-0.1, 0.4)
         events: list[Any] = []
         run = simulate(
-            Tokens(3), numbered(30), strategy="downpour", optimizer=gs.SGD(lr=1.0), seed=seed, epochs=50,
+            Tokens(3), numbered(30), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0), seed=seed, epochs=50,
             workers=3, batch_size=2, chunk_elems=64, deadlines=dataclasses.replace(QUICK, lease_s=0.4),
             world=WORLDS["uneven"], until=gs.until(seconds=0.5), script=kill_at(name, at_s),
             on_event=events.append,

@@ -163,7 +163,7 @@ def test_synchronous_is_one_node_with_the_joined_batch_bit_for_bit() -> None:
     model = from_jax(
         lambda seed: {"w": np.zeros(3)}, lambda p, x: x @ p["w"], squares, reduction="sum", dtype="float64"
     )
-    options: Any = {"optimizer": gs.SGD(lr=2.0**-7), "steps": 4, "chunk_elems": 64, "seed": 2}
+    options: Any = {"optimizer": gs.optim.SGD(lr=2.0**-7), "steps": 4, "chunk_elems": 64, "seed": 2}
     four = gs.simulate(model, data, workers=4, batch_size=4, **options)
     one = gs.simulate(model, data, workers=1, batch_size=16, **options)
     assert four.parameters["w"].tobytes() == one.parameters["w"].tobytes()
@@ -187,7 +187,7 @@ def job():
     x = rng.standard_normal((400, 2)).astype("float32")
     y = (x[:, 0] > x[:, 1]).astype("int64")
     model = gs.from_jax(lambda seed: {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}, outputs, loss)
-    return gs.Job(model, gs.from_arrays(x[:300], y[:300], x[300:], y[300:]), optimizer=gs.SGD(lr=0.5),
+    return gs.Job(model, gs.from_arrays(x[:300], y[:300], x[300:], y[300:]), optimizer=gs.optim.SGD(lr=0.5),
                   workers=2, batch_size=25, epochs=6, chunk_elems=64)
 """
 
@@ -204,5 +204,5 @@ def test_logistic_regression_on_real_processes_and_simulated(
     simulated = gs.simulate(load_job("logistic.py"))
     for name in ("w", "b"):
         np.testing.assert_allclose(simulated.parameters[name], run.parameters[name], rtol=1e-5, atol=1e-6)
-    downpour = gs.simulate(load_job("logistic.py"), strategy="downpour", optimizer=gs.SGD(lr=0.2))
+    downpour = gs.simulate(load_job("logistic.py"), strategy="downpour", optimizer=gs.optim.SGD(lr=0.2))
     assert downpour.evaluate().accuracy == pytest.approx(accuracy, abs=0.05)

@@ -156,7 +156,7 @@ def test_overlap_on_or_off_changes_no_bit(case: str, accumulate: int) -> None:
     x, y = samples()
     options: Any = {
         "workers": 2, "batch_size": [4, 2], "steps": 2, "accumulate": accumulate,
-        "optimizer": gs.Momentum(0.1, 0.9),
+        "optimizer": gs.optim.Momentum(0.1, 0.9),
     }  # fmt: skip
     runs = [
         simulate(model_of(case), gs.from_arrays(x, y), strategy=strategy, **options)

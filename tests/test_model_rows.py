@@ -31,7 +31,7 @@ def functions_model(**options: Any) -> Model:
     def gradients(p: Any, x: Any, y: Any) -> Any:
         error = 2 / len(x) * (p["table"][x].sum(1) + p["bias"] - y)
         values = np.repeat(error[:, None], x.shape[1], axis=1)
-        return {"table": gs.Rows(x.ravel(), values.reshape(-1, WIDTH)), "bias": error.sum(0)}
+        return {"table": gs.model.Rows(x.ravel(), values.reshape(-1, WIDTH)), "bias": error.sum(0)}
 
     return gs.from_functions(
         init=lambda seed: {
@@ -132,10 +132,10 @@ def test_an_embedding_that_something_else_uses_is_dense() -> None:
 @pytest.mark.parametrize(
     ("leaf", "says"),
     [
-        (np.zeros((ROWS, WIDTH)), "ndarray, expected gradstream.Rows"),
-        (gs.Rows(np.array([0.5]), np.zeros((1, WIDTH))), "row numbers are float64"),
-        (gs.Rows(np.array([1, 2]), np.zeros((1, WIDTH))), r"shape \(1, 3\), expected \(2, 3\)"),
-        (gs.Rows(np.array([-1]), np.zeros((1, WIDTH))), "has row -1"),
+        (np.zeros((ROWS, WIDTH)), "ndarray, expected gradstream.model.Rows"),
+        (gs.model.Rows(np.array([0.5]), np.zeros((1, WIDTH))), "row numbers are float64"),
+        (gs.model.Rows(np.array([1, 2]), np.zeros((1, WIDTH))), r"shape \(1, 3\), expected \(2, 3\)"),
+        (gs.model.Rows(np.array([-1]), np.zeros((1, WIDTH))), "has row -1"),
     ],
 )
 def test_what_is_no_rows_is_named(leaf: Any, says: str) -> None:

@@ -67,7 +67,7 @@ def simulated(
         speeds={f"worker-{rank}": SPEEDS[rank] for rank in range(workers)},
         network=Network(bandwidth_bytes_s=1e15, link=Link(latency_s=1e-5)),
     )
-    options = {"optimizer": gs.SGD(lr=RATE), "chunk_elems": 64, "world": world, **options}
+    options = {"optimizer": gs.optim.SGD(lr=RATE), "chunk_elems": 64, "world": world, **options}
     run = gs.simulate(
         model, gs.from_arrays(X, Y), strategy=strategy, workers=workers, batch_size=4, epochs=1, **options
     )
@@ -155,7 +155,7 @@ def test_downpour(
 ) -> None:
     """Algorithm 1.1 with Adagrad on two shards; minibatches go to whoever asks for the next one."""
     strategy = gs.Downpour(n_push, n_fetch, overlap=False, local_lr=local_rate)
-    ours, steps = simulated(strategy, workers, optimizer=gs.Adagrad(lr=RATE), servers=2)
+    ours, steps = simulated(strategy, workers, optimizer=gs.optim.Adagrad(lr=RATE), servers=2)
     server = naive["downpour"].Server(W, RATE, num_shards=2)
     periods = {"local_rate": local_rate or 0.0, "n_push": n_push, "n_fetch": n_fetch}
     replica = partial(naive["downpour"].replica, server, **periods)
@@ -164,7 +164,7 @@ def test_downpour(
 
 
 def test_another_order_of_pushes_would_be_noticed(naive: dict[str, Any]) -> None:
-    ours, steps = simulated(gs.Downpour(overlap=False), 3, optimizer=gs.Adagrad(lr=RATE))
+    ours, steps = simulated(gs.Downpour(overlap=False), 3, optimizer=gs.optim.Adagrad(lr=RATE))
     server = naive["downpour"].Server(W, RATE, num_shards=2)
     replica = partial(naive["downpour"].replica, server)
     other = sorted(steps, key=lambda step: step[0])

@@ -53,7 +53,7 @@ def test_a_run_is_not_kept_outside_of_runs(
     inner.mkdir(parents=True)
     monkeypatch.chdir(inner)
     model, data = least_squares(8, 4)
-    options: dict[str, Any] = {"steps": 1, "optimizer": gs.SGD(lr=0.1), "name": name}
+    options: dict[str, Any] = {"steps": 1, "optimizer": gs.optim.SGD(lr=0.1), "name": name}
     with pytest.raises(ConfigError, match="becomes part of a path"):
         gs.train(model, data, processes=False, **options)
     with pytest.raises(ConfigError, match="becomes part of a path"):

@@ -83,7 +83,7 @@ def test_each_element_has_the_bits_of_its_own_rule(rule: Any, chunk: int) -> Non
 
 def test_groups_that_change_nothing_change_no_bit() -> None:
     model, data = least_squares(60, 300, whole=False)
-    options: Any = {"optimizer": gs.Adam(lr=0.01), "workers": 2, "batch_size": 10, "epochs": 2}
+    options: Any = {"optimizer": gs.optim.Adam(lr=0.01), "workers": 2, "batch_size": 10, "epochs": 2}
     options |= {"chunk_elems": 64, "strategy": "synchronous"}
     plain = simulate(model, data, **options)
     same = simulate(model, data, groups=[{"match": "w", "lr_scale": 1.0, "beta1": 0.9}], **options)
@@ -133,8 +133,8 @@ def in_one_process(optimizer: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (gs.SGD(0.02, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.02, 0.9)),
-        (gs.AdamW(0.02, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.02)),
+        (gs.optim.SGD(0.02, momentum=0.9, weight_decay=0.1), lambda p: torch.optim.SGD(p, 0.02, 0.9)),
+        (gs.optim.AdamW(0.02, weight_decay=0.1), lambda p: torch.optim.AdamW(p, 0.02)),
     ],
 )
 def test_a_run_is_that_of_torch_with_any_number_of_shards(ours: Any, theirs: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_run_is_that_of_torch_with_any_number_of_shards(ours: Any, theirs: Any
 def test_held_still_with_downpour_too() -> None:
     model, data = small()
     run = simulate(
-        model, data, strategy="downpour", optimizer=gs.SGD(0.05), groups=[{"match": "0.*", "lr_scale": 0.0}],
+        model, data, strategy="downpour", optimizer=gs.optim.SGD(0.05), groups=[{"match": "0.*", "lr_scale": 0.0}],
         workers=2, batch_size=8, epochs=2, seed=7,
     )  # fmt: skip
     flat = torch.zeros(model.layout.elems)
@@ -181,5 +181,5 @@ BAD: list[tuple[Any, str]] = [
 def test_bad_groups_are_named(groups: Any, message: str) -> None:
     model, data = small()
     with pytest.raises(ConfigError, match=message) as caught:
-        simulate(model, data, optimizer=gs.SGD(0.1), groups=groups, workers=1, batch_size=8, steps=1)
+        simulate(model, data, optimizer=gs.optim.SGD(0.1), groups=groups, workers=1, batch_size=8, steps=1)
     assert ("did you mean" in message) == isinstance(caught.value, UnknownNameError)

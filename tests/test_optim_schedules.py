@@ -42,17 +42,25 @@ def torch_rates(make: Any) -> list[float]:
 lr_scheduler = torch.optim.lr_scheduler
 SAME_AS_TORCH = [
     pytest.param(
-        gs.Cosine(0.5, end=0.1), lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, 0.1), id="cosine"
+        gs.schedules.Cosine(0.5, end=0.1),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS, 0.1),
+        id="cosine",
     ),
-    pytest.param(gs.StepDecay(0.5, 7, unit="steps"), lambda o: lr_scheduler.StepLR(o, 7), id="steps"),
-    pytest.param(gs.StepDecay(0.5, 2), lambda o: lr_scheduler.StepLR(o, 2 * PER_EPOCH), id="epochs"),
-    pytest.param(gs.Linear(0.5, 0.25), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.5, STEPS), id="linear"),
     pytest.param(
-        gs.InverseRoot(0.5, over=3),
+        gs.schedules.StepDecay(0.5, 7, unit="steps"), lambda o: lr_scheduler.StepLR(o, 7), id="steps"
+    ),
+    pytest.param(
+        gs.schedules.StepDecay(0.5, 2), lambda o: lr_scheduler.StepLR(o, 2 * PER_EPOCH), id="epochs"
+    ),
+    pytest.param(
+        gs.schedules.Linear(0.5, 0.25), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.5, STEPS), id="linear"
+    ),
+    pytest.param(
+        gs.schedules.InverseRoot(0.5, over=3),
         lambda o: lr_scheduler.LambdaLR(o, lambda t: (1 + t / 3) ** -0.5),
         id="root",
     ),
-    pytest.param(gs.Constant(0.5), lambda o: lr_scheduler.ConstantLR(o, 1.0), id="constant"),
+    pytest.param(gs.schedules.Constant(0.5), lambda o: lr_scheduler.ConstantLR(o, 1.0), id="constant"),
 ]
 
 
@@ -62,7 +70,7 @@ def test_values_are_those_of_torch(ours: Rate, theirs: Any) -> None:
 
 
 def test_one_cycle_goes_up_and_down() -> None:
-    found = rates(gs.OneCycle(1.0, rise=0.25))
+    found = rates(gs.schedules.OneCycle(1.0, rise=0.25))
     assert found[0] == pytest.approx(1 / 25)
     assert found[10] == max(found) == 1.0
     assert found == sorted(found[:11]) + sorted(found[11:], reverse=True)
@@ -70,35 +78,35 @@ def test_one_cycle_goes_up_and_down() -> None:
 
 
 def test_warmup_and_chain_compose() -> None:
-    assert rates(gs.Warmup(0.5, 5))[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
-    assert rates(gs.Warmup(0.5, 0.5, "epochs"))[:5] == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5])
-    chained = rates(gs.Chain(0.5, 2, gs.Cosine(0.4)))
+    assert rates(gs.schedules.Warmup(0.5, 5))[:6] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    assert rates(gs.schedules.Warmup(0.5, 0.5, "epochs"))[:5] == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5])
+    chained = rates(gs.schedules.Chain(0.5, 2, gs.schedules.Cosine(0.4)))
     assert chained[:16] == [0.5] * 16
-    assert chained[16:] == rates(gs.Cosine(0.4), STEPS - 16)  # what is left of the run is its run
-    assert nominal_rate(gs.Warmup(gs.Chain(gs.Cosine(0.4), 1, 0.1), 3)) == 0.4
+    assert chained[16:] == rates(gs.schedules.Cosine(0.4), STEPS - 16)  # what is left of the run is its run
+    assert nominal_rate(gs.schedules.Warmup(gs.schedules.Chain(gs.schedules.Cosine(0.4), 1, 0.1), 3)) == 0.4
 
 
 def test_back_off_falls_as_one_over_t() -> None:
-    rate = gs.BackOff(0.5, first=4, factor=0.5, unit="steps")
+    rate = gs.schedules.BackOff(0.5, first=4, factor=0.5, unit="steps")
     rates = [rate_at(rate, Position(step, 100, 10)) for step in range(29)]
     assert rates == [0.5] * 4 + [0.25] * 8 + [0.125] * 16 + [0.0625]
-    slow = gs.BackOff(1.0)  # an epoch, then 1/0.9 epochs, then 1/0.81
+    slow = gs.schedules.BackOff(1.0)  # an epoch, then 1/0.9 epochs, then 1/0.81
     for epochs in (10, 100, 1000):
         now = rate_at(slow, Position(10 * epochs, 10_000, 10))
         assert now == pytest.approx(1 / (1 + epochs * (1 / 0.9 - 1)), rel=0.12)
 
 
 BAD: list[tuple[Any, str]] = [
-    (lambda: gs.SGD(lr=gs.Cosine(-1.0)), "Cosine: lr is -1.0"),
-    (lambda: gs.SGD(lr=0.0), "SGD: lr is 0.0"),
-    (lambda: gs.StepDecay(0.1, 0), "every is 0"),
-    (lambda: gs.StepDecay(0.1, 1, unit="weeks"), "unit is 'weeks'; expected 'steps' or 'epochs'"),  # type: ignore[arg-type]
-    (lambda: gs.OneCycle(0.1, rise=1.5), "rise is 1.5"),
-    (lambda: gs.InverseRoot(0.1, over=0), "over is 0"),
-    (lambda: gs.BackOff(0.1, factor=1.0), "factor is 1.0"),
-    (lambda: gs.Warmup(gs.Cosine(0.1), 0), "length is 0"),
-    (lambda: gs.Warmup(math.nan, 5), "then is nan"),
-    (lambda: gs.Chain(0.1, -1, 0.2), "at is -1"),
+    (lambda: gs.optim.SGD(lr=gs.schedules.Cosine(-1.0)), "Cosine: lr is -1.0"),
+    (lambda: gs.optim.SGD(lr=0.0), "SGD: lr is 0.0"),
+    (lambda: gs.schedules.StepDecay(0.1, 0), "every is 0"),
+    (lambda: gs.schedules.StepDecay(0.1, 1, unit="weeks"), "unit is 'weeks'; expected 'steps' or 'epochs'"),  # type: ignore[arg-type]
+    (lambda: gs.schedules.OneCycle(0.1, rise=1.5), "rise is 1.5"),
+    (lambda: gs.schedules.InverseRoot(0.1, over=0), "over is 0"),
+    (lambda: gs.schedules.BackOff(0.1, factor=1.0), "factor is 1.0"),
+    (lambda: gs.schedules.Warmup(gs.schedules.Cosine(0.1), 0), "length is 0"),
+    (lambda: gs.schedules.Warmup(math.nan, 5), "then is nan"),
+    (lambda: gs.schedules.Chain(0.1, -1, 0.2), "at is -1"),
     (lambda: rate_at(lambda _: -0.5, Position(3, 10, 10)), r"gave -0.5 at step 3 of 10"),
     (lambda: rate_at(lambda _: "x", Position(3, 10, 10)), r"gave 'x'"),  # type: ignore[arg-type,return-value]
     (lambda: nominal_rate(lambda _: 0.5), "a function has no rate"),
@@ -111,7 +119,7 @@ def test_bad_values_are_named(make: Any, message: str) -> None:
         make()
 
 
-SCHEDULE = gs.Warmup(gs.Cosine(2.0**-6), 4)
+SCHEDULE = gs.schedules.Warmup(gs.schedules.Cosine(2.0**-6), 4)
 
 
 @pytest.mark.parametrize("servers", [1, 3])
@@ -119,7 +127,7 @@ def test_synchronous_rounds_have_the_rate_of_their_number(servers: int) -> None:
     """The same bits as one process that counts its own steps, with any number of shards."""
     model, data = least_squares(60, 300, whole=False)
     plan, w = RoundPlan(60, 10, 2, seed=1), torch.zeros(300, dtype=torch.float64)
-    rule = gs.SGD(lr=0.1)
+    rule = gs.optim.SGD(lr=0.1)
     for step in range(9):
         epoch, batch = divmod(step, 3)
         parts = [torch.zeros_like(w) for _ in range(2)]
@@ -129,7 +137,7 @@ def test_synchronous_rounds_have_the_rate_of_their_number(servers: int) -> None:
         total = torch.mul(parts[0], 1 / 20).add_(parts[1], alpha=1 / 20)
         rule.apply(w, total, {}, lr=SCHEDULE(Position(step, 9, 3)), step=step + 1)
     run = simulate(
-        model, data, strategy="synchronous", optimizer=gs.SGD(lr=SCHEDULE), workers=2, servers=servers,
+        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=SCHEDULE), workers=2, servers=servers,
         batch_size=10, epochs=3, seed=1, chunk_elems=64,
     )  # fmt: skip
     assert np.array_equal(run.parameters["w"], w.numpy())
@@ -139,12 +147,12 @@ def test_synchronous_rounds_have_the_rate_of_their_number(servers: int) -> None:
 
 def test_a_minibatch_keeps_its_rate_whoever_computes_it() -> None:
     """A dead worker's minibatches are taken over with the rates of their own place in the run."""
-    planned = {gs.Linear(1.0, 0.5)(Position(step, 48, 16)) for step in range(48)}
-    lr = gs.Linear(1.0, 0.5)
+    planned = {gs.schedules.Linear(1.0, 0.5)(Position(step, 48, 16)) for step in range(48)}
+    lr = gs.schedules.Linear(1.0, 0.5)
     events: list[Any] = []
-    world = gs.World(costs={"gradient": gs.Cost(base_s=0.01)})
+    world = gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.01)})
     simulate(
-        Tokens(2), numbered(64), strategy="downpour", optimizer=gs.SGD(lr=lr), workers=2, batch_size=2,
+        Tokens(2), numbered(64), strategy="downpour", optimizer=gs.optim.SGD(lr=lr), workers=2, batch_size=2,
         epochs=3, chunk_elems=64, deadlines=QUICK, world=world, script=kill_at("worker-1", 0.1),
         on_event=events.append,
     )  # fmt: skip
@@ -159,9 +167,9 @@ def test_local_steps_scale_along(local_lr: float | None) -> None:
     """Downpour's local rate keeps its ratio to the schedule's: here the worker never fetches again."""
     model, data = least_squares(16, 64, grid=2.0**-10)
     strategy = gs.Downpour(push_every=4, fetch_every=8, overlap=False, local_lr=local_lr)
-    lr = gs.StepDecay(2.0**-6, 4, 0.5, unit="steps")
+    lr = gs.schedules.StepDecay(2.0**-6, 4, 0.5, unit="steps")
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.SGD(lr=lr), workers=1, batch_size=2, steps=8,
+        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=lr), workers=1, batch_size=2, steps=8,
         chunk_elems=64,
     )  # fmt: skip
     local, w = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)
@@ -186,12 +194,18 @@ def test_a_function_has_no_rate_for_local_steps() -> None:
     strategy: Strategy = gs.Downpour(fetch_every=2, local_lr=0.1)
     with pytest.raises(ConfigError, match="a function has no rate"):
         simulate(
-            model, data, strategy=strategy, optimizer=gs.SGD(lr=a_rate), workers=1, batch_size=2, steps=2
+            model,
+            data,
+            strategy=strategy,
+            optimizer=gs.optim.SGD(lr=a_rate),
+            workers=1,
+            batch_size=2,
+            steps=2,
         )
 
 
 def test_schedules_travel_as_classes_and_places() -> None:
-    rule = gs.Adam(lr=gs.Warmup(gs.Chain(a_rate, 1.5, gs.Cosine(0.1)), 3))
+    rule = gs.optim.Adam(lr=gs.schedules.Warmup(gs.schedules.Chain(a_rate, 1.5, gs.schedules.Cosine(0.1)), 3))
     described = json.loads(json.dumps(describe(rule)["fields"]))
     assert described["lr"]["class"] == "gradstream.optim.schedules:Warmup"
     assert find_optimizer("adam", described) == rule
@@ -215,7 +229,7 @@ def test_a_function_without_a_place_is_refused_before_processes_are_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    rule = gs.SGD(lr=gs.Warmup(lambda position: 0.5, 3))
+    rule = gs.optim.SGD(lr=gs.schedules.Warmup(lambda position: 0.5, 3))
     assert describe(rule)["fields"]["lr"]["fields"]["then"] == {"function": ""}
     (tmp_path / "job.py").write_text("")
     job = gs.Job(*least_squares(8, 3), optimizer=rule, epochs=1, spec=str(tmp_path / "job.py"))

@@ -91,7 +91,7 @@ def test_every_family_takes_plugins(install: Install) -> None:
     strategy = find_strategy("gentle", {"care": 0.7, "push_every": 2})
     assert type(strategy).__name__ == "Gentle"
     assert describe(strategy)["class"] == "acme:Gentle"  # how it travels
-    assert find_optimizer("Slow-SGD", {"lr": 0.5}) == gs.SGD(lr=0.5)
+    assert find_optimizer("Slow-SGD", {"lr": 0.5}) == gs.optim.SGD(lr=0.5)
     assert find_dataset("tiny", {"count": 7}).num_samples == 7
     assert class_of("codec", "halving") is class_of("transport", "pigeon")
     with pytest.raises(UnknownNameError, match=r"did you mean 'gentle'.*downpour,.* gentle,.* synchronous"):
@@ -103,7 +103,7 @@ def test_every_family_takes_plugins(install: Install) -> None:
 def test_a_plugin_is_used_by_its_name(install: Install) -> None:
     install("acme", ACME)
     model, data = least_squares(16, 4)
-    run = gs.simulate(model, data, strategy="gentle", optimizer=gs.SGD(lr=0.1), batch_size=4, steps=2)
+    run = gs.simulate(model, data, strategy="gentle", optimizer=gs.optim.SGD(lr=0.1), batch_size=4, steps=2)
     assert run.summary["strategy"] == "gentle"
 
 
@@ -198,7 +198,9 @@ def test_a_job_takes_a_data_set_by_name(install: Install, tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text(CODE)
     for name in ("tiny", f"{tmp_path}/mine.py:tiny"):
         assert gs.Job(model, name, steps=1).data.num_samples == 4  # type: ignore[arg-type]
-        run = gs.simulate(model, name, strategy="gentle", batch_size=1, steps=1, optimizer=gs.SGD(lr=0.1))
+        run = gs.simulate(
+            model, name, strategy="gentle", batch_size=1, steps=1, optimizer=gs.optim.SGD(lr=0.1)
+        )
         assert run.summary["samples"] == 2
     with pytest.raises(UnknownNameError, match="unknown data set 'tyny'"):
         gs.simulate(model, "tyny", steps=1)

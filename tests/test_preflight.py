@@ -39,7 +39,7 @@ class Loud:
 def job(gradients=gradients, **options):
     model = gs.from_functions(lambda seed: {"w": np.zeros(3)}, lambda p, x: x @ p["w"], gradients)
     options = {"epochs": 1000, "callbacks": [Loud()]} | options
-    return gs.Job(model, data, strategy="downpour", optimizer=gs.Adam(lr=0.2), **options)
+    return gs.Job(model, data, strategy="downpour", optimizer=gs.optim.Adam(lr=0.2), **options)
 
 def bad():
     return job(broken)
@@ -132,7 +132,7 @@ def test_too_little_memory_or_disk_starts_no_node(
 
 def test_memory_is_what_nodes_ask_for() -> None:
     elems, servers = 1_000_000, 2
-    model, adam = Sized([elems]), gs.Adam(lr=0.1)
+    model, adam = Sized([elems]), gs.optim.Adam(lr=0.1)
     job = gs.Job(model, numbered(60), strategy="downpour", optimizer=adam, servers=servers, epochs=1)
     need = estimate(job, model)
     vectors = ("parameters", "gradient", "spare", "accumulated")

@@ -130,7 +130,7 @@ def recorded(**options: Any) -> tuple[gs.Run, dict[str, Part]]:
     run = simulate(
         model,
         data,
-        optimizer=gs.SGD(lr=2.0**-9),
+        optimizer=gs.optim.SGD(lr=2.0**-9),
         workers=3,
         servers=2,
         batch_size=4,
@@ -168,5 +168,5 @@ def test_recording_changes_nothing_and_has_every_contribution_and_every_read() -
 )
 def test_what_a_replay_could_not_repeat_is_not_recorded(options: dict[str, Any], why: str) -> None:
     model, data = least_squares(48, 3)
-    with pytest.raises(gs.ConfigError, match=f"record=True.*{why}"):
+    with pytest.raises(gs.errors.ConfigError, match=f"record=True.*{why}"):
         simulate(model, data, workers=3, epochs=1, record=True, **options)

@@ -50,7 +50,7 @@ def job():
     inputs = np.random.default_rng(int(os.environ.get("SEED", "0"))).normal(size=(400, 3)).astype(np.float32)
     model = gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients)
     data = gs.from_arrays(inputs, inputs @ WEIGHTS, inputs, inputs @ WEIGHTS)
-    return gs.Job(model, data, batch_size=20, epochs=10, optimizer=gs.SGD(lr=0.1), chunk_elems=64)
+    return gs.Job(model, data, batch_size=20, epochs=10, optimizer=gs.optim.SGD(lr=0.1), chunk_elems=64)
 """
 TOKEN = "a token of sixteen characters or more"
 SOURCE = str(Path(gs.__file__).resolve().parents[1])
@@ -217,7 +217,7 @@ def test_addresses(text: str, made: Address) -> None:
     "text", ["", ":4000", "10.0.0.1:", "10.0.0.1:http", "a:70000", "fd00::1", "[::1]4000"]
 )
 def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(gs.ConfigError, match=r"--listen .* expected host:port"):
+    with pytest.raises(gs.errors.ConfigError, match=r"--listen .* expected host:port"):
         Address.parse(text, "--listen")
 
 
@@ -230,7 +230,7 @@ def test_workers_of_each_machine(numbers: tuple[int, int | None, int | None], ea
 
 @pytest.mark.parametrize("numbers", [(4, None, 6), (4, 1, 8), (4, 3, 4)])
 def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> None:
-    with pytest.raises(gs.ConfigError, match="--workers means those of all machines"):
+    with pytest.raises(gs.errors.ConfigError, match="--workers means those of all machines"):
         workers_each(*numbers)
 
 
@@ -246,7 +246,7 @@ def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> Non
 )
 def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part: str) -> None:
     listening = replace(Listening(address=LOOPBACK, machines=2), **options)
-    with pytest.raises(gs.ConfigError, match=re.escape(part)):
+    with pytest.raises(gs.errors.ConfigError, match=re.escape(part)):
         gs.train(load_job(str(linear)), listen=listening, workers=2)
 
 
@@ -256,11 +256,11 @@ def test_a_place_that_cannot_be_listened_on_leaves_no_run_directory(
     """192.0.2.1 is in an address block that no machine has (RFC 5737)."""
     monkeypatch.chdir(linear.parent)
     job = load_job(str(linear))
-    with pytest.raises(gs.ConfigError, match=r"cannot listen on 192\.0\.2\.1:0 \(.+\): name an"):
+    with pytest.raises(gs.errors.ConfigError, match=r"cannot listen on 192\.0\.2\.1:0 \(.+\): name an"):
         gs.train(job, listen="192.0.2.1", workers=2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(gs.ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(gs.errors.ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             gs.train(job, listen=f"127.0.0.1:{port}", workers=2)
     assert not (linear.parent / "runs").exists()
 
@@ -273,7 +273,7 @@ def test_tokens() -> None:
     assert len(new_token()) == 32
     assert new_token() != new_token()
     assert new_token(TOKEN) == TOKEN
-    with pytest.raises(gs.ConfigError, match="at least 16"):
+    with pytest.raises(gs.errors.ConfigError, match="at least 16"):
         new_token("short")
 
 
@@ -316,7 +316,7 @@ def refusal(joining: Joining) -> str:
         join(joining, lambda _: None)
     assert TOKEN not in str(caught.value)
     # Wrong usage, nothing was started; or nobody was there.
-    assert exit_code(caught.value) == (4 if isinstance(caught.value, gs.PeerLostError) else 2)
+    assert exit_code(caught.value) == (4 if isinstance(caught.value, gs.errors.PeerLostError) else 2)
     return str(caught.value)
 
 
@@ -393,7 +393,7 @@ def test_a_port_of_somebody_else() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         where = LOOPBACK.at(server.getsockname()[1])
-        with pytest.raises(gs.RefusedError, match="NOT_GRADSTREAM"):
+        with pytest.raises(gs.errors.RefusedError, match="NOT_GRADSTREAM"):
             reach(where, fingerprint=None, insecure=False)
         thread.join()
 
@@ -402,7 +402,7 @@ def test_a_port_that_is_in_use(linear: Path) -> None:
     made = Launcher(linear)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         made.enrolment.address = LOOPBACK.at(taken.getsockname()[1])
-        with pytest.raises(gs.ConfigError, match="in use"), made.enrolment:
+        with pytest.raises(gs.errors.ConfigError, match="in use"), made.enrolment:
             raise AssertionError
 
 
@@ -533,7 +533,7 @@ def job():
     inputs = np.random.default_rng(0).normal(size=(400, 640)).astype(np.float32)
     model = gs.from_functions(lambda seed: {"w": np.zeros(640, np.float32)}, outputs, gradients)
     data = gs.from_arrays(inputs, inputs @ WEIGHTS, inputs, inputs @ WEIGHTS)
-    momentum = gs.Momentum(lr=1e-4)
+    momentum = gs.optim.Momentum(lr=1e-4)
     return gs.Job(model, data, batch_size=20, epochs=10, optimizer=momentum, chunk_elems=64,
                   checkpoint_every=20)
 """

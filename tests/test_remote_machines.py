@@ -44,7 +44,7 @@ def job():
     return gs.Job(
         gs.from_torch(build, nn.functional.mse_loss),
         gs.from_arrays(inputs, targets, inputs, targets),
-        strategy="downpour", batch_size=10, epochs=3, optimizer=gs.SGD(lr=0.02), chunk_elems=64,
+        strategy="downpour", batch_size=10, epochs=3, optimizer=gs.optim.SGD(lr=0.02), chunk_elems=64,
     )
 """
 

@@ -36,7 +36,7 @@ def worst(outputs, targets):
     return float(abs(np.asarray(outputs) - np.asarray(targets)).max())
 
 def job():
-    return gs.Job(model, data, optimizer=gs.SGD(lr=0.2), epochs=1, metrics={"worst": worst})
+    return gs.Job(model, data, optimizer=gs.optim.SGD(lr=0.2), epochs=1, metrics={"worst": worst})
 
 def zeros():
     return gs.from_arrays(inputs, inputs[:, 0], inputs[:8], np.zeros(8, "float32"))

@@ -35,7 +35,7 @@ SHARD = "recording/simulation/shard-0.rec"
 def recorded(strategy: Any, seed: int = 0, **options: Any) -> gs.Run:
     model, data = least_squares(48, 300, whole=False, dtype="float32")
     given: dict[str, Any] = {"workers": 3, "epochs": 3, "world": WORLD, "batch_size": 4}
-    options = given | {"optimizer": gs.Adagrad(lr=0.01)} | options
+    options = given | {"optimizer": gs.optim.Adagrad(lr=0.01)} | options
     return simulate(
         model,
         data,
@@ -174,10 +174,10 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint_on(tmp_path: Path) -> Non
         await cluster.virtual.runtime("director").sleep(0.25)
         cluster.stop()
 
-    with pytest.raises(gs.Interrupted):
+    with pytest.raises(gs.errors.Interrupted):
         recorded(gs.Downpour(push_every=2), storage=storage, script=stop)
     run = recorded(gs.Downpour(push_every=2), storage=storage, resume=True)
-    with pytest.raises(gs.ConfigError, match="simulate it whole"):
+    with pytest.raises(gs.errors.ConfigError, match="simulate it whole"):
         replay(run)
     spec = NodeSpec("simulation", "", (), str(tmp_path), {}, {}, {})
     (tmp_path / "nodes.json").write_text(json.dumps(dataclasses.asdict(spec)))
@@ -196,7 +196,7 @@ def test_rows_of_tables_are_exchanged_alone_in_a_replay_too() -> None:
         net,
         gs.from_arrays(rng.integers(0, 600, (48, 4)), rng.integers(0, 3, 48)),
         strategy="downpour",
-        optimizer=gs.SGD(lr=0.1),
+        optimizer=gs.optim.SGD(lr=0.1),
         workers=3,
         servers=2,
         batch_size=4,
@@ -217,11 +217,11 @@ def test_rows_of_tables_are_exchanged_alone_in_a_replay_too() -> None:
 def test_a_run_that_broke_shows_the_update_that_broke_it() -> None:
     model, data = least_squares(48, 300, whole=False, dtype="float32")
     job = gs.Job(
-        model, data, strategy=gs.Downpour(), optimizer=gs.SGD(lr=0.5), workers=3, servers=2, batch_size=4,
+        model, data, strategy=gs.Downpour(), optimizer=gs.optim.SGD(lr=0.5), workers=3, servers=2, batch_size=4,
         steps=400, chunk_elems=64, record=True, seed=2,
     )  # fmt: skip
     storage = MemoryStorage()
-    with pytest.raises(gs.GradientError) as raised:
+    with pytest.raises(gs.errors.GradientError) as raised:
         simulate(job, world=WORLD, storage=storage)
     files = {name: data for name, data in storage.files.items() if name.startswith("recording")}
     with replay(gs.Run(recording=files, job=job)) as again:
@@ -237,7 +237,7 @@ def test_a_run_that_broke_shows_the_update_that_broke_it() -> None:
 
 
 def test_parameters_before_and_after_each_update_are_there_to_be_looked_at() -> None:
-    run = recorded(gs.Downpour(), workers=1, optimizer=gs.SGD(lr=2.0**-6))
+    run = recorded(gs.Downpour(), workers=1, optimizer=gs.optim.SGD(lr=2.0**-6))
     updates = list(replay(run))
     assert len(updates) == 36
     for first, second in pairwise(updates):
@@ -331,7 +331,7 @@ def test_another_package_is_refused_by_name_unless_one_insists() -> None:
         log.add(entry)
     log.flush()
     other = dataclasses.replace(run, recording={**run.recording, **storage.files})
-    with pytest.raises(gs.ConfigError, match=r"shard-0 was recorded with torch 2\.0\.1, here"):
+    with pytest.raises(gs.errors.ConfigError, match=r"shard-0 was recorded with torch 2\.0\.1, here"):
         replay(other)
     again = replay(other, anyway=True)
     list(again)
@@ -340,7 +340,7 @@ def test_another_package_is_refused_by_name_unless_one_insists() -> None:
 
 def test_a_run_without_a_recording_is_refused() -> None:
     model, data = least_squares(48, 3)
-    with pytest.raises(gs.ConfigError, match="record=True"):
+    with pytest.raises(gs.errors.ConfigError, match="record=True"):
         replay(simulate(model, data, epochs=1))
 
 
@@ -361,5 +361,5 @@ def test_the_update_that_is_looked_for_is_found() -> None:
     assert not_finite()(update(0, float("inf")))
     assert of_step(2, 7)(update(0, 1.0, worker=2, steps=(6, 7)))
     assert at_chunk_version(6, 0)(update(0, 1.0)) and not at_chunk_version(6, 1)(update(0, 1.0))
-    with pytest.raises(gs.ConfigError, match="chunks 0 to 1"):
+    with pytest.raises(gs.errors.ConfigError, match="chunks 0 to 1"):
         at_chunk_version(6, 2)(update(0, 1.0))

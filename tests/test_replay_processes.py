@@ -32,7 +32,7 @@ def build():
 def job():
     return gs.Job(
         gs.from_torch(build, nn.functional.cross_entropy), gs.from_arrays(X, Y, X[:40], Y[:40]),
-        strategy=gs.Downpour(), optimizer=gs.Adagrad(lr=0.02), workers=3, servers=2, batch_size=5, epochs=2,
+        strategy=gs.Downpour(), optimizer=gs.optim.Adagrad(lr=0.02), workers=3, servers=2, batch_size=5, epochs=2,
         chunk_elems=512, record=True, deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
     )
 

@@ -28,7 +28,9 @@ def run() -> Run:
     costs = {"gradient": Cost(base_s=0.1), "apply": Cost(base_s=0.01)}
     world = World(costs=costs, speeds={"worker-1": 0.5})
     options: dict[str, Any] = {"workers": 2, "servers": 2, "steps": 12, "chunk_elems": 64, "batch_size": 2}
-    return simulate(model, data, strategy="synchronous", optimizer=gs.SGD(lr=0.01), world=world, **options)
+    return simulate(
+        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), world=world, **options
+    )
 
 
 # ---- Chrome trace -----------------------------------------------------------------------

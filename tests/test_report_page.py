@@ -55,7 +55,9 @@ def slow_run() -> Run:
     model, data = least_squares(48, 200)
     world = World(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 1 / 3})
     options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 8, "chunk_elems": 64, "batch_size": 2}
-    run = simulate(model, data, strategy="synchronous", optimizer=gs.SGD(lr=0.01), world=world, **options)
+    run = simulate(
+        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), world=world, **options
+    )
     found = EvaluatedEvent(step=4, epoch=0, samples=24, accuracy=0.5, loss=2.0, metrics={"top5": 0.75})
     evaluated = json.loads(encode(found, node="worker-0", time_s=1.5))
     return Run(events=[*run.events, evaluated], info=run.info)

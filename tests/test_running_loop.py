@@ -33,7 +33,14 @@ def recorded(on_gradient: Callable[[], None] = lambda: None, **options: Any) -> 
 
     model = gs.from_functions(init, outputs, gradients)
     return gs.simulate(
-        model, DATA, optimizer=gs.SGD(lr=0.1), workers=2, batch_size=10, epochs=3, record=True, **options
+        model,
+        DATA,
+        optimizer=gs.optim.SGD(lr=0.1),
+        workers=2,
+        batch_size=10,
+        epochs=3,
+        record=True,
+        **options,
     )
 
 
@@ -71,7 +78,7 @@ def test_a_simulation_has_the_same_bits_in_a_cell() -> None:
 
 def test_a_replay_goes_on_from_cell_to_cell() -> None:
     run = recorded()
-    again = in_a_cell(lambda: gs.replay(run))
+    again = in_a_cell(lambda: gs.replay.replay(run))
     first = in_a_cell(lambda: next(again))
     rest = in_a_cell(lambda: list(again))
     assert (first.number, rest[-1].number, again.ended) == (1, again.num_updates, "the run is over")
@@ -79,7 +86,7 @@ def test_a_replay_goes_on_from_cell_to_cell() -> None:
 
 
 def test_a_replay_that_is_left_early_is_closed_in_a_cell() -> None:
-    again = in_a_cell(lambda: gs.replay(recorded()))
+    again = in_a_cell(lambda: gs.replay.replay(recorded()))
     in_a_cell(lambda: next(again))
     in_a_cell(again.close)
     assert again.ended == "closed"
@@ -89,7 +96,7 @@ def test_what_a_simulation_fails_with_comes_out_of_the_cell() -> None:
     def fail() -> None:
         raise RuntimeError("mine")
 
-    with pytest.raises(gs.UserCodeError, match="mine"):
+    with pytest.raises(gs.errors.UserCodeError, match="mine"):
         in_a_cell(lambda: recorded(fail))
 
 
@@ -138,7 +145,7 @@ def test_ctrl_c_ends_a_replay_at_once() -> None:
             fingers()
 
     fingers, replaying = Fingers(), False
-    again = gs.replay(recorded(pressed))
+    again = gs.replay.replay(recorded(pressed))
     replaying = True
     with pytest.raises(KeyboardInterrupt):
         in_a_cell(lambda: list(again))

@@ -81,7 +81,7 @@ def test_a_chunk_of_float64_fits_into_a_frame() -> None:
 
 def job(**options: Any) -> Job:
     model, data = least_squares(8, 4)
-    options = {"steps": 1, "optimizer": gs.SGD(lr=0.1), **options}
+    options = {"steps": 1, "optimizer": gs.optim.SGD(lr=0.1), **options}
     return Job(model, data, **options)
 
 
@@ -138,7 +138,7 @@ def test_origins_say_by_what_the_choice_was_made() -> None:
 
 @pytest.mark.parametrize("chunk_elems", [0, 65, MAX_CHUNK_ELEMS + 64])
 def test_what_is_no_length_of_a_chunk_is_refused(chunk_elems: int) -> None:
-    with pytest.raises(gs.ConfigError, match=f"chunk_elems.*{chunk_elems}.*expected"):
+    with pytest.raises(gs.errors.ConfigError, match=f"chunk_elems.*{chunk_elems}.*expected"):
         cast_of(job(chunk_elems=chunk_elems), "id")
 
 
@@ -154,7 +154,7 @@ def test_bits_do_not_depend_on_the_length_of_chunks(dtype: Literal["float32", "f
         dtype=dtype,
     )
     data = gs.from_arrays(torch.tensor([[0.3], [0.7]]).numpy(), torch.zeros(2).numpy())
-    given: dict[str, Any] = {"workers": 2, "batch_size": 1, "steps": 2, "optimizer": gs.Adam(lr=0.01)}
+    given: dict[str, Any] = {"workers": 2, "batch_size": 1, "steps": 2, "optimizer": gs.optim.Adam(lr=0.01)}
     first = simulate(model, data, chunk_elems=CHUNK_ELEMS, **given).parameters["w"].tobytes()
     variants: list[dict[str, Any]] = [
         {"chunk_elems": MAX_CHUNK_ELEMS},

@@ -312,7 +312,7 @@ def test_a_run_goes_on_exactly_once_after_a_death(strategy: str, monkeypatch: py
     model, data = least_squares(240, 200, whole=False, dtype="float32", reduction="mean")
     run = simulate(
         model, data, strategy=strategy, workers=3, servers=2, batch_size=8, epochs=4, chunk_elems=64,
-        optimizer=gs.SGD(lr=0.01), deadlines=QUICK, world=World(costs={"gradient": Cost(base_s=0.03)}),
+        optimizer=gs.optim.SGD(lr=0.01), deadlines=QUICK, world=World(costs={"gradient": Cost(base_s=0.03)}),
         script=kill_at("worker-1", 0.4),
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]

@@ -202,7 +202,7 @@ def store_of(optimizer: Any, elems: int = 100) -> Store:
     return Store(Memory(), ChunkMap(elems, 64, 1), 0, torch.float32, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [gs.SGD(lr=1.0, momentum=0.9), gs.Adagrad(lr=1.0)], ids=str)
+@pytest.mark.parametrize("optimizer", [gs.optim.SGD(lr=1.0, momentum=0.9), gs.optim.Adagrad(lr=1.0)], ids=str)
 def test_a_sum_has_the_bits_of_one_update_of_its_parts(optimizer: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     at_once, in_turn = store_of(optimizer), store_of(optimizer)
@@ -219,7 +219,7 @@ def test_a_sum_has_the_bits_of_one_update_of_its_parts(optimizer: Any) -> None:
 
 def test_a_sum_takes_memory_only_where_there_is_one() -> None:
     memory = Memory()
-    store = Store(memory, ChunkMap(100, 64, 1), 0, torch.float32, gs.SGD(lr=1.0))
+    store = Store(memory, ChunkMap(100, 64, 1), 0, torch.float32, gs.optim.SGD(lr=1.0))
     store.update(0, [torch.ones(64)], [0.5], lr=1.0, step=1)
     assert "sums" not in memory.allocated_bytes
     store.gather(0, [torch.ones(64)], [0.5], summed=False)
@@ -247,7 +247,7 @@ def tokens_run(seed: int, *, workers: int = 3, **options: Any) -> Run:
     return simulate(
         Tokens(num_chunks=4),
         numbered(NUM_SAMPLES),
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=workers,
         servers=2,
         batch_size=2,
@@ -283,7 +283,7 @@ def stopped_and_resumed(seed: int, seconds: float) -> tuple[Run, int]:
     storage, stops = MemoryStorage(), 0
     try:
         run = tokens_run(seed, storage=storage, script=stopping_at(seconds))
-    except gs.Interrupted:
+    except gs.errors.Interrupted:
         stops, run = 1, tokens_run(seed, storage=storage, resume=True)
     return run, stops
 
@@ -444,7 +444,9 @@ class Lazy(Drifting):
 def learnt(strategy: gs.Strategy, **options: Any) -> np.ndarray[Any, Any]:
     model, data = least_squares(64, 100, whole=False)
     options = {"workers": 3, "servers": 2, "batch_size": 4, "steps": 6, "world": WORLD, **options}
-    run = simulate(model, data, strategy=strategy, optimizer=gs.SGD(lr=2.0**-7), chunk_elems=64, **options)
+    run = simulate(
+        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=2.0**-7), chunk_elems=64, **options
+    )
     return run.parameters["w"]
 
 
@@ -472,7 +474,7 @@ class Looking(Drifting):
 def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(learnt(Looking())).all()
     monkeypatch.setattr("gradstream.server.shard.fetch_handler.FetchTerms", terms_of_a_reader)
-    with pytest.raises(gs.GradstreamError, match="pushes one gradient for each fetch"):
+    with pytest.raises(gs.errors.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Looking())
 
 
@@ -482,7 +484,7 @@ def terms_of_a_reader(*args: Any, beside: bool = False, **fields: Any) -> FetchT
 
 
 def test_a_strategy_that_pushes_twice_for_one_fetch_is_told() -> None:
-    with pytest.raises(gs.GradstreamError, match="pushes one gradient for each fetch"):
+    with pytest.raises(gs.errors.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Lazy())
 
 
@@ -510,7 +512,7 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
             model,
             data,
             strategy=Hasty(own=own),
-            optimizer=gs.SGD(lr=2.0**-7),
+            optimizer=gs.optim.SGD(lr=2.0**-7),
             workers=1,
             steps=8,
             world=world,

@@ -197,7 +197,7 @@ def test_numpy_arrays_by_exchange() -> None:
             for batch in session.shard(batches):
                 residual = x[batch] @ w - y[batch]
                 session.exchange(
-                    w, residual @ x[batch] / len(residual), gs.SGD(lr=1 / 16), samples=len(residual)
+                    w, residual @ x[batch] / len(residual), gs.optim.SGD(lr=1 / 16), samples=len(residual)
                 )
         session.close()
         return w
@@ -222,7 +222,7 @@ def test_an_error_in_one_loop_ends_all_and_names_it() -> None:
                     raise LookupError("a fault of mine")
                 model(torch.ones(4, 2)).sum().backward()
                 optimizer.step()
-        except gs.UserCodeError as error:
+        except gs.errors.UserCodeError as error:
             heard.append(error)
             raise
 
@@ -239,7 +239,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name() -> None:
         model(torch.full((4, 2), float("inf"))).sum().backward()
         optimizer.step()
 
-    with pytest.raises(gs.GradientError, match="clip the gradient"):
+    with pytest.raises(gs.errors.GradientError, match="clip the gradient"):
         loop_in_threads(loop, deadlines=DEADLINES)
 
 
@@ -248,7 +248,7 @@ def test_workers_with_different_rules_or_models_are_refused() -> None:
         model = nn.Linear(2, 1)
         session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5 + 0.1 * session.rank))
 
-    with pytest.raises(gs.RefusedError, match="update rule"):
+    with pytest.raises(gs.errors.RefusedError, match="update rule"):
         loop_in_threads(loop, deadlines=gs.Deadlines(join_s=2, lease_s=2))
 
 
@@ -262,7 +262,7 @@ def test_misuse_is_said() -> None:
         with pytest.raises(ConfigError, match="one run trains one model"):
             session.wrap(model, optimizer)
         with pytest.raises(ConfigError, match="has a PyTorch module"):
-            session.exchange(np.zeros(2), np.zeros(2), gs.SGD(lr=0.1))
+            session.exchange(np.zeros(2), np.zeros(2), gs.optim.SGD(lr=0.1))
         with pytest.raises(ConfigError, match="at least 1"):
             session.samples(0)
 

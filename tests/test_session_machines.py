@@ -162,7 +162,7 @@ def test_what_others_write_into_the_store_is_not_believed(
     text = json.dumps({"address": "10.77.0.9:4000", "fingerprint": "sha256:0"})
     forged = torchrun._proof("a token of sixteen characters", "nonce", text)
     store.set(torchrun.KEY, json.dumps({"signed": text, "nonce": "nonce", "proof": forged}))
-    with pytest.raises(gs.ConfigError, match="no secret" if token is None else "not signed"):
+    with pytest.raises(gs.errors.ConfigError, match="no secret" if token is None else "not signed"):
         torchrun.take_part(session_job(), 1, 2)
 
 

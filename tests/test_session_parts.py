@@ -298,8 +298,8 @@ def test_user_and_worker_take_turns() -> None:
 
 def test_what_ends_one_side_reaches_the_other() -> None:
     handover = Handover(Recorded())
-    handover.over(gs.PeerLostError("worker-1", "is gone"))
-    with pytest.raises(gs.PeerLostError, match="worker-1"):
+    handover.over(gs.errors.PeerLostError("worker-1", "is gone"))
+    with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
         handover.first()
     other = Handover(Recorded())
     other.end(UserCodeError("mine"))
@@ -401,9 +401,9 @@ def test_alone_everything_is_given_back_as_it_is(monkeypatch: pytest.MonkeyPatch
         with session.evaluation():
             session.samples(3)
         w: Numbers = np.ones(3)
-        assert session.exchange(w, np.full(3, 0.25), gs.SGD(lr=0.5)) is w
+        assert session.exchange(w, np.full(3, 0.25), gs.optim.SGD(lr=0.5)) is w
         assert w.tolist() == [0.875] * 3
-        session.exchange(w, np.full(3, 0.25), gs.SGD(lr=0.25))
+        session.exchange(w, np.full(3, 0.25), gs.optim.SGD(lr=0.25))
         assert w.tolist() == [0.8125] * 3
 
 

@@ -96,7 +96,7 @@ def begin(script: Path, run_dir: Path, cluster: LocalCluster, **options: Any) ->
     return launch(job, cast_of(job, "loop"), run_dir, cluster=cluster, **options)
 
 
-def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.Interrupted:
+def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.errors.Interrupted:
     """Runs the script, and stops it once worker 0 has made so many steps."""
     made = 0
 
@@ -104,7 +104,7 @@ def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -
         nonlocal made
         made += event["event"] == "step" and event["rank"] == 0
 
-    with pytest.raises(gs.Interrupted) as caught:
+    with pytest.raises(gs.errors.Interrupted) as caught:
         begin(script, run_dir, cluster, on_event=on_event, stop=lambda: made >= steps)
     return caught.value
 
@@ -128,9 +128,9 @@ def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
     assert state["3.bias"].tolist() == whole.parameters["3.bias"].tolist() == [0.5]
 
     script.write_text(text_of(40))
-    with pytest.raises(gs.ConfigError, match="their number stays"):
+    with pytest.raises(gs.errors.ConfigError, match="their number stays"):
         gs.resume(tmp_path / "stopped", workers=3)
-    with pytest.raises(gs.ConfigError, match="batch_size=7: this script"):
+    with pytest.raises(gs.errors.ConfigError, match="batch_size=7: this script"):
         gs.resume(tmp_path / "stopped", batch_size=7)
     if steps["worker-0"] < 240:
         run = gs.resume(tmp_path / "stopped")
@@ -159,7 +159,9 @@ def test_a_loop_skips_what_it_has_done_and_one_that_does_not_ask_is_refused() ->
     assert (session.step, session.resumed) == (5, True)
     silent = WorkerSession(Placed(), seed=0)  # type: ignore[arg-type]
     silent._handover = Handover(HeldArrays(np.zeros(1)))
-    with pytest.raises(gs.ConfigError, match="goes on from step 5, but the script begins its loop again"):
+    with pytest.raises(
+        gs.errors.ConfigError, match="goes on from step 5, but the script begins its loop again"
+    ):
         silent._step(0.1, 0.0)
     alone = gs.Session()
     assert (alone.step, alone.resumed, alone.skip()) == (0, False, False)
@@ -175,5 +177,5 @@ def test_the_epoch_of_a_dealt_loader_can_be_named() -> None:
 
 
 def test_a_loop_counts_its_epochs_itself(script: Path) -> None:
-    with pytest.raises(gs.ConfigError, match="counts its epochs itself"):
+    with pytest.raises(gs.errors.ConfigError, match="counts its epochs itself"):
         gs.train(load_job(str(script)), checkpoint_every="epoch")

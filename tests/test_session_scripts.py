@@ -200,7 +200,7 @@ try:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-except gradstream.PeerLostError as error:
+except gradstream.errors.PeerLostError as error:
     open(f"heard-{session.rank}", "w").write(str(error))
     raise
 """
@@ -213,7 +213,7 @@ except gradstream.PeerLostError as error:
             assert found
             os.kill(int(found[1]), signal.SIGKILL)
 
-    with pytest.raises(gs.PeerLostError) as caught:
+    with pytest.raises(gs.errors.PeerLostError) as caught:
         gs.train(load_job(str(path)), on_event=killer)
     assert caught.value.peer == "worker-1"
     assert "worker-1" in Path("heard-0").read_text()
@@ -243,13 +243,13 @@ def test_what_a_script_with_its_own_loop_cannot_be_asked_for(
     path.write_text("import gradstream\ngradstream.join(workers=3)\nraise SystemExit('never reached')\n")
     job = load_job(str(path))
     assert (job.workers, job.spec) == (3, str(path))
-    with pytest.raises(gs.ConfigError, match="epochs=3: this script has a training loop of its own"):
+    with pytest.raises(gs.errors.ConfigError, match="epochs=3: this script has a training loop of its own"):
         gs.train(job, epochs=3)
-    with pytest.raises(gs.ConfigError, match="optimizer='adam': this script"):
+    with pytest.raises(gs.errors.ConfigError, match="optimizer='adam': this script"):
         gs.train(job, optimizer="adam")
-    with pytest.raises(gs.ConfigError, match="cannot be simulated"):
+    with pytest.raises(gs.errors.ConfigError, match="cannot be simulated"):
         gs.simulate(job)
-    with pytest.raises(gs.ConfigError, match="as processes, not as threads"):
+    with pytest.raises(gs.errors.ConfigError, match="as processes, not as threads"):
         gs.train(job, processes=False)
 
 

@@ -168,7 +168,7 @@ def test_a_changed_array_is_refused() -> None:
     def loop(session: gs.Session) -> None:
         w = np.ones(3)
         for _ in range(3):
-            session.exchange(w, np.ones(3), gs.SGD(lr=0.1), samples=1)
+            session.exchange(w, np.ones(3), gs.optim.SGD(lr=0.1), samples=1)
             w *= 0.5
 
     with pytest.raises(ConfigError, match=r"array '.*' was changed since the exchange before"):

@@ -56,7 +56,7 @@ name = "downpour"
         Setting("strategy.name", "downpour", "gradstream.toml:6"),
         Setting("strategy.push_every", 10, "gradstream.toml:8"),
     ]
-    with pytest.raises(gs.ConfigError, match=r"gradstream.toml: not a TOML file: .*line 2"):
+    with pytest.raises(gs.errors.ConfigError, match=r"gradstream.toml: not a TOML file: .*line 2"):
         toml("seed = 1\nworkers = x\n")
 
 
@@ -94,13 +94,13 @@ def test_options_of_a_strategy_are_its_own() -> None:
 
 
 def test_options_of_an_optimizer_go_to_whichever_it_is_in_the_end() -> None:
-    assert under(a_job(optimizer=gs.SGD(0.1, momentum=0.9)), ["optimizer.lr=0.5"]).optimizer == gs.SGD(
-        0.5, momentum=0.9
-    )
-    own = gs.Adagrad(lr=0.5, initial_accumulator=0.01)
+    assert under(
+        a_job(optimizer=gs.optim.SGD(0.1, momentum=0.9)), ["optimizer.lr=0.5"]
+    ).optimizer == gs.optim.SGD(0.5, momentum=0.9)
+    own = gs.optim.Adagrad(lr=0.5, initial_accumulator=0.01)
     assert under(a_job(), ["optimizer.lr=0.5"], ["strategy=downpour"]).optimizer == own
     named = under(a_job(), ["optimizer=momentum", "optimizer.lr=1", "optimizer.momentum=0.5"])
-    assert named.optimizer == gs.SGD(1.0, momentum=0.5)
+    assert named.optimizer == gs.optim.SGD(1.0, momentum=0.5)
 
 
 def test_epochs_take_back_steps_of_layers_below() -> None:
@@ -134,13 +134,13 @@ def test_epochs_take_back_steps_of_layers_below() -> None:
     ],
 )
 def test_what_is_wrong_says_where(word: str, message: str) -> None:
-    with pytest.raises(gs.ConfigError) as caught:
-        gs.simulate(under(a_job(optimizer=gs.SGD(0.1)), [word]))
+    with pytest.raises(gs.errors.ConfigError) as caught:
+        gs.simulate(under(a_job(optimizer=gs.optim.SGD(0.1)), [word]))
     assert message in str(caught.value)
 
 
 def test_a_wrong_type_in_a_toml_file(toml: typing.Callable[[str], list[Setting]]) -> None:
-    with pytest.raises(gs.ConfigError) as caught:
+    with pytest.raises(gs.errors.ConfigError) as caught:
         apply(a_job(), [toml('\nworkers = "4"')])
     assert str(caught.value) == 'workers = "4" in gradstream.toml:2: expected a whole number'
 
@@ -164,8 +164,8 @@ def test_a_users_own_strategy(tmp_path: Path) -> None:
 def test_a_schedule_comes_back_from_config_toml_and_a_function_by_its_place(
     tmp_path: Path, toml: typing.Callable[[str], list[Setting]]
 ) -> None:
-    schedule = gs.Warmup(gs.Cosine(0.05), 10)
-    job = a_job(optimizer=gs.SGD(lr=schedule))
+    schedule = gs.schedules.Warmup(gs.schedules.Cosine(0.05), 10)
+    job = a_job(optimizer=gs.optim.SGD(lr=schedule))
     shown = to_toml(job, effective(job, gs.Synchronous(), job.optimizer))
     assert apply(a_job(), [toml(shown)]).optimizer == job.optimizer
     rates = tmp_path / "rates.py"
@@ -188,7 +188,7 @@ lr_scale = 10.0
     assert job.origins == {"groups": "gradstream.toml:1"}
     again = under(a_job(), [f"groups={json.dumps(groups)}"])
     assert again.groups == groups
-    shown = to_toml(again, effective(again, gs.Synchronous(), gs.SGD(lr=1.0)))
+    shown = to_toml(again, effective(again, gs.Synchronous(), gs.optim.SGD(lr=1.0)))
     assert apply(a_job(), [toml(shown)]).groups == groups
 
 
@@ -262,5 +262,5 @@ def test_a_wrong_key_beside_a_field_that_may_be_a_dict_is_an_error_of_ours() -> 
     """Found by fuzzing: the hint looked for the fields of `dict`."""
     text = "Infinitydeadlines = {join_s = 3.0}\nuntil = {accuracy = 0.5}\n[strategy]\n"
     job = Job(None, None, spec="job.py")  # type: ignore[arg-type]
-    with pytest.raises(gs.ConfigError, match=r"did you mean `deadlines\.join_s`"):
+    with pytest.raises(gs.errors.ConfigError, match=r"did you mean `deadlines\.join_s`"):
         apply(job, [from_toml_text(text, Path("job.toml"))])

@@ -200,7 +200,7 @@ def uneven(shares: Literal["measured"] | None, *, spread: float = 0.0, **options
     cost = Cost(per_sample_s=1e-3, spread=LogNormal(spread))
     world = World(costs={"gradient": cost}, speeds={"worker-3": 0.25})
     options = {"workers": 4, "batch_size": 32, "epochs": 3, "seed": 1, "chunk_elems": 64, **options}
-    return simulate(model, data, world=world, shares=shares, optimizer=gs.SGD(lr=2.0**-7), **options)
+    return simulate(model, data, world=world, shares=shares, optimizer=gs.optim.SGD(lr=2.0**-7), **options)
 
 
 def test_a_slow_worker_gets_less_and_rounds_take_what_all_speeds_together_allow() -> None:

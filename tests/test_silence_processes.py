@@ -40,7 +40,7 @@ def job():
     inputs = np.random.default_rng(0).normal(size=(100_000, 3)).astype(np.float32)
     return gs.Job(
         model, gs.from_arrays(inputs, inputs @ np.array([1, 2, 3], np.float32)), strategy="downpour",
-        optimizer=gs.SGD(lr=0.01), workers=2, batch_size=8, epochs=1, chunk_elems=64,
+        optimizer=gs.optim.SGD(lr=0.01), workers=2, batch_size=8, epochs=1, chunk_elems=64,
         until=gs.until(seconds=4 * {LEASE_S}), checkpoint_every=None,
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s={LEASE_S}),
     )
@@ -60,7 +60,7 @@ def run_with(folder: Path, node: str, seconds: float, epochs: int | None = None)
         stopper = Stopper(cluster, node, seconds, gap_s=LEASE_S / 2)
         try:
             launch(job, cast_of(job, "silence"), run_dir, cluster=cluster, on_event=stopper)
-        except gs.GradstreamError as raised:
+        except gs.errors.GradstreamError as raised:
             error = str(raised)
         stopper.check()
         while cluster.running:

@@ -38,7 +38,7 @@ def run_killing(name: str, seconds: float, seed: int, **options: Any) -> tuple[g
     run = simulate(
         Tokens(num_chunks=3),
         numbered(NUM_SAMPLES),
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         servers=2,
         batch_size=2,
         epochs=EPOCHS,
@@ -71,7 +71,7 @@ def duties(seconds: float | None, **costs: Cost) -> list[Any]:
     run = simulate(
         Tokens(num_chunks=3),
         numbered(NUM_SAMPLES),
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         strategy=gs.Downpour(),
         workers=3,
         servers=2,
@@ -153,7 +153,7 @@ def test_two_of_three_workers_killed() -> None:
     for seed in range(10):
         events: list[Any] = []
         run = simulate(
-            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.SGD(lr=1.0),
+            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
             workers=3, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
             world=WORLD, script=script, on_event=events.append,
         )  # fmt: skip
@@ -162,7 +162,7 @@ def test_two_of_three_workers_killed() -> None:
 
 
 def test_last_worker_killed_ends_the_run() -> None:
-    with pytest.raises(gs.PeerLostError, match="worker-0"):
+    with pytest.raises(gs.errors.PeerLostError, match="worker-0"):
         run_killing("worker-0", 0.1, seed=0, workers=1)
 
 
@@ -183,9 +183,9 @@ def test_death_of_who_is_needed_ends_the_run_and_names_them(name: str, strategy:
     for seed in range(12):
         seconds = rng.uniform(0.0, 0.3)
         events: list[Any] = []
-        with pytest.raises(gs.PeerLostError, match=name) as caught:
+        with pytest.raises(gs.errors.PeerLostError, match=name) as caught:
             simulate(
-                Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.SGD(lr=1.0),
+                Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
                 workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed,
                 deadlines=QUICK, world=WORLD, script=kill_at(name, seconds), on_event=events.append,
             )  # fmt: skip
@@ -207,7 +207,7 @@ def test_a_silent_death_is_noticed_within_the_lease() -> None:
     for strategy in (gs.Downpour(), gs.Synchronous()):
         events: list[Any] = []
         options: dict[str, Any] = {
-            "strategy": strategy, "optimizer": gs.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
+            "strategy": strategy, "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
             "epochs": EPOCHS, "chunk_elems": 64, "deadlines": QUICK, "world": world,
             "on_event": events.append,
         }  # fmt: skip
@@ -216,7 +216,7 @@ def test_a_silent_death_is_noticed_within_the_lease() -> None:
             check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
             assert lost(events) == ["worker-1"]
         else:
-            with pytest.raises(gs.GradstreamError, match="worker-1"):
+            with pytest.raises(gs.errors.GradstreamError, match="worker-1"):
                 simulate(Tokens(num_chunks=3), numbered(NUM_SAMPLES), **options)
             assert failed(events)["culprit"] == "worker-1"
         left = next(event for event in events if event["event"] in ("left", "failed"))
@@ -230,11 +230,11 @@ def test_what_a_worker_raises_before_it_has_joined_is_what_the_run_ends_with() -
     data = gs.from_arrays(np.zeros((8, 1)), np.zeros(8))
     model = gs.from_functions(init, lambda p, x: x, lambda p, x, y: p)  # type: ignore[arg-type]
     with pytest.raises(
-        gs.UserCodeError, match=r"worker-0: TypeError: .*init\(\) takes 0 positional"
+        gs.errors.UserCodeError, match=r"worker-0: TypeError: .*init\(\) takes 0 positional"
     ) as caught:
         gs.simulate(model, data, workers=2, batch_size=2, epochs=1)
     assert "Traceback" in caught.value.traceback_text
-    with pytest.raises(gs.ConfigError, match=r"gradstream\.from_torch\(build, loss\)"):
+    with pytest.raises(gs.errors.ConfigError, match=r"gradstream\.from_torch\(build, loss\)"):
         gs.simulate(nn.Linear(1, 1), data, epochs=1)
 
 

@@ -66,7 +66,7 @@ def tokens_run(seed: int, strategy: Strategy, **options: Any) -> Run:
         Tokens(num_chunks=4),
         numbered(NUM_SAMPLES),
         strategy=strategy,
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=WORKERS,
         servers=SERVERS,
         batch_size=3,
@@ -130,7 +130,7 @@ def with_window(monkeypatch: pytest.MonkeyPatch, window: type[SequenceWindow]) -
 def check_seeds(strategy: Strategy) -> None:
     """A fetch may wait for ever for a push that the fault has lost count of: that shows in other seeds."""
     for seed in range(20):
-        with suppress(gs.DeadlineError):
+        with suppress(gs.errors.DeadlineError):
             check_exactly_once(tokens_run(seed, strategy), NUM_SAMPLES, epochs=2)
 
 
@@ -155,13 +155,13 @@ def test_a_silent_network_ends_the_run_within_its_deadlines() -> None:
     links = {("worker-1", "shard-0"): dead, ("shard-0", "worker-1"): dead}
     deadlines = dataclasses.replace(QUICK, retry_s=5.0)
     events: list[Any] = []
-    with pytest.raises(gs.DeadlineError, match="shard-0"):
+    with pytest.raises(gs.errors.DeadlineError, match="shard-0"):
         simulate(
             Tokens(num_chunks=2),
             numbered(NUM_SAMPLES),
             world=World(network=Network(links=links)),
             on_event=events.append,
-            optimizer=gs.SGD(lr=1.0),
+            optimizer=gs.optim.SGD(lr=1.0),
             steps=5,
             chunk_elems=64,
             deadlines=deadlines,
@@ -211,7 +211,7 @@ def test_a_planted_race_is_caught(strategy: Strategy, seed: int) -> None:
             numbered(NUM_SAMPLES),
             strategy=strategy,
             world=World(network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3))),
-            optimizer=gs.SGD(lr=1.0),
+            optimizer=gs.optim.SGD(lr=1.0),
             steps=4,
             chunk_elems=64,
             seed=seed,

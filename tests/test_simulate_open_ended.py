@@ -94,7 +94,7 @@ class Own:
 def run_of(sizes: list[list[int]], strategy: str | gs.Strategy, **options: Any) -> tuple[gs.Run, Own]:
     model, _ = least_squares(64, 5, reduction="mean")
     data = Own(sizes)
-    job = Job(model, data, strategy=strategy, optimizer=gs.SGD(lr=RATE), workers=len(sizes), **options)  # type: ignore[arg-type]
+    job = Job(model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=RATE), workers=len(sizes), **options)  # type: ignore[arg-type]
     return gs.simulate(job), data
 
 
@@ -166,10 +166,10 @@ def test_downpour_with_one_loop_is_plain_sgd() -> None:
 def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one() -> None:
     model, _ = least_squares(64, 5, reduction="mean")
     sizes = [[1] * 20, [1] * 20]
-    world = gs.World(costs={"gradient": gs.Cost(base_s=0.05)})
+    world = gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.05)})
     for strategy in ("synchronous", "downpour"):
-        job = Job(model, Own(sizes), strategy=strategy, optimizer=gs.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
-        with pytest.raises(gs.PeerLostError, match="worker-1"):
+        job = Job(model, Own(sizes), strategy=strategy, optimizer=gs.optim.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
+        with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
             gs.simulate(job, world=world, script=kill_at("worker-1", 0.4))
         if strategy == "downpour":  # nobody knows what it had left; unless that is meant, the run says so
             job = dataclasses.replace(job, allow_lost=True)
@@ -180,7 +180,7 @@ def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one(
 
 # ---- stopped and resumed --------------------------------------------------------------------
 
-SLOW = gs.World(costs={"gradient": gs.Cost(base_s=0.05)})
+SLOW = gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.05)})
 
 
 def stopped_at(seconds: float, sizes: list[list[int]], strategy: str | gs.Strategy, **options: Any) -> gs.Run:
@@ -195,7 +195,7 @@ def stopped_at(seconds: float, sizes: list[list[int]], strategy: str | gs.Strate
     job = Job(model, Own(sizes), strategy=strategy, workers=len(sizes), deadlines=QUICK, **options)  # type: ignore[arg-type]
     try:
         return gs.simulate(job, world=SLOW, storage=storage, script=script)
-    except gs.Interrupted as error:
+    except gs.errors.Interrupted as error:
         stopped = error
     manifest = verify(storage, stopped.checkpoint)
     left = [sizes[rank][: manifest.steps[f"worker-{rank}"]] for rank in range(len(sizes))]
@@ -206,7 +206,7 @@ def stopped_at(seconds: float, sizes: list[list[int]], strategy: str | gs.Strate
 @pytest.mark.parametrize("seconds", [0.06, 0.12, 0.17, 0.23, 0.3])
 def test_a_synchronous_run_of_loops_goes_on_where_it_was_stopped(seconds: float) -> None:
     sizes = [[8, 8, 4, 4], [8], [4, 8, 8, 4, 4, 2]]  # one runs out early: rounds without samples
-    rule = gs.SGD(lr=RATE, momentum=0.5)
+    rule = gs.optim.SGD(lr=RATE, momentum=0.5)
     whole = stopped_at(100.0, sizes, "synchronous", optimizer=rule)
     run = stopped_at(seconds, sizes, "synchronous", optimizer=rule)
     assert [event for event in run.events if event["event"] == "resumed"]
@@ -217,7 +217,9 @@ def test_a_synchronous_run_of_loops_goes_on_where_it_was_stopped(seconds: float)
 @pytest.mark.parametrize("strategy", [gs.Downpour(), gs.Downpour(push_every=2, fetch_every=3, overlap=False)])
 def test_an_asynchronous_run_of_loops_has_every_sample_once(strategy: gs.Strategy) -> None:
     for seconds in (0.06, 0.11, 0.16):
-        run = stopped_at(seconds, [[8, 8, 4, 4], [8], [4, 8, 8, 4]], strategy, optimizer=gs.SGD(lr=RATE))
+        run = stopped_at(
+            seconds, [[8, 8, 4, 4], [8], [4, 8, 8, 4]], strategy, optimizer=gs.optim.SGD(lr=RATE)
+        )
         assert [event for event in run.events if event["event"] == "resumed"]
         assert run.summary["samples_accounted"] == 56
 

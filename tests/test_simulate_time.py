@@ -45,7 +45,7 @@ def history(seed: int, world: World, strategy: Strategy, *, alike: bool = False)
         model.reduction = "mean"
     options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 6, "chunk_elems": 64}
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.Adam(lr=0.05), world=world, seed=seed,
+        model, data, strategy=strategy, optimizer=gs.optim.Adam(lr=0.05), world=world, seed=seed,
         batch_size=[1, 2, 4], deadlines=QUICK, **options,
     )  # fmt: skip
     lines = b"".join(json.dumps(event).encode() for event in run.events)
@@ -222,7 +222,7 @@ def test_the_slowest_worker_sets_the_pace_of_rounds() -> None:
     ],
 )
 def test_no_world_is_of_less_than_nothing(made: Callable[[], object]) -> None:
-    with pytest.raises(gs.ConfigError, match="expected a"):
+    with pytest.raises(gs.errors.ConfigError, match="expected a"):
         made()
 
 
@@ -265,5 +265,5 @@ def test_phantom_takes_as_long_as_the_real_thing() -> None:
     ],
 )
 def test_names_that_a_run_does_not_have_are_refused(world: Callable[[], World], told: str) -> None:
-    with pytest.raises(gs.ConfigError, match=re.escape(told)):
+    with pytest.raises(gs.errors.ConfigError, match=re.escape(told)):
         simulate(Sized([64]), numbered(64), world=world(), workers=2, batch_size=1, steps=1)

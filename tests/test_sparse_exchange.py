@@ -78,7 +78,7 @@ def run_of(strategy: gs.Strategy, **options: Any) -> Run:
         "batch_size": 4,
         "epochs": 2,
         "chunk_elems": 256,
-        "optimizer": gs.SGD(lr=0.3),
+        "optimizer": gs.optim.SGD(lr=0.3),
     }
     return gs.simulate(model(), data(), strategy=strategy, **(job | options))
 
@@ -100,7 +100,9 @@ def same(one: Run, other: Run) -> bool:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("optimizer", [gs.SGD(lr=0.3), gs.Adagrad(lr=0.1, initial_accumulator=0.01)])
+@pytest.mark.parametrize(
+    "optimizer", [gs.optim.SGD(lr=0.3), gs.optim.Adagrad(lr=0.1, initial_accumulator=0.01)]
+)
 def test_one_worker_has_the_bits_of_whole_chunks(options: dict[str, Any], optimizer: Any) -> None:
     runs = [
         run_of(strategy(**options), workers=1, optimizer=optimizer, seed=3, epochs=1)
@@ -204,7 +206,7 @@ def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -
         "batch_size": 4,
         "chunk_elems": 64,
         "epochs": 5,
-        "optimizer": gs.SGD(lr=1.0),
+        "optimizer": gs.optim.SGD(lr=1.0),
     }
     run = gs.simulate(Tokens(4), numbered(32), strategy=strategy, workers=1, **job)
     check_exactly_once(run, 32, 5)
@@ -223,14 +225,17 @@ def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"optimizer": gs.Adam()}, "Adam.* moves every parameter.*use SGD without momentum or Adagrad"),
-        ({"optimizer": gs.SGD(lr=0.1, weight_decay=0.1)}, "without weight decay"),
-        ({"groups": [{"match": "last.*", "momentum": 0.0}], "optimizer": gs.Momentum(0.1)}, "would change"),
+        ({"optimizer": gs.optim.Adam()}, "Adam.* moves every parameter.*use SGD without momentum or Adagrad"),
+        ({"optimizer": gs.optim.SGD(lr=0.1, weight_decay=0.1)}, "without weight decay"),
+        (
+            {"groups": [{"match": "last.*", "momentum": 0.0}], "optimizer": gs.optim.Momentum(0.1)},
+            "would change",
+        ),
         ({"strategy_options": {"local_momentum": 0.5}}, "local momentum of 0.5"),
     ],
 )
 def test_what_moves_every_parameter_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(gs.GradstreamError, match=says):
+    with pytest.raises(gs.errors.GradstreamError, match=says):
         run_of("downpour", **options)  # type: ignore[arg-type]  # by name: it has options
 
 
@@ -257,11 +262,11 @@ def test_hostile_pushes_are_refused(monkeypatch: pytest.MonkeyPatch, change: Any
         return pieces
 
     monkeypatch.setattr(RowSum, "take", wrong)
-    with pytest.raises(gs.RefusedError, match=says):
+    with pytest.raises(gs.errors.RefusedError, match=says):
         run_of(gs.Downpour(), epochs=1)
 
 
-@pytest.mark.parametrize("optimizer", [gs.SGD(lr=0.3), gs.Adagrad(lr=0.1)])
+@pytest.mark.parametrize("optimizer", [gs.optim.SGD(lr=0.3), gs.optim.Adagrad(lr=0.1)])
 @pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
 def test_synchronous_rounds_have_the_bits_of_whole_chunks(optimizer: Any, options: dict[str, Any]) -> None:
     """Sums over workers included: of rows that several of them have, and of those that one has."""
@@ -275,7 +280,7 @@ def test_synchronous_rounds_have_the_bits_of_whole_chunks(optimizer: Any, option
 
 def test_a_strategy_that_cannot_send_rows_makes_them_whole() -> None:
     """Synchronous SGD with Adam: the same model, exchanged in whole chunks."""
-    run = run_of(gs.Synchronous(), optimizer=gs.Adam(lr=0.01), epochs=1)
+    run = run_of(gs.Synchronous(), optimizer=gs.optim.Adam(lr=0.01), epochs=1)
     assert run.summary["pushed_bytes"] == run.summary["whole_pushed_bytes"] > 0
 
 
@@ -339,9 +344,9 @@ def test_hostile_answers_are_refused(
     bounds = (64 * chunk, min(64 * chunk + 64, 100))
     place = patch.place(header, *bounds)
     assert place is None or len(place) <= 64
-    with pytest.raises(gs.RefusedError, match=says):
+    with pytest.raises(gs.errors.RefusedError, match=says):
         patch.take("shard-0", header, *bounds, payload, False)
-    with pytest.raises(gs.RefusedError, match="unchanged, which is not here"):
+    with pytest.raises(gs.errors.RefusedError, match="unchanged, which is not here"):
         patch.unchanged("shard-0", 1, 4)
 
 
@@ -353,7 +358,7 @@ def test_a_step_moves_what_its_rows_weigh() -> None:
         nn.functional.mse_loss,
     )
     samples = gs.from_arrays(numbers, np.ones((800, 1), "float32"))
-    job: dict[str, Any] = {"strategy": "downpour", "optimizer": gs.SGD(lr=0.1), "batch_size": 20}
+    job: dict[str, Any] = {"strategy": "downpour", "optimizer": gs.optim.SGD(lr=0.1), "batch_size": 20}
     moved = []
     for steps in (5, 20):  # what a run does once is in both
         run = gs.simulate(table, samples, steps=steps, chunk_elems=1 << 20, **job)

@@ -87,7 +87,14 @@ def test_matrix_completion_is_that_of_autograd_and_learns() -> None:
     assert factors.grad is not None
     torch.testing.assert_close(gradient.double(), factors.grad.flatten(), rtol=1e-3, atol=1e-6)
     run = gs.simulate(
-        model, data, strategy="hogwild", optimizer=gs.SGD(0.1), workers=3, batch_size=20, epochs=60, seed=2
+        model,
+        data,
+        strategy="hogwild",
+        optimizer=gs.optim.SGD(0.1),
+        workers=3,
+        batch_size=20,
+        epochs=60,
+        seed=2,
     )
     assert run.parameters["L"].shape == (20, 3)
     held_out = run.evaluate().loss
@@ -96,7 +103,7 @@ def test_matrix_completion_is_that_of_autograd_and_learns() -> None:
 
 def test_any_strategy_takes_a_sparse_model() -> None:
     data, model = small(classes=True), sparse.linear(12)
-    run = gs.simulate(model, data, optimizer=gs.SGD(lr=0.5), workers=3, batch_size=3, steps=1)
+    run = gs.simulate(model, data, optimizer=gs.optim.SGD(lr=0.5), workers=3, batch_size=3, steps=1)
     expected = -0.5 * gradient_of(model, torch.zeros(12), data)[1]
     np.testing.assert_allclose(run.parameters["w"], expected, rtol=1e-5, atol=1e-7)
 
@@ -117,7 +124,7 @@ def test_a_problem_of_ones_own() -> None:
         [("count", (9,))], touched, gradient, most=1, scores=lambda w, rows: w[rows.ids]
     )
     run = gs.simulate(
-        model, data, strategy="hogwild", optimizer=gs.SGD(1.0), workers=2, batch_size=2, epochs=3
+        model, data, strategy="hogwild", optimizer=gs.optim.SGD(1.0), workers=2, batch_size=2, epochs=3
     )
     assert run.parameters["count"].tolist() == [3] * 9
 
@@ -125,7 +132,7 @@ def test_a_problem_of_ones_own() -> None:
 def test_a_phantom_run_has_durations_and_no_arithmetic() -> None:
     run = gs.simulate(
         sparse.linear(12), small(True), strategy="hogwild", workers=2, batch_size=2, epochs=2,
-        world=gs.World(phantom=True),
+        world=gs.sim.World(phantom=True),
     )  # fmt: skip
     assert run.summary["samples"] == 18
 

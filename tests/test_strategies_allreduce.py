@@ -35,9 +35,9 @@ SHARES = {1: [16], 2: [13, 3], 3: [7, 0, 9], 5: [7, 1, 0, 8, 0]}
 SMALL = 128 * 8 / (1 << 20)
 
 RULES: dict[str, Any] = {
-    "sgd": gs.SGD(lr=LR),
-    "nesterov": gs.Nesterov(LR, 0.9, weight_decay=0.01),
-    "adam": gs.Adam(lr=gs.Cosine(LR)),
+    "sgd": gs.optim.SGD(lr=LR),
+    "nesterov": gs.optim.Nesterov(LR, 0.9, weight_decay=0.01),
+    "adam": gs.optim.Adam(lr=gs.schedules.Cosine(LR)),
 }
 
 
@@ -116,7 +116,7 @@ def test_groups_of_parameters_have_settings_of_their_own_in_every_slice() -> Non
         lambda: nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 4)), nn.functional.cross_entropy
     )
     options: Any = {
-        "workers": 2, "batch_size": 8, "steps": 6, "optimizer": gs.Adam(lr=0.01), "clip_norm": 0.5,
+        "workers": 2, "batch_size": 8, "steps": 6, "optimizer": gs.optim.Adam(lr=0.01), "clip_norm": 0.5,
         "groups": [{"match": "*.bias", "weight_decay": 0.1}, {"match": "2.*", "lr_scale": 3.0}],
     }  # fmt: skip
     runs = [
@@ -155,7 +155,7 @@ def test_real_numbers_have_the_same_bits_whatever_the_cluster(sharded: bool) -> 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_one_worker_has_the_bits_of_a_plain_loop(dtype: str) -> None:
     model, data = least_squares(64, FEATURES, whole=False, dtype=dtype, reduction="mean")
-    options: Any = {"optimizer": gs.Adam(lr=LR), "steps": 12}
+    options: Any = {"optimizer": gs.optim.Adam(lr=LR), "steps": 12}
     expected = bits(model, data, [8], gs.Synchronous(), **options)  # which has those of torch.optim
     for sharded in (False, True):
         assert bits(model, data, [8], AllReduce(sharded=sharded), **options) == expected
@@ -172,7 +172,12 @@ def test_a_stream_says_how_many_samples_only_when_it_is_read() -> None:
             yield data.inputs[start : start + size], data.targets[start : start + size]
 
     stream = gs.from_stream(batches, batches=5)
-    options: Any = {"workers": 3, "epochs": 2, "optimizer": gs.Adam(lr=gs.Cosine(LR)), "chunk_elems": 64}
+    options: Any = {
+        "workers": 3,
+        "epochs": 2,
+        "optimizer": gs.optim.Adam(lr=gs.schedules.Cosine(LR)),
+        "chunk_elems": 64,
+    }
     expected = simulate(model, stream, **options)
     for sharded in (False, True):
         run = simulate(model, stream, strategy=AllReduce(sharded=sharded, bucket_mib=SMALL), **options)
@@ -184,7 +189,7 @@ def test_a_stream_says_how_many_samples_only_when_it_is_read() -> None:
 def test_the_optimizers_state_takes_its_part_of_the_memory() -> None:
     model, data = least_squares(64, 64 * 12)
     for workers in (1, 3):
-        options: Any = {"workers": workers, "batch_size": 4, "steps": 2, "optimizer": gs.Adam(lr=LR)}
+        options: Any = {"workers": workers, "batch_size": 4, "steps": 2, "optimizer": gs.optim.Adam(lr=LR)}
         run = simulate(model, data, strategy=AllReduce(sharded=True), **options)
         vectors = [e["vectors_bytes"] for e in run.events if e["event"] == "memory" and "worker" in e["node"]]
         assert vectors
@@ -207,7 +212,13 @@ def test_a_gradient_that_is_not_finite_changes_nobodys_parameters() -> None:
     data = gs.from_arrays(np.arange(64.0).reshape(64, 1), np.zeros(64))
     with pytest.raises(GradientError, match=r"worker-\d, step"):
         simulate(
-            model, data, strategy="allreduce", workers=2, batch_size=4, steps=9, optimizer=gs.SGD(lr=1.0)
+            model,
+            data,
+            strategy="allreduce",
+            workers=2,
+            batch_size=4,
+            steps=9,
+            optimizer=gs.optim.SGD(lr=1.0),
         )
     assert np.isfinite(seen).all()
 
@@ -276,7 +287,7 @@ def test_figures_of_a_run_without_servers() -> None:
 def test_evaluation_and_an_early_end() -> None:
     model, data = least_squares(64, 40, reduction="mean")
     held = gs.from_arrays(data.inputs, data.targets, test_inputs=data.inputs, test_targets=data.targets)
-    options: Any = {"workers": 3, "batch_size": 4, "evaluate_every": 2, "optimizer": gs.SGD(lr=0.001)}
+    options: Any = {"workers": 3, "batch_size": 4, "evaluate_every": 2, "optimizer": gs.optim.SGD(lr=0.001)}
     run = simulate(model, held, strategy="allreduce", steps=6, **options)
     expected = simulate(model, held, strategy="synchronous", steps=6, **options)
     losses = [[e["loss"] for e in one.events if e["event"] == "evaluated"] for one in (run, expected)]
@@ -303,7 +314,7 @@ def test_buffers_are_averaged_as_through_a_server() -> None:
     data = gs.from_arrays(rng.standard_normal((64, 8)).astype("float32"), rng.integers(0, 4, 64))
     model = gs.from_torch(Layered, nn.functional.cross_entropy)
     runs = [
-        simulate(model, data, strategy=name, workers=2, batch_size=8, steps=5, optimizer=gs.SGD(lr=LR))
+        simulate(model, data, strategy=name, workers=2, batch_size=8, steps=5, optimizer=gs.optim.SGD(lr=LR))
         for name in ("synchronous", "allreduce")
     ]
     name = "layers.1.running_mean"

@@ -48,7 +48,7 @@ def test_it_obeys_the_laws() -> None:
 @pytest.mark.parametrize("every", [1, 3, None])
 def test_one_worker_is_plain_sgd_whatever_the_period(every: int | None, momentum: float, state: Any) -> None:
     model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
-    rule = gs.SGD(lr=LR, momentum=momentum)
+    rule = gs.optim.SGD(lr=LR, momentum=momentum)
     plan = PartitionPlan(64, 4, 1, seed=3)
     w, gradient = (torch.zeros(FEATURES, dtype=torch.float64) for _ in range(2))
     velocity = {"momentum_buffer": torch.zeros_like(w)}
@@ -81,7 +81,7 @@ def quadratic(curvatures: Sequence[float]) -> Run:
         init=lambda seed: {"w": np.ones(5)}, outputs=lambda p, x: x, gradients=gradients, dtype="float64"
     )
     return simulate(
-        model, numbered(32), strategy=gs.ParameterAveraging(every=3), optimizer=gs.SGD(lr=0.1), workers=4,
+        model, numbered(32), strategy=gs.ParameterAveraging(every=3), optimizer=gs.optim.SGD(lr=0.1), workers=4,
         batch_size=8, epochs=12, world=UNEVEN,
     )  # fmt: skip
 
@@ -121,7 +121,7 @@ def test_the_average_of_a_convex_problem_beats_its_parts(monkeypatch: pytest.Mon
     data = gs.from_arrays(x, x @ truth + rng.standard_normal(480))
     model, _ = least_squares(1, 5, reduction="mean")
     run = simulate(
-        model, data, strategy=gs.ParameterAveraging(every=None), optimizer=gs.SGD(lr=0.2), workers=6,
+        model, data, strategy=gs.ParameterAveraging(every=None), optimizer=gs.optim.SGD(lr=0.2), workers=6,
         batch_size=4, epochs=1, world=UNEVEN,
     )  # fmt: skip
     errors = [float(np.square(w - truth).sum()) for w in alone.values()]
@@ -149,7 +149,7 @@ def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
 def test_averaged_state_is_the_mean_of_all() -> None:
     """Adam's moments, with one minibatch a period: all workers have the same state, the mean of two."""
     model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
-    plan, rule = PartitionPlan(64, 4, 2, seed=3), gs.Adam(lr=0.01)
+    plan, rule = PartitionPlan(64, 4, 2, seed=3), gs.optim.Adam(lr=0.01)
     w, gradient = (torch.zeros(FEATURES, dtype=torch.float64) for _ in range(2))
     state = {name: torch.zeros_like(w) for name in rule.state_names}
     for step in range(8):
@@ -181,7 +181,7 @@ def test_the_average_is_over_those_who_are_left(every: int | None, state: Any, s
     model, data = least_squares(240, 8, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy=gs.ParameterAveraging(every=every, state=state), workers=3, servers=2,
-        optimizer=gs.SGD(lr=0.025, momentum=0.5), batch_size=8, epochs=6, chunk_elems=64, world=UNEVEN,
+        optimizer=gs.optim.SGD(lr=0.025, momentum=0.5), batch_size=8, epochs=6, chunk_elems=64, world=UNEVEN,
         script=kill_at("worker-1", seconds),
     )  # fmt: skip
     best = np.linalg.lstsq(data.inputs, data.targets, rcond=None)[0]
@@ -194,7 +194,7 @@ def test_a_worker_that_has_nothing_left_keeps_nobody_waiting() -> None:
     """Shares of 3:1:1: the first goes on alone after the others have come to their end."""
     model, data = least_squares(250, 8, whole=False, reduction="mean")
     run = simulate(
-        model, data, strategy=gs.ParameterAveraging(every=2), optimizer=gs.SGD(lr=0.05), workers=3,
+        model, data, strategy=gs.ParameterAveraging(every=2), optimizer=gs.optim.SGD(lr=0.05), workers=3,
         batch_size=5, shares=[3, 1, 1], epochs=2, world=UNEVEN,
     )  # fmt: skip
     assert run.summary["samples_accounted"] == 500
@@ -210,9 +210,9 @@ def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None,
     storage = MemoryStorage()
     options: dict[str, Any] = {
         "strategy": gs.ParameterAveraging(every=every, state=state), "workers": 3, "batch_size": 8,
-        "optimizer": gs.SGD(lr=0.025, momentum=0.5), "epochs": 6, "world": UNEVEN, "storage": storage,
+        "optimizer": gs.optim.SGD(lr=0.025, momentum=0.5), "epochs": 6, "world": UNEVEN, "storage": storage,
     }  # fmt: skip
-    with pytest.raises(gs.Interrupted) as stopped:
+    with pytest.raises(gs.errors.Interrupted) as stopped:
         simulate(model, data, script=stop, **options)
     files = storage.names(str(stopped.value.checkpoint))
     assert ("optimizer-momentum_buffer.safetensors" in files) == (state == "averaged")
@@ -236,11 +236,11 @@ def test_what_was_found_before_a_stop_is_not_lost_by_it() -> None:
         dtype="float64",
     )
     options: dict[str, Any] = {
-        "strategy": gs.ParameterAveraging(every=None), "optimizer": gs.SGD(lr=1.0), "workers": 2,
+        "strategy": gs.ParameterAveraging(every=None), "optimizer": gs.optim.SGD(lr=1.0), "workers": 2,
         "shares": [1, 4], "batch_size": 2, "epochs": 1, "storage": MemoryStorage(),
         "world": World(costs={"gradient": Cost(base_s=1.0)}),
     }  # fmt: skip
-    with pytest.raises(gs.Interrupted):
+    with pytest.raises(gs.errors.Interrupted):
         simulate(model, numbered(40), script=stop, **options)
     run = simulate(model, numbered(40), resume=True, **options)
     assert run.summary["samples_accounted"] == 40
@@ -284,7 +284,12 @@ def test_samples_and_loss_travel_with_the_parameters() -> None:
         gradients=lambda p, x, y: (float(len(x) == 6), {"w": np.array([-float(len(x))])}),
         dtype="float64",
     )
-    options: dict[str, Any] = {"optimizer": gs.SGD(lr=1.0), "workers": 2, "batch_size": [2, 6], "epochs": 1}
+    options: dict[str, Any] = {
+        "optimizer": gs.optim.SGD(lr=1.0),
+        "workers": 2,
+        "batch_size": [2, 6],
+        "epochs": 1,
+    }
     ends = {
         combine: float(
             simulate(model, numbered(16), strategy=gs.ParameterAveraging(combine=combine), **options)

@@ -118,7 +118,13 @@ class Followed(DCASGD):
 def end(strategy: gs.Strategy, seed: int = 0, **options: Any) -> np.ndarray[Any, Any]:
     model, data = least_squares(96, 50, whole=False, reduction="mean", seed=seed)
     options = {"workers": 3, "servers": 1, "batch_size": 4, "steps": 8, "world": WORLD, **options}
-    options = {"optimizer": gs.SGD(lr=LR), "chunk_elems": 64, "seed": seed, "deadlines": QUICK, **options}
+    options = {
+        "optimizer": gs.optim.SGD(lr=LR),
+        "chunk_elems": 64,
+        "seed": seed,
+        "deadlines": QUICK,
+        **options,
+    }
     w: np.ndarray[Any, Any] = simulate(model, data, strategy=strategy, **options).parameters["w"]
     return w
 
@@ -130,7 +136,7 @@ def followed(
     APPLIED.clear()
     COMPUTED.clear()
     got = end(strategy, seed, world=world)
-    correction, optimizer = strategy.correction(), gs.SGD(lr=LR)
+    correction, optimizer = strategy.correction(), gs.optim.SGD(lr=LR)
     assert correction is not None
     w = torch.zeros(50, dtype=torch.float64)
     kept = {rank: {name: torch.zeros_like(w) for name in correction.state_names} for rank in COMPUTED}
@@ -206,5 +212,5 @@ def test_a_phantom_run_computes_nothing_and_keeps_nothing() -> None:
     "options", [{"strength": -1.0}, {"decay": 1.0}, {"eps": 0.0}, {"strength": float("nan")}]
 )
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(gs.ConfigError, match=next(iter(options))):
+    with pytest.raises(gs.errors.ConfigError, match=next(iter(options))):
         DCASGD(**options)

@@ -84,7 +84,7 @@ def reference(
 def trained(strategy: Strategy, workers: int, **options: Any) -> Array:
     """The parameters after 8 minibatches of each worker."""
     model, data = least_squares(32 * workers, FEATURES, whole=False, reduction="mean")
-    options = {"optimizer": gs.SGD(lr=LR, momentum=MOMENTUM), "servers": 2, "world": EVEN, **options}
+    options = {"optimizer": gs.optim.SGD(lr=LR, momentum=MOMENTUM), "servers": 2, "world": EVEN, **options}
     run = simulate(
         model, data, strategy=strategy, workers=workers, batch_size=4, steps=8, seed=3, chunk_elems=64,
         assignment="partitions", **options,
@@ -117,7 +117,7 @@ def test_without_nesterov_it_is_slowmo_of_a_constant_rate() -> None:
 
 def test_the_outer_step_is_torchs_bit_for_bit() -> None:
     """One shard's rule beside torch.optim.SGD, over ten steps; the rate of the pushes is no part of it."""
-    rule = Outer(gs.DiLoCo().outer_optimizer(gs.AdamW()))
+    rule = Outer(gs.DiLoCo().outer_optimizer(gs.optim.AdamW()))
     w, state = torch.zeros(FEATURES), {"momentum_buffer": torch.zeros(FEATURES)}
     theirs = torch.nn.Parameter(torch.zeros(FEATURES))
     optimizer = torch.optim.SGD([theirs], lr=0.7, momentum=0.9, nesterov=True, fused=True)
@@ -148,7 +148,7 @@ def test_one_worker_is_plain_sgd_bit_for_bit_where_sums_are_exact(every: int) ->
     model, data = least_squares(32, FEATURES, grid=grid, reduction="mean")
     run = simulate(
         model, data, strategy=gs.DiLoCo(every=every, outer_lr=1.0, outer_momentum=0.0),
-        optimizer=gs.SGD(lr=lr), workers=1, servers=2, batch_size=4, steps=8, seed=3, chunk_elems=64,
+        optimizer=gs.optim.SGD(lr=lr), workers=1, servers=2, batch_size=4, steps=8, seed=3, chunk_elems=64,
         world=UNEVEN,
     )  # fmt: skip
     w, plan = np.zeros(FEATURES), PartitionPlan(32, 4, 1, seed=3)
@@ -207,7 +207,7 @@ def test_a_lost_worker_is_left_out_from_then_on(seconds: float, pushed: Pushed) 
     model, data = least_squares(240, FEATURES, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy=gs.DiLoCo(every=3), workers=3, servers=2, batch_size=8, epochs=6,
-        optimizer=gs.SGD(lr=LR), world=UNEVEN, chunk_elems=64, script=kill_at("worker-1", seconds),
+        optimizer=gs.optim.SGD(lr=LR), world=UNEVEN, chunk_elems=64, script=kill_at("worker-1", seconds),
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]
     assert run.summary["samples_accounted"] == 6 * 240
@@ -226,9 +226,9 @@ def test_a_resumed_run_goes_on_with_the_outer_velocity(pushed: Pushed) -> None:
     storage = MemoryStorage()
     options: dict[str, Any] = {
         "strategy": gs.DiLoCo(every=3), "workers": 3, "servers": 2, "batch_size": 8, "epochs": 3,
-        "optimizer": gs.SGD(lr=LR, momentum=MOMENTUM), "chunk_elems": 64, "world": UNEVEN, "storage": storage,
+        "optimizer": gs.optim.SGD(lr=LR, momentum=MOMENTUM), "chunk_elems": 64, "world": UNEVEN, "storage": storage,
     }  # fmt: skip
-    with pytest.raises(gs.Interrupted) as stopped:
+    with pytest.raises(gs.errors.Interrupted) as stopped:
         simulate(model, data, script=stop, **options)
     resumed_at = len(pushed.deltas)
     assert resumed_at > 1
@@ -244,7 +244,7 @@ def test_a_resumed_run_goes_on_with_the_outer_velocity(pushed: Pushed) -> None:
 def test_a_worker_that_has_nothing_left_keeps_nobody_waiting() -> None:
     model, data = least_squares(250, 8, whole=False, reduction="mean")
     run = simulate(
-        model, data, strategy=gs.DiLoCo(every=2), optimizer=gs.SGD(lr=0.02), workers=3, batch_size=5,
+        model, data, strategy=gs.DiLoCo(every=2), optimizer=gs.optim.SGD(lr=0.02), workers=3, batch_size=5,
         shares=[3, 1, 1], epochs=2, world=UNEVEN,
     )  # fmt: skip
     assert run.summary["samples_accounted"] == 500
@@ -267,14 +267,14 @@ def test_bytes_are_a_push_and_a_fetch_every_period() -> None:
 def test_options_travel_and_are_settings() -> None:
     strategy = gs.DiLoCo(every=50, outer_lr=0.5, outer_momentum=0.8)
     assert find_strategy("diloco", describe(strategy)["fields"]) == strategy
-    assert strategy.outer_optimizer(gs.AdamW()) == gs.SGD(lr=0.5, momentum=0.8, nesterov=True)
+    assert strategy.outer_optimizer(gs.optim.AdamW()) == gs.optim.SGD(lr=0.5, momentum=0.8, nesterov=True)
 
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
         ({"outer_lr": 0.0}, r"outer_lr=0\.0.*a finite number > 0"),
-        ({"outer_lr": gs.Cosine(0.7)}, r"outer_lr=.*expected a number; schedules"),
+        ({"outer_lr": gs.schedules.Cosine(0.7)}, r"outer_lr=.*expected a number; schedules"),
         ({"outer_momentum": 1.0}, r"outer_momentum=1\.0.*a number in \[0, 1\)"),
         ({"nesterov": "no"}, r"nesterov='no'\): expected True or False"),
     ],
@@ -302,7 +302,7 @@ class OuterAdam(gs.DiLoCo):
     pushes: ClassVar[Pushes] = "outer_gradients"
 
     def outer_optimizer(self, inner: Optimizer) -> Optimizer:
-        return gs.Adam(lr=gs.Cosine(0.01) if self.scheduled else 0.01)
+        return gs.optim.Adam(lr=gs.schedules.Cosine(0.01) if self.scheduled else 0.01)
 
 
 def test_any_rule_can_be_the_outer_one(pushed: Pushed) -> None:
@@ -313,7 +313,7 @@ def test_any_rule_can_be_the_outer_one(pushed: Pushed) -> None:
         cluster.stop()
 
     storage = MemoryStorage()
-    with pytest.raises(gs.Interrupted) as stopped:
+    with pytest.raises(gs.errors.Interrupted) as stopped:
         trained(OuterAdam(every=2), 2, storage=storage, script=stop)
     files = storage.names(str(stopped.value.checkpoint))
     assert {"optimizer-exp_avg.safetensors", "optimizer-exp_avg_sq.safetensors"} <= set(files)

@@ -79,7 +79,7 @@ def delayed_sgd(
 
 def simulated(model: Model, data: ArrayDataset, strategy: Strategy, **options: Any) -> np.ndarray[Any, Any]:
     options = {"workers": 1, "batch_size": 4, "steps": 11, "chunk_elems": 64, "seed": 3, **options}
-    run = simulate(model, data, strategy=strategy, optimizer=gs.SGD(lr=LR), **options)
+    run = simulate(model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), **options)
     return run.parameters["w"]
 
 
@@ -160,7 +160,7 @@ def test_all_that_several_workers_push_is_applied(overlap: bool, push_every: int
         Tokens(num_chunks=5),
         numbered(50),
         strategy=gs.Downpour(push_every=push_every, fetch_every=2, overlap=overlap),
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=4,
         servers=2,
         batch_size=3,
@@ -192,7 +192,7 @@ def test_a_strategy_that_forgets_a_push_does_not_pass() -> None:
         Tokens(num_chunks=2),
         numbered(20),
         strategy=Forgetful(),
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=2,
         batch_size=2,
         epochs=1,

@@ -131,7 +131,7 @@ def gradient_of(model: Model, w: torch.Tensor, data: ArrayDataset, ids: np.ndarr
 
 
 def descend(w: torch.Tensor, gradient: torch.Tensor) -> None:
-    gs.SGD(lr=LR).apply(w, gradient, {}, lr=LR, step=1)
+    gs.optim.SGD(lr=LR).apply(w, gradient, {}, lr=LR, step=1)
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -140,7 +140,7 @@ def test_without_a_spring_workers_are_on_their_own(synchronous: bool, own: dict[
     model, data = least_squares(96, FEATURES, whole=False, reduction="mean")
     strategy = gs.ElasticAveraging(every=2, moving_rate=0.0, synchronous=synchronous)
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.SGD(lr=LR), workers=3, servers=2, batch_size=4,
+        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), workers=3, servers=2, batch_size=4,
         steps=11, seed=3, chunk_elems=64, assignment="partitions", world=UNEVEN if synchronous else World(),
     )  # fmt: skip
     assert not run.parameters["w"].any()
@@ -166,7 +166,7 @@ def test_synchronous_is_the_papers_formula(own: dict[int, torch.Tensor]) -> None
     options: dict[str, Any] = {"workers": 3, "batch_size": 4, "steps": 12, "seed": 3, "chunk_elems": 64}
     strategy = gs.ElasticAveraging(every=3, moving_rate=alpha, synchronous=True)
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.SGD(lr=LR), servers=2, world=UNEVEN, **options
+        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), servers=2, world=UNEVEN, **options
     )
     assert np.array_equal(run.parameters["w"], centre.numpy())
     assert all(torch.equal(own[rank], x[rank]) for rank in range(3))
@@ -194,7 +194,7 @@ def test_all_meet_at_the_optimum_of_a_quadratic(synchronous: bool, own: dict[int
     distances = []
     for steps in (40, 80, 120):
         run = simulate(
-            model, numbered(12), strategy=strategy, optimizer=gs.SGD(lr=0.2), workers=3, batch_size=4,
+            model, numbered(12), strategy=strategy, optimizer=gs.optim.SGD(lr=0.2), workers=3, batch_size=4,
             steps=steps, world=UNEVEN,
         )  # fmt: skip
         places = [run.parameters["w"], *(own[rank].numpy() for rank in range(3))]
@@ -240,7 +240,7 @@ def algorithm_2(model: Model, data: ArrayDataset, *, ahead: bool) -> torch.Tenso
 def test_with_nesterovs_momentum_the_spring_pulls_where_the_gradient_is_taken() -> None:
     model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
     found = simulate(
-        model, data, strategy=gs.EAMSGD(every=3, moving_rate=0.5), optimizer=gs.Nesterov(0.01, 0.9),
+        model, data, strategy=gs.EAMSGD(every=3, moving_rate=0.5), optimizer=gs.optim.Nesterov(0.01, 0.9),
         workers=1, batch_size=4, steps=11, seed=3, chunk_elems=64,
     ).parameters["w"]  # fmt: skip
     assert np.allclose(found, algorithm_2(model, data, ahead=True).numpy(), rtol=0, atol=1e-13)
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_an_exchange_and_training_goes_on(
 ) -> None:
     strategy = gs.ElasticAveraging(every=3, moving_rate=0.5, synchronous=synchronous)
     run = simulate(
-        Tokens(num_chunks=4), numbered(24), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=2,
+        Tokens(num_chunks=4), numbered(24), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=2,
         batch_size=2, epochs=4, chunk_elems=64, checkpoint_every=10, storage=MemoryStorage(), world=UNEVEN,
     )  # fmt: skip
     assert sum(event["event"] == "checkpoint" for event in run.events) >= 2
@@ -266,7 +266,7 @@ def test_a_lost_worker_stops_nobody() -> None:
     for synchronous in (False, True):
         strategy = gs.ElasticAveraging(every=2, synchronous=synchronous)
         run = simulate(
-            model, data, strategy=strategy, optimizer=gs.SGD(lr=0.02), workers=3, servers=2, batch_size=8,
+            model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=0.02), workers=3, servers=2, batch_size=8,
             epochs=6, chunk_elems=64, world=UNEVEN, script=kill_at("worker-1", 0.2),
         )  # fmt: skip
         assert run.summary["workers_lost"] == ["worker-1"]

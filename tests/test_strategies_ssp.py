@@ -129,7 +129,7 @@ def reads_of(strategy: gs.Strategy, seed: int, **options: Any) -> list[Read]:
     model = Witness(seed)
     options = {"world": world(), **options}
     simulate(
-        model, numbered(SAMPLES), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=WORKERS, servers=2,
+        model, numbered(SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=WORKERS, servers=2,
         batch_size=1, epochs=1, chunk_elems=128, seed=seed, **options,
     )  # fmt: skip
     assert len(model.reads) == SAMPLES
@@ -197,8 +197,10 @@ class Barrier(gs.Synchronous):
     cut: ClassVar[DataCut] = "partitions"
 
 
-@pytest.mark.parametrize("optimizer", [gs.SGD, partial(gs.SGD, momentum=0.5)], ids=["sgd", "momentum"])
-def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.SGD]) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [gs.optim.SGD, partial(gs.optim.SGD, momentum=0.5)], ids=["sgd", "momentum"]
+)
+def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.optim.SGD]) -> None:
     """Σ η·gᵢ is 4η times the mean of four, and on whole numbers any order of summing gives the same bits."""
     model, data = least_squares(64, 300, grid=2.0**-10, reduction="mean")
     lr = 2.0**-9
@@ -226,15 +228,18 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.SGD]) ->
 
 # At bound 0, by 4 workers: a rule, and that of synchronous SGD which does the same.
 SAME_AS_SYNCHRONOUS: dict[str, tuple[Optimizer, Optimizer]] = {
-    "sgd": (gs.SGD(1e-3), gs.SGD(4e-3)),
-    "momentum": (gs.SGD(1e-3, momentum=0.5, weight_decay=0.1), gs.SGD(4e-3, momentum=0.5, weight_decay=0.1)),
-    "nesterov": (gs.Nesterov(1e-3, 0.5), gs.Nesterov(4e-3, 0.5)),
-    "adagrad": (
-        gs.Adagrad(0.1, eps=4e-3, initial_accumulator=0.16, weight_decay=0.1),
-        gs.Adagrad(0.1, eps=1e-3, initial_accumulator=0.01, weight_decay=0.1),
+    "sgd": (gs.optim.SGD(1e-3), gs.optim.SGD(4e-3)),
+    "momentum": (
+        gs.optim.SGD(1e-3, momentum=0.5, weight_decay=0.1),
+        gs.optim.SGD(4e-3, momentum=0.5, weight_decay=0.1),
     ),
-    "adam": (gs.Adam(0.1, eps=4e-3, weight_decay=0.1), gs.Adam(0.1, eps=1e-3, weight_decay=0.1)),
-    "adamw": (gs.AdamW(0.1, eps=4e-3), gs.AdamW(0.1, eps=1e-3)),
+    "nesterov": (gs.optim.Nesterov(1e-3, 0.5), gs.optim.Nesterov(4e-3, 0.5)),
+    "adagrad": (
+        gs.optim.Adagrad(0.1, eps=4e-3, initial_accumulator=0.16, weight_decay=0.1),
+        gs.optim.Adagrad(0.1, eps=1e-3, initial_accumulator=0.01, weight_decay=0.1),
+    ),
+    "adam": (gs.optim.Adam(0.1, eps=4e-3, weight_decay=0.1), gs.optim.Adam(0.1, eps=1e-3, weight_decay=0.1)),
+    "adamw": (gs.optim.AdamW(0.1, eps=4e-3), gs.optim.AdamW(0.1, eps=1e-3)),
 }
 
 
@@ -252,7 +257,7 @@ def test_bound_0_is_synchronous_at_the_rate_that_the_rule_makes_of_a_sum(rule: s
 def test_the_rate_of_the_theorem_counts_the_updates_of_all_workers() -> None:
     """As many updates at σ/√t as P workers make in their first steps go as far as at their own rates."""
     sigma, workers, steps = 0.3, 8, 2000
-    lr = gs.InverseRoot(sigma / workers**0.5)
+    lr = gs.schedules.InverseRoot(sigma / workers**0.5)
     own = [lr(Position(step, steps, steps)) for step in range(steps)]
     theorem = [sigma / t**0.5 for t in range(1, workers * steps + 1)]
     assert own[-1] == pytest.approx(theorem[-1])
@@ -268,7 +273,7 @@ def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
     """A copy serves until it is s clocks old; of others' latest updates it has what was there."""
     even = World(costs={"gradient": Cost(base_s=0.1, spread=Constant())}, network=Network(link=Link(1e-4)))
     run = simulate(
-        Witness(0), numbered(SAMPLES), strategy=gs.SSP(bound), optimizer=gs.SGD(lr=1.0), workers=WORKERS,
+        Witness(0), numbered(SAMPLES), strategy=gs.SSP(bound), optimizer=gs.optim.SGD(lr=1.0), workers=WORKERS,
         servers=2, batch_size=1, epochs=1, chunk_elems=128, world=even,
     )  # fmt: skip
     fetches = run.summary["fetches"] - 1  # the final one
@@ -281,7 +286,7 @@ def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
 def test_who_is_through_or_never_begins_holds_nobody_back() -> None:
     """Shares of 1 : 1 : 6: the last worker has the others' time to itself, and one has no share at all."""
     run = simulate(
-        Tokens(4), numbered(64), strategy=gs.SSP(1), optimizer=gs.SGD(lr=1.0), workers=4, servers=2,
+        Tokens(4), numbered(64), strategy=gs.SSP(1), optimizer=gs.optim.SGD(lr=1.0), workers=4, servers=2,
         batch_size=1, epochs=2, shares=[1, 1, 6, 0], chunk_elems=64, world=world(),
     )  # fmt: skip
     check_exactly_once(run, 64, 2)
@@ -375,7 +380,7 @@ def job():
     )
     numbers = np.arange(192)
     return gs.Job(
-        model, gs.from_arrays(numbers, numbers), strategy=gs.SSP(bound=1), optimizer=gs.SGD(lr=1.0),
+        model, gs.from_arrays(numbers, numbers), strategy=gs.SSP(bound=1), optimizer=gs.optim.SGD(lr=1.0),
         workers=3, servers=2, batch_size=1, epochs=1, chunk_elems=192, seed=5,
     )
 """

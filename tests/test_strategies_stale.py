@@ -80,7 +80,7 @@ def trajectory(strategy: Strategy, curvatures: Sequence[float], staleness: int) 
         model,
         gs.from_arrays(np.zeros((workers, 1)), np.zeros(workers)),
         strategy=strategy,
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=workers,
         batch_size=1,
         steps=max(15, 120 // workers),
@@ -144,7 +144,7 @@ def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 14) -> Cou
         Sized([64]),
         numbered(workers),
         strategy=gs.Softsync(splits=splits),
-        optimizer=gs.SGD(lr=1.0),
+        optimizer=gs.optim.SGD(lr=1.0),
         workers=workers,
         batch_size=1,
         steps=rounds,
@@ -188,14 +188,14 @@ def test_a_gradient_of_version_j_at_version_100(basis: int, weight: float) -> No
     (due,) = state.push(0, Parked(contribution(basis), "push"))
     assert isinstance(due, Apply)
     weights = rule.weights(due.step - 1, [held.contribution for held in due.update])
-    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.SGD(lr=1.0))
+    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0))
     store.update(0, [torch.ones(64, dtype=torch.float64)], weights, lr=due.learning_rate, step=due.step)
     assert store.parameters.tensor.tolist() == pytest.approx([-0.5 * weight] * 64, rel=1e-15)
 
 
 def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
     """v ← μ·v + g/τ, w ← w - α·v: what the velocity holds already goes on undiminished."""
-    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.SGD(lr=1.0, momentum=0.5))
+    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0, momentum=0.5))
     rule = WeighedMean(1, "power", 1.0)
     one = torch.ones(64, dtype=torch.float64)
     for step, basis in ((1, 0), (2, 1), (11, 0)):
@@ -229,9 +229,9 @@ def nothing(staleness: int) -> float:
 def test_any_function_of_tau_weighs() -> None:
     assert WeighedMean(1, halves, 1.0).weights(13, [contribution(10)]) == [0.125]
     assert WeighedMean(1, "exponential", 2.0).weights(3, [contribution(0)]) == [math.exp(-6.0)]
-    with pytest.raises(gs.UserCodeError, match="the weight of staleness 3 is nan"):
+    with pytest.raises(gs.errors.UserCodeError, match="the weight of staleness 3 is nan"):
         WeighedMean(1, nothing, 1.0).weights(3, [contribution(0)])
-    with pytest.raises(gs.UserCodeError, match="the weight of staleness 3 raised ZeroDivisionError"):
+    with pytest.raises(gs.errors.UserCodeError, match="the weight of staleness 3 raised ZeroDivisionError"):
         penalty.factor(lambda tau: 1 / (tau - 3), 1.0, 3)
 
 
@@ -254,7 +254,7 @@ def test_a_function_travels_as_its_place() -> None:
     ],
 )
 def test_options_are_checked(make: Any, message: str) -> None:
-    with pytest.raises(gs.ConfigError, match=message):
+    with pytest.raises(gs.errors.ConfigError, match=message):
         make()
 
 
@@ -274,7 +274,7 @@ def loss_after(strategy: Strategy, lr: float, *, workers: int = 15) -> float:
     )
     world = World(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT)
     run = simulate(
-        model, gs.from_arrays(noise, np.zeros(450)), strategy=strategy, optimizer=gs.SGD(lr=lr),
+        model, gs.from_arrays(noise, np.zeros(450)), strategy=strategy, optimizer=gs.optim.SGD(lr=lr),
         workers=workers, batch_size=2, epochs=1, world=world,
     )  # fmt: skip
     return float((a * run.parameters["w"] ** 2).sum() / 2)
@@ -313,7 +313,7 @@ def mean_square_gradient(updates: int, lr: float) -> float:
     )
     run = simulate(
         model, gs.from_arrays(noise, np.zeros(updates)), strategy="asysg",
-        optimizer=gs.SGD(lr=lr), workers=4, batch_size=1, epochs=1, world=BY_TURNS,
+        optimizer=gs.optim.SGD(lr=lr), workers=4, batch_size=1, epochs=1, world=BY_TURNS,
     )  # fmt: skip
     assert max(run.summary["staleness"]) == 3
     assert len(seen) == updates

@@ -26,16 +26,16 @@ FEATURES = 300  # 5 chunks of 64 elements, the last one short
 MakeTorch = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 RULES: dict[str, tuple[Optimizer, MakeTorch]] = {
-    "sgd": (gs.SGD(lr=LR), lambda p: torch.optim.SGD(p, lr=LR, fused=True)),
-    "momentum": (gs.Momentum(LR, 0.9), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9, fused=True)),
+    "sgd": (gs.optim.SGD(lr=LR), lambda p: torch.optim.SGD(p, lr=LR, fused=True)),
+    "momentum": (gs.optim.Momentum(LR, 0.9), lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9, fused=True)),
     "nesterov": (
-        gs.Nesterov(LR, 0.9),
+        gs.optim.Nesterov(LR, 0.9),
         lambda p: torch.optim.SGD(p, lr=LR, momentum=0.9, nesterov=True, fused=True),
     ),
-    "adagrad": (gs.Adagrad(lr=LR), lambda p: torch.optim.Adagrad(p, lr=LR, eps=1e-10, fused=True)),
-    "adam": (gs.Adam(lr=LR), lambda p: torch.optim.Adam(p, lr=LR, fused=True)),
+    "adagrad": (gs.optim.Adagrad(lr=LR), lambda p: torch.optim.Adagrad(p, lr=LR, eps=1e-10, fused=True)),
+    "adam": (gs.optim.Adam(lr=LR), lambda p: torch.optim.Adam(p, lr=LR, fused=True)),
     "adamw": (
-        gs.AdamW(lr=LR, weight_decay=0.01),
+        gs.optim.AdamW(lr=LR, weight_decay=0.01),
         lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.01, fused=True),
     ),
 }
@@ -103,7 +103,9 @@ def test_plain_sgd_is_exact_without_a_grid_and_against_numpy() -> None:
         expected -= LR * ((x @ expected - y) @ x) / 16
     for overlap in (True, False):
         strategy = gs.Synchronous(overlap=overlap)
-        got = simulated(model, data, [7, 1, 0, 8], servers=2, optimizer=gs.SGD(lr=LR), strategy=strategy)
+        got = simulated(
+            model, data, [7, 1, 0, 8], servers=2, optimizer=gs.optim.SGD(lr=LR), strategy=strategy
+        )
         assert np.array_equal(got, expected)
 
 
@@ -112,7 +114,7 @@ def test_mean_gradients_are_weighted_by_samples() -> None:
     sizes = [4, 0, 2, 2]  # means of powers of 2 are exact
     batches = joined_batches(data, sizes, 6, seed=1)
     expected = one_node(model, data, batches, RULES["sgd"][1], divide=False)
-    got = simulated(model, data, sizes, servers=2, optimizer=gs.SGD(lr=LR), steps=6, seed=1)
+    got = simulated(model, data, sizes, servers=2, optimizer=gs.optim.SGD(lr=LR), steps=6, seed=1)
     assert np.array_equal(got, expected)
 
 
@@ -122,7 +124,7 @@ def test_short_last_round_and_second_epoch() -> None:
     assert [len(ids) for ids in batches] == [8, 8, 6] * 2
     assert sorted(np.concatenate(batches[3:])) == list(range(22))
     expected = one_node(model, data, batches, RULES["sgd"][1], divide=True)
-    got = simulated(model, data, [5, 3], optimizer=gs.SGD(lr=LR), steps=None, epochs=2, seed=2)
+    got = simulated(model, data, [5, 3], optimizer=gs.optim.SGD(lr=LR), steps=None, epochs=2, seed=2)
     np.testing.assert_allclose(got, expected, rtol=1e-14, atol=1e-16)
 
 
@@ -218,7 +220,7 @@ def test_a_sum_in_the_order_of_arrival_would_be_noticed(monkeypatch: pytest.Monk
     model, data = least_squares(64, FEATURES, whole=False)
 
     def bits(world: World) -> bytes:
-        ours = gs.SGD(lr=LR)
+        ours = gs.optim.SGD(lr=LR)
         return simulated(model, data, [5, 6, 5], optimizer=ours, steps=6, world=world).tobytes()
 
     assert bits(SLOW) == bits(UNEVEN)

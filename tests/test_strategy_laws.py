@@ -113,7 +113,7 @@ class Plain(Strategy):
     survives_worker_loss: ClassVar[bool] = True
 
     def optimizer(self) -> Optimizer:
-        return gs.SGD(lr=0.01)
+        return gs.optim.SGD(lr=0.01)
 
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches():
@@ -219,7 +219,7 @@ class Deaf(Strategy):
     survives_worker_loss: ClassVar[bool] = False
 
     def optimizer(self) -> Optimizer:
-        return gs.SGD(lr=0.01)
+        return gs.optim.SGD(lr=0.01)
 
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches():

@@ -94,8 +94,8 @@ def from_rest(position: Position) -> float:
 
 LRS: dict[str, Rate] = {
     "constant": 0.02,
-    "falling": gs.Linear(0.04),
-    "steps": gs.StepDecay(0.04, 3, 0.5, unit="steps"),
+    "falling": gs.schedules.Linear(0.04),
+    "steps": gs.schedules.StepDecay(0.04, 3, 0.5, unit="steps"),
     "pausing": from_rest,
 }
 
@@ -107,21 +107,21 @@ def test_downpour_by_one_worker_is_local_sgd_with_decay_and_schedule(
     periods: tuple[int, int], lr: str, momentum: float
 ) -> None:
     strategy = gs.Downpour(*periods, overlap=False, local_momentum=momentum)
-    got = run_of(strategy, gs.SGD(LRS[lr], weight_decay=DECAY), servers=2)
+    got = run_of(strategy, gs.optim.SGD(LRS[lr], weight_decay=DECAY), servers=2)
     check_close(got, local_sgd(LRS[lr], momentum))
 
 
 def test_groups_have_decay_and_rate_of_their_own_in_local_steps() -> None:
     groups = [{"match": "a", "weight_decay": 0.0}, {"match": "b", "lr_scale": 0.5}]
     strategy = gs.Downpour(4, 4, overlap=False, local_momentum=0.5)
-    got = run_of(strategy, gs.SGD(gs.Linear(0.04), weight_decay=DECAY), groups=groups)
-    check_close(got, local_sgd(gs.Linear(0.04), 0.5, {"a": 0.0, "b": DECAY}, {"a": 1.0, "b": 0.5}))
+    got = run_of(strategy, gs.optim.SGD(gs.schedules.Linear(0.04), weight_decay=DECAY), groups=groups)
+    check_close(got, local_sgd(gs.schedules.Linear(0.04), 0.5, {"a": 0.0, "b": DECAY}, {"a": 1.0, "b": 0.5}))
 
 
 @pytest.mark.parametrize("bound", [0, 2])
 @pytest.mark.parametrize("lr", LRS)
 def test_ssp_by_one_worker_is_sgd_with_decay_and_schedule(lr: str, bound: int) -> None:
-    check_close(run_of(gs.SSP(bound), gs.SGD(LRS[lr], weight_decay=DECAY)), local_sgd(LRS[lr]))
+    check_close(run_of(gs.SSP(bound), gs.optim.SGD(LRS[lr], weight_decay=DECAY)), local_sgd(LRS[lr]))
 
 
 @pytest.mark.parametrize("lr", LRS)
@@ -135,7 +135,7 @@ def test_asysg_applies_each_gradient_at_its_own_rate_and_with_its_own_decay(lr: 
         if (index + 1) % 4 == 0 or index + 1 == STEPS:
             w = {name: w[name] - step[name] for name in w}
             step = {name: np.zeros(100) for name in w}
-    check_close(run_of(gs.AsySG(4), gs.SGD(LRS[lr], weight_decay=DECAY)), w)
+    check_close(run_of(gs.AsySG(4), gs.optim.SGD(LRS[lr], weight_decay=DECAY)), w)
 
 
 def by_adagrad(total: Array, state: Array, rate: float) -> Array:
@@ -145,7 +145,7 @@ def by_adagrad(total: Array, state: Array, rate: float) -> Array:
 
 def test_a_rule_with_state_makes_one_update_a_push_of_gradients_with_their_decay() -> None:
     """Adagrad: at the rate of the push's first gradient, of Σ η_i/η·(g_i + λ·w_i), w_i by local steps."""
-    lr = gs.StepDecay(0.04, 3, 0.5, unit="steps")
+    lr = gs.schedules.StepDecay(0.04, 3, 0.5, unit="steps")
     server = {"a": np.full(100, 0.5), "b": np.full(100, -0.25)}
     state = {name: np.zeros(100) for name in server}
     todo = list(zip(rates(lr), batches(regression()[1]), strict=True))
@@ -160,7 +160,7 @@ def test_a_rule_with_state_makes_one_update_a_push_of_gradients_with_their_decay
                 w[name] = w[name] - rate * decayed
         for name in server:
             server[name] = server[name] + by_adagrad(total[name], state[name], period[0][0])
-    got = run_of(gs.Downpour(4, 4, overlap=False), gs.Adagrad(lr, weight_decay=DECAY))
+    got = run_of(gs.Downpour(4, 4, overlap=False), gs.optim.Adagrad(lr, weight_decay=DECAY))
     check_close(got, server)
 
 
@@ -178,7 +178,7 @@ def test_adamw_takes_its_decay_off_the_parameters_once_a_push() -> None:
             moved = (mean[name] / (1 - 0.9**push)) / (np.sqrt(square[name] / (1 - 0.999**push)) + 1e-8)
             server[name] = w * (1 - 0.01 * DECAY) - 0.01 * moved
     strategy = gs.Downpour(4, 4, overlap=False, local_lr=0.0)
-    check_close(run_of(strategy, gs.AdamW(0.01, weight_decay=DECAY)), server)
+    check_close(run_of(strategy, gs.optim.AdamW(0.01, weight_decay=DECAY)), server)
 
 
 def test_decay_is_refused_where_only_rows_travel_and_where_nobody_would_add_it() -> None:
@@ -190,7 +190,7 @@ def test_decay_is_refused_where_only_rows_travel_and_where_nobody_would_add_it()
                 await worker.refresh()
                 await worker.server.push_soon(worker.update(worker.gradient_soon(batch)))
 
-    optimizer = gs.SGD(0.01, weight_decay=DECAY)
+    optimizer = gs.optim.SGD(0.01, weight_decay=DECAY)
     with pytest.raises(ConfigError, match="moves every parameter at every update"):
         run_of(gs.Downpour(4, 4, significance=0.1), optimizer)
     with pytest.raises(UserCodeError, match=r"only gradient\(\) adds the decay"):
@@ -200,9 +200,9 @@ def test_decay_is_refused_where_only_rows_travel_and_where_nobody_would_add_it()
 @pytest.mark.parametrize("overlap", [False, True])
 def test_significance_keeps_the_sum_of_changes_when_the_rate_changes(overlap: bool) -> None:
     """What is left of a sum goes on at its own rate: everything pushed is Σ η_i·g_i, as without."""
-    lr = gs.StepDecay(0.04, 3, 0.5, unit="steps")
+    lr = gs.schedules.StepDecay(0.04, 3, 0.5, unit="steps")
     options: dict[str, Any] = {"overlap": overlap, "local_lr": 0.0, "fetch_every": 100}
-    plain = run_of(gs.Downpour(push_every=2, **options), gs.SGD(lr))
+    plain = run_of(gs.Downpour(push_every=2, **options), gs.optim.SGD(lr))
     for significance in (0.01, 100.0):
         strategy = gs.Downpour(push_every=2, significance=significance, **options)
-        check_close(run_of(strategy, gs.SGD(lr)), plain)
+        check_close(run_of(strategy, gs.optim.SGD(lr)), plain)

@@ -25,7 +25,13 @@ SMALL = 128 * 8 / (1 << 20)  # MiB: buckets of 128 float64
 @pytest.mark.parametrize("options", [{}, {"sharded": True}, {"overlap": False}])
 def test_equals_the_exchange_of_our_own_bit_for_bit(options: Mapping[str, Any], tmp_path: Path) -> None:
     model, data = least_squares(64, 300, grid=2.0**-10)
-    common: Any = {"steps": 3, "chunk_elems": 64, "optimizer": gs.SGD(lr=2.0**-7), "seed": 5, "workers": 3}
+    common: Any = {
+        "steps": 3,
+        "chunk_elems": 64,
+        "optimizer": gs.optim.SGD(lr=2.0**-7),
+        "seed": 5,
+        "workers": 3,
+    }
     common |= {"batch_size": [7, 0, 9]}
     expected = gs.simulate(model, data, strategy=gs.Synchronous(), **common).parameters["w"]
     strategy = AllReduce(exchange="torch", bucket_mib=SMALL, **options)
@@ -75,7 +81,7 @@ def test_a_worker_that_is_killed_ends_the_run_and_is_named(
             assert found
             os.kill(int(found[1]), signal.SIGKILL)
 
-    with pytest.raises(gs.PeerLostError) as caught:
+    with pytest.raises(gs.errors.PeerLostError) as caught:
         gs.train(load_job(str(path)), on_event=killer)
     assert caught.value.peer == "worker-1"
 
@@ -108,7 +114,7 @@ try:
         optimizer.zero_grad()
         (-(1 + 2 * session.rank) * model(torch.zeros(3, 4)).mean()).backward()  # of the bias: -1 and -3
         optimizer.step()
-except gradstream.PeerLostError as error:
+except gradstream.errors.PeerLostError as error:
     open("heard", "w").write(f"{session.rank} {step} {error.peer}")
     raise
 """

@@ -49,7 +49,7 @@ def data():
 def model():
     return gs.from_functions(init, outputs, gradients)
 
-OPTIONS = dict(workers=2, batch_size=20, optimizer=gs.SGD(lr=0.1), chunk_elems=64)
+OPTIONS = dict(workers=2, batch_size=20, optimizer=gs.optim.SGD(lr=0.1), chunk_elems=64)
 DEADLINES = gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5)
 
 def job():
@@ -98,7 +98,7 @@ def test_a_pair_of_arrays_is_data(write: Callable[..., str]) -> None:
         gs.train(model, pair, processes=False, **options),
     ):
         assert np.array_equal(run.parameters["w"], expected)
-    with pytest.raises(gs.ConfigError, match="a pair of arrays"):
+    with pytest.raises(gs.errors.ConfigError, match="a pair of arrays"):
         gs.simulate(model, list(pair), **options)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="targets"):
         gs.simulate(model, (data.inputs, data.targets[:-1]), **options)
@@ -113,7 +113,9 @@ def test_what_ends_the_run_is_what_was_given_last(write: Callable[..., str]) -> 
     assert len(gs.simulate(in_steps, epochs=1).history) == 4
     assert len(gs.train(in_steps, epochs=2).history) == 8
     assert make_job(job, steps=None).epochs == 10
-    with pytest.raises(gs.ConfigError, match="exactly one of epochs and steps, got epochs=1 and steps=3"):
+    with pytest.raises(
+        gs.errors.ConfigError, match="exactly one of epochs and steps, got epochs=1 and steps=3"
+    ):
         gs.simulate(job, epochs=1, steps=3)
 
 
@@ -151,7 +153,7 @@ def test_a_module_and_a_function(write: Callable[..., str], monkeypatch: pytest.
 def test_a_spec_that_names_no_job(write: Callable[..., str], spec: str, part: str) -> None:
     write("def dictionary(): return {}")
     write("del job", name="empty.py")
-    with pytest.raises(gs.ConfigError, match=re.escape(part)):
+    with pytest.raises(gs.errors.ConfigError, match=re.escape(part)):
         load_job(spec)
 
 
@@ -183,14 +185,14 @@ def test_what_is_wrong_with_a_job_is_said_before_anything_starts(
     write: Callable[..., str], options: dict[str, Any], part: str
 ) -> None:
     job = load_job(write())
-    with pytest.raises(gs.ConfigError, match=re.escape(part)):
+    with pytest.raises(gs.errors.ConfigError, match=re.escape(part)):
         gs.train(job, **options)
     assert not Path("runs").exists()
 
 
 def test_a_session_without_a_script_is_told_to_make_one(write: Callable[..., str]) -> None:
     job = load_job(write())
-    with pytest.raises(gs.ConfigError, match="put the job into a file"):
+    with pytest.raises(gs.errors.ConfigError, match="put the job into a file"):
         gs.train(
             job.model, job.data, epochs=1, processes=True
         )  # of a test runner: `python -m pytest`, or no .py at all
@@ -205,10 +207,10 @@ def test_strategies_and_optimizers_are_found_by_name_place_and_object(write: Cal
     assert find_strategy(gs.Downpour(), {"fetch_every": 2}).fetch_every == 2  # type: ignore[attr-defined]
     mine = find_strategy(f"{path}:Mine")
     assert type(mine).__name__ == "Mine"
-    assert find_optimizer("sgd", {"lr": 0.5}) == gs.SGD(lr=0.5)
-    with pytest.raises(gs.ConfigError, match="did you mean 'Mine'"):
+    assert find_optimizer("sgd", {"lr": 0.5}) == gs.optim.SGD(lr=0.5)
+    with pytest.raises(gs.errors.ConfigError, match="did you mean 'Mine'"):
         find_strategy(f"{path}:Mime")
-    with pytest.raises(gs.ConfigError, match="lr"):
+    with pytest.raises(gs.errors.ConfigError, match="lr"):
         find_optimizer("sgd")
 
 
@@ -233,7 +235,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert set(os.listdir("kept")) == {
         ".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
     }  # fmt: skip
-    with pytest.raises(gs.ConfigError, match="not an empty directory"):
+    with pytest.raises(gs.errors.ConfigError, match="not an empty directory"):
         gs.train(load_job("linear.py"), run_dir=Path("kept"))
 
 
@@ -291,20 +293,25 @@ def test_a_strategy_of_a_file_runs_in_processes(write: Callable[..., str]) -> No
 FAULTS = {
     "raises": (
         "raise LookupError('a fault of mine')",
-        gs.UserCodeError,
+        gs.errors.UserCodeError,
         ["worker-", "a fault of mine"],
         "raise LookupError('a fault of mine')",
     ),
     "shape": (
         "return {'w': np.zeros(4, np.float32), 'b': np.float32(0)}",
-        gs.GradientError,
+        gs.errors.GradientError,
         ["'w'", "(4,)"],
         "",
     ),
-    "dtype": ("return {'w': np.zeros(3), 'b': np.float32(0)}", gs.GradientError, ["'w'", "float64"], ""),
+    "dtype": (
+        "return {'w': np.zeros(3), 'b': np.float32(0)}",
+        gs.errors.GradientError,
+        ["'w'", "float64"],
+        "",
+    ),
     "nan": (
         "return {'w': np.full(3, np.nan, np.float32), 'b': np.float32(0)}",
-        gs.GradientError,
+        gs.errors.GradientError,
         ["worker-", "NaN"],
         "",
     ),
@@ -347,7 +354,7 @@ def test_workers_with_different_models_are_refused(write: Callable[..., str]) ->
             make = lambda: gs.from_functions(init, outputs, gradients)
             return gs.Job(make, data(), epochs=1, deadlines=DEADLINES, **(OPTIONS | {"servers": 1}))
     """)
-    with pytest.raises(gs.RefusedError, match="BAD_FINGERPRINT") as caught:
+    with pytest.raises(gs.errors.RefusedError, match="BAD_FINGERPRINT") as caught:
         gs.train(load_job(path))
     assert "worker-0" in str(caught.value)
     assert "worker-1" in str(caught.value)
@@ -375,7 +382,7 @@ def test_a_node_that_cannot_be_spared_ends_the_run_naming_it(
     write: Callable[..., str], victim: str, strategy: str
 ) -> None:
     job = load_job(write())
-    with pytest.raises(gs.PeerLostError) as caught:
+    with pytest.raises(gs.errors.PeerLostError) as caught:
         gs.train(job, strategy=strategy, epochs=None, steps=20_000, on_event=killer(victim))
     assert caught.value.peer == victim
     told = "\n".join([str(caught.value), *caught.value.__notes__])
@@ -397,7 +404,7 @@ def test_a_coordinator_that_dies_as_it_writes_leaves_events_that_can_be_read(
             with open(events, "ab") as file:
                 file.write(torn)
 
-    with pytest.raises(gs.PeerLostError):
+    with pytest.raises(gs.errors.PeerLostError):
         gs.train(load_job(write()), epochs=None, steps=20_000, on_event=on_event)
     (run_dir,) = Path("runs").iterdir()
     assert gs.Run.load(run_dir).summary["failed"]["culprit"] == "coordinator"

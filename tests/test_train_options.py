@@ -37,7 +37,7 @@ def job():
     return gs.Job(
         gs.from_torch(build, nn.functional.cross_entropy),
         gs.from_arrays(x[:480], y[:480], x[480:], y[480:]),
-        optimizer=gs.SGD(lr=gs.Warmup(rate, 3), momentum=0.9, weight_decay=0.01),
+        optimizer=gs.optim.SGD(lr=gs.schedules.Warmup(rate, 3), momentum=0.9, weight_decay=0.01),
         groups=[{"match": "*.bias", "weight_decay": 0.0}, {"match": "2.*", "lr_scale": 2.0}],
         accumulate=2,
         clip_norm=5.0,

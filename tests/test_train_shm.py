@@ -45,7 +45,7 @@ def job(strategy="synchronous", steps=120, carrier="shm"):
     )
     return gs.Job(
         model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=1, batch_size=8, steps=steps,
-        chunk_elems=16_384, optimizer=gs.Adam(lr=0.01), checkpoint_every=4, carrier=carrier,
+        chunk_elems=16_384, optimizer=gs.optim.Adam(lr=0.01), checkpoint_every=4, carrier=carrier,
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
     )
 
@@ -87,7 +87,7 @@ def test_killed_and_resumed_over_shared_memory_a_run_has_the_bytes_of_one_over_g
     go: Any = partial(train, f"{job_file}:job", path, warm)
     for victims in ((), ("shard-0",), ("worker-1",)):
         killer = Killer(warm, "checkpoint", 1, *victims)
-        with pytest.raises(gs.PeerLostError):
+        with pytest.raises(gs.errors.PeerLostError):
             go(on_event=killer)
         killer.bury()
         go = partial(gs.resume, path, servers=rng.choice([1, 2]))
@@ -110,7 +110,7 @@ def job(carrier="auto"):
         gradients=lambda p, x, y: (0.0, {"w": p["w"] * x[0, 0]}),
     )
     data = gs.from_arrays(np.array([[0.3], [0.7]]), np.zeros(2))
-    return gs.Job(model, data, batch_size=1, steps=3, optimizer=gs.Adam(lr=0.01), carrier=carrier)
+    return gs.Job(model, data, batch_size=1, steps=3, optimizer=gs.optim.Adam(lr=0.01), carrier=carrier)
 
 def over_tcp():
     return job("tcp")

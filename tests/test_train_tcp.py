@@ -41,7 +41,7 @@ def job(strategy="synchronous", steps=120, carrier="tcp", connections=1):
     )
     return gs.Job(
         model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=2, batch_size=8, steps=steps,
-        chunk_elems=8192, optimizer=gs.Adam(lr=0.01), checkpoint_every=10, carrier=carrier,
+        chunk_elems=8192, optimizer=gs.optim.Adam(lr=0.01), checkpoint_every=10, carrier=carrier,
         connections=connections, deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
     )
 
@@ -85,7 +85,7 @@ def test_killed_and_resumed_over_tcp_a_run_has_the_bytes_of_one_over_grpc(
     assert reference.summary["carriers"] == {"grpc": 12}  # of each of four nodes to three others
     path = tmp_path / "tcp"
     killer = Killer(warm, "step", 30, "shard-0")
-    with pytest.raises(gs.PeerLostError, match="shard-0"):
+    with pytest.raises(gs.errors.PeerLostError, match="shard-0"):
         train(f"{spec}:over_three", path, warm, killer)
     killer.bury()
     run = gs.resume(path)

@@ -36,7 +36,7 @@ def gradients(parameters, inputs, targets):
 inputs = np.random.default_rng(0).standard_normal((200, 3)).astype("float32")
 data = gs.from_arrays(inputs, inputs @ np.float32([2, -1, 0.5]))
 model = gs.from_functions(init, outputs, gradients)
-OPTIONS = dict(optimizer=gs.SGD(lr=0.2), workers=2, batch_size=25, epochs=5)
+OPTIONS = dict(optimizer=gs.optim.SGD(lr=0.2), workers=2, batch_size=25, epochs=5)
 """
 
 
@@ -73,7 +73,7 @@ def test_threads_on_purpose_say_nothing(cell: dict[str, Any]) -> None:
         run = gs.train(cell["model"], cell["data"], processes=False, strategy="downpour", **cell["OPTIONS"])
     assert run.summary["samples_accounted"] == 1000
     assert run.summary["strategy"] == "downpour"
-    with pytest.raises(gs.ConfigError, match="put the job into a file"):
+    with pytest.raises(gs.errors.ConfigError, match="put the job into a file"):
         gs.train(cell["model"], cell["data"], processes=True, **cell["OPTIONS"])
 
 
@@ -100,7 +100,7 @@ def test_a_users_exception_keeps_its_traceback(cell: dict[str, Any]) -> None:
         "model = gs.from_functions(init, outputs, gradients)\n"
         "gs.train(model, data, processes=False, **OPTIONS)"
     )
-    with pytest.raises(gs.UserCodeError, match="a fault of mine") as caught:
+    with pytest.raises(gs.errors.UserCodeError, match="a fault of mine") as caught:
         exec(compile(code, "<cell 2>", "exec"), cell)
     assert 'File "<cell 2>", line 2, in gradients' in caught.value.traceback_text
 
@@ -121,7 +121,7 @@ def test_a_job_function_of_a_module_is_found_by_processes(
     assert cell["run"].info["nodes"] == "processes"
     exec("def job():\n    return gs.Job(model, data, **OPTIONS)\nrun = gs.simulate(job, epochs=1)", cell)
     assert cell["run"].summary["samples_accounted"] == 200
-    with pytest.raises(gs.ConfigError, match=r"<lambda>\(\) returned int; expected a gradstream.Job"):
+    with pytest.raises(gs.errors.ConfigError, match=r"<lambda>\(\) returned int; expected a gradstream.Job"):
         gs.train(lambda: 3)  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ def test_rates_groups_clipping_and_parts_go_on_where_they_were(seconds: float) -
     model, data = least_squares(100, 200, whole=False)
     data = gs.from_arrays(data.inputs[:80], data.targets[:80], data.inputs[80:], data.targets[80:])
     job: Any = {
-        "optimizer": gs.SGD(lr=gs.Warmup(gs.Cosine(0.05), 5), momentum=0.9),
+        "optimizer": gs.optim.SGD(lr=gs.schedules.Warmup(gs.schedules.Cosine(0.05), 5), momentum=0.9),
         "groups": [{"match": "w", "weight_decay": 0.1}],
         "accumulate": 2,
         "clip_norm": 2.0,

@@ -173,7 +173,7 @@ def job():
     model = gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients)
     data = gs.from_arrays(X, X @ np.ones(3, np.float32))
     given = dict(workers=2, servers=1, batch_size=8, strategy="downpour", steps=150)
-    return gs.Job(model, data, optimizer=gs.SGD(lr=0.1), **given)
+    return gs.Job(model, data, optimizer=gs.optim.SGD(lr=0.1), **given)
 """
 
 

@@ -35,14 +35,14 @@ def busy():
 
     model.gradient = gradient
     return gs.Job(
-        model, data, workers=2, batch_size=128, steps=48, shares="measured", optimizer=gs.SGD(lr=2.0**-9)
+        model, data, workers=2, batch_size=128, steps=48, shares="measured", optimizer=gs.optim.SGD(lr=2.0**-9)
     )
 
 def backed():
     model, data = least_squares(624, 300, grid=2.0**-10)
     return gs.Job(
         model, data, workers=3, servers=2, batch_size=8, steps=400, chunk_elems=64,
-        strategy=gs.Synchronous(backup=1), optimizer=gs.SGD(lr=2.0**-9),
+        strategy=gs.Synchronous(backup=1), optimizer=gs.optim.SGD(lr=2.0**-9),
     )
 """
 

@@ -32,7 +32,7 @@ def problem() -> tuple[Any, Any]:
 
 def run_with(strategy: Any = "synchronous", **options: Any) -> gs.Run:
     model, data = problem()
-    options = {"workers": 2, "batch_size": 5, "epochs": 3, "optimizer": gs.SGD(lr=0.05), **options}
+    options = {"workers": 2, "batch_size": 5, "epochs": 3, "optimizer": gs.optim.SGD(lr=0.05), **options}
     return simulate(model, data, strategy=strategy, deadlines=QUICK, world=TIMED, **options)
 
 
@@ -267,7 +267,7 @@ def test_a_loss_that_calls_the_module_is_told_of_held_out_samples(kind: str) -> 
     model, data = of_keywords(kind)
     progress = Progress()
     run = simulate(
-        model, data, workers=2, batch_size=5, steps=4, optimizer=gs.SGD(0.05), evaluate_every=2,
+        model, data, workers=2, batch_size=5, steps=4, optimizer=gs.optim.SGD(0.05), evaluate_every=2,
         on_event=progress.update,
     )  # fmt: skip
     module = OfKeywords().eval()

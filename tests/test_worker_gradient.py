@@ -35,7 +35,7 @@ def test_k_minibatches_are_one_of_k_times_the_size(strategy: str, reduction: Any
     model, data = least_squares(150, 200, grid=2.0**-10, reduction=reduction)
     if reduction == "mean":
         data = gs.from_arrays(data.inputs[:128], data.targets[:128])  # parts that are powers of two
-    options: Any = {"strategy": STRATEGIES[strategy], "optimizer": gs.SGD(lr=2.0**-7), "workers": 1}
+    options: Any = {"strategy": STRATEGIES[strategy], "optimizer": gs.optim.SGD(lr=2.0**-7), "workers": 1}
     options |= {"epochs": 2, "chunk_elems": 64, "seed": 2}
     small = simulate(model, data, batch_size=4, accumulate=4, **options)
     large = simulate(model, data, batch_size=16, **options)
@@ -51,7 +51,7 @@ def test_every_sample_of_every_part_counts_once(strategy: str, joined: int) -> N
     model = Tokens(3)
     model.reduction = "sum"  # which is what its gradients are
     run = simulate(
-        model, numbered(54), strategy=strategy, optimizer=gs.SGD(lr=1.0), workers=2, batch_size=3,
+        model, numbered(54), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=2, batch_size=3,
         accumulate=3, epochs=2, chunk_elems=64,
     )  # fmt: skip
     assert np.allclose(run.parameters["tokens"][:, :54], 2 / joined)
@@ -183,7 +183,7 @@ def test_each_worker_clips_as_torch_does(kind: str, workers: int, reduction: Any
     options, clip = CLIPS[kind]
     model, data = least_squares(40, 30, whole=False, reduction=reduction)
     run = simulate(
-        model, data, optimizer=gs.SGD(lr=0.05), workers=workers, batch_size=4, steps=12, **options  # type: ignore[arg-type]
+        model, data, optimizer=gs.optim.SGD(lr=0.05), workers=workers, batch_size=4, steps=12, **options  # type: ignore[arg-type]
     )  # fmt: skip
     assert np.allclose(run.parameters["w"], reference(clip, workers, 12).numpy(), rtol=1e-5)
     norms = [row["gradient_norm"] for row in run.history]
@@ -195,7 +195,7 @@ def test_each_worker_clips_as_torch_does(kind: str, workers: int, reduction: Any
 
 def test_clipping_is_the_same_with_overlap_downpour_and_parts() -> None:
     model, data = least_squares(64, 30, whole=False, reduction="mean")
-    options: Any = {"optimizer": gs.SGD(lr=0.05), "workers": 1, "steps": 6, "clip_norm": 1.0}
+    options: Any = {"optimizer": gs.optim.SGD(lr=0.05), "workers": 1, "steps": 6, "clip_norm": 1.0}
     strategies = [gs.Synchronous(), gs.Synchronous(overlap=False), gs.Downpour(overlap=False)]
     found = [
         simulate(model, data, strategy=strategy, batch_size=8, **options).parameters["w"]

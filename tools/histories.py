@@ -87,10 +87,10 @@ STRATEGIES: dict[str, gs.Strategy] = {
     "allreduce-butterfly": gs.AllReduce(algorithm="butterfly"),
 }
 WORLDS = {
-    "even": gs.World(costs={"gradient": gs.Cost(base_s=0.01), "apply": gs.Cost(base_s=1e-3)}),
-    "uneven": gs.World(
-        costs={"gradient": gs.Cost(base_s=0.01, spread=Exponential()), "apply": gs.Cost(base_s=1e-3)},
-        network=gs.Network(link=gs.Link(latency_s=1e-3, jitter_s=1e-3), bandwidth_bytes_s=1e7),
+    "even": gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.01), "apply": gs.sim.Cost(base_s=1e-3)}),
+    "uneven": gs.sim.World(
+        costs={"gradient": gs.sim.Cost(base_s=0.01, spread=Exponential()), "apply": gs.sim.Cost(base_s=1e-3)},
+        network=gs.sim.Network(link=gs.sim.Link(latency_s=1e-3, jitter_s=1e-3), bandwidth_bytes_s=1e7),
     ),
 }
 
@@ -99,14 +99,14 @@ def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Name of a run, its job and what `simulate` is told besides."""
     for name, strategy in STRATEGIES.items():
         serves = strategy.through == "servers"
-        common = {"strategy": strategy, "workers": 3, "optimizer": gs.SGD(lr=2**-12)}
+        common = {"strategy": strategy, "workers": 3, "optimizer": gs.optim.SGD(lr=2**-12)}
         if serves:
             common["servers"] = 2
         for world_name, world in WORLDS.items():
             evaluation = {"evaluate_every": 6} if world_name == "uneven" else {}
             yield f"{name}, {world_name}", job(**common, **evaluation), {"world": world}
         if serves:
-            rule = gs.Adagrad(lr=2**-8) if name in ("synchronous", "downpour") else common["optimizer"]
+            rule = gs.optim.Adagrad(lr=2**-8) if name in ("synchronous", "downpour") else common["optimizer"]
             kept = job(**{**common, "optimizer": rule}, checkpoint_every=9, clip_norm=50.0)
             yield f"{name}, checkpoints", kept, {"world": WORLDS["uneven"], "storage": MemoryStorage()}
         if strategy.survives_worker_loss:

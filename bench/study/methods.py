@@ -64,10 +64,10 @@ class Method:
 
     def optimizer(self, lr: float, long: float) -> Optimizer:
         """The run's rule at this rate; at a tenth of it after `long` epochs."""
-        rate = gs.StepDecay(lr, every=long)
+        rate = gs.schedules.StepDecay(lr, every=long)
         if self.adagrad:
-            return gs.Adagrad(lr=rate, initial_accumulator=0.01)
-        return gs.SGD(lr=rate, momentum=self.momentum, nesterov=self.nesterov)
+            return gs.optim.Adagrad(lr=rate, initial_accumulator=0.01)
+        return gs.optim.SGD(lr=rate, momentum=self.momentum, nesterov=self.nesterov)
 
     def made(self) -> Strategy:
         """The strategy. Raises UnknownNameError where gradstream has none of this name, or no such option."""

@@ -129,7 +129,7 @@ def data(images: Images = "report", *, by_label: bool = False) -> ArrayDataset:
         images: what is held out: 500 other training images to choose a rate by, or the 1,000 test images.
         by_label: each worker has a part of its own, of a few classes: see `ByLabel`.
     """
-    plain = gs.fashion_mnist()
+    plain = gs.data.fashion_mnist()
     order = epoch_order(plain.num_samples, 0, 0)
     train = plain.batch(order[:TRAIN_SAMPLES])
     test = plain.batch(order[TRAIN_SAMPLES:])

@@ -24,7 +24,7 @@ for _ in range(EPOCHS):
     for batch in session.shard(batches):
         error = probability(weights, inputs[batch]) - labels[batch]
         gradient = inputs[batch].T @ error / len(batch)
-        session.exchange(weights, gradient, gradstream.SGD(RATE))
+        session.exchange(weights, gradient, gradstream.optim.SGD(RATE))
 session.close()
 
 right = (probability(weights, inputs[held_out]) > 0.5) == (labels[held_out] > 0.5)

@@ -140,7 +140,7 @@ _SPEC = NodeSpec(
     run_dir="runs/x",
     plain=overrides(_JOB),
     strategy=describe(Downpour()),
-    optimizer=describe(gs.SGD(lr=0.1)),
+    optimizer=describe(gs.optim.SGD(lr=0.1)),
     resume=Resume.at("checkpoints/x", _MANIFEST).as_json(),
 )
 _TOML = b"""workers = 4
@@ -239,8 +239,10 @@ DECODERS = (
         "update-rule",
         lambda data: optimizer_of_text(data.decode(errors="replace")),
         [
-            text_of_optimizer(gs.Adagrad(lr=0.1)).encode(),
-            text_of_optimizer(gs.SGD(lr=0.1), [{"match": "0", "lr_scale": 0.5}], [("0", 0, 64)]).encode(),
+            text_of_optimizer(gs.optim.Adagrad(lr=0.1)).encode(),
+            text_of_optimizer(
+                gs.optim.SGD(lr=0.1), [{"match": "0", "lr_scale": 0.5}], [("0", 0, 64)]
+            ).encode(),
         ],
         (ConfigError,),
         mutated_json,

@@ -35,7 +35,7 @@ def job() -> gs.Job:
     """Downpour SGD with Adagrad at the server: 2 workers, 1 parameter server."""
     return gs.Job(
         model=gs.from_torch(build, loss),
-        data=gs.fashion_mnist(),
+        data=gs.data.fashion_mnist(),
         strategy="downpour",
         workers=2,
         servers=1,

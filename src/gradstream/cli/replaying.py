@@ -63,7 +63,7 @@ def show_replay(run: Path, asked: Asked, *, watch: bool, anyway: bool, as_json: 
     Raises:
         ConfigError: there is no such update.
         DivergedError: the replay is not the run.
-        As `gradstream.replay`.
+        As `gradstream.replay.replay`.
     """
     found, stopped = asked.found, None
     with replay_run(run, keep=False, anyway=anyway) as replay:

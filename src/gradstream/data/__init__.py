@@ -1,13 +1,13 @@
 """Data sets, and who goes through which sample when.
 
 `base.py` the contract; `arrays.py`, `mapped.py`, `loader.py`, `stream.py` the user's data, `fashion.py`
-and `caltech101.py` ours; `plan.py` and `queue_plan.py` the order of samples and its cut among workers,
+and `caltech.py` ours; `plan.py` and `queue_plan.py` the order of samples and its cut among workers,
 `feed.py` who reads them; `ledger.py` which of them are in the model.
 """
 
 from gradstream.data.arrays import from_arrays
 from gradstream.data.base import BatchRef, Dataset, Ids
-from gradstream.data.caltech101 import caltech101
+from gradstream.data.caltech import caltech101
 from gradstream.data.fashion import fashion_mnist
 from gradstream.data.ledger import Ledger
 from gradstream.data.loader import from_loader

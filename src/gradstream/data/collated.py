@@ -84,7 +84,7 @@ def _agreed(lengths: list[tuple[str, int]], inputs: Tree, where: str) -> int:
         shown = ", ".join(f"{name}: {count}" for name, count in lengths[:6])
         raise DataError(
             f"{where} has parts of several lengths ({shown}); expected one entry per sample in each. "
-            "Where they are meant so, yield gradstream.Batch(inputs, targets, num_samples, ids)"
+            "Where they are meant so, yield gradstream.model.Batch(inputs, targets, num_samples, ids)"
         )
     return lengths[0][1]
 

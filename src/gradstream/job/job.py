@@ -90,7 +90,7 @@ class Job:
         record_machine: whether the run directory says on which machine, in which environment, by which
             command and at which commit of git the run was made, with which versions.
         record: note in which order things happen, so that the run can be replayed bit for bit:
-            `gradstream.replay`. Of strategies that go through servers.
+            `gradstream.replay.replay`. Of strategies that go through servers.
         allow_lost: a training loop of your own ends well without data of a lost worker that the others could
             not take over. They can where `session.shard` has made its DataLoader. Otherwise the run says
             what is missing, and ends with an error.

@@ -71,7 +71,7 @@ OPTIMIZERS = {
 }
 
 DATASETS = {
-    "caltech101": "gradstream.data.caltech101:caltech101",
+    "caltech101": "gradstream.data.caltech:caltech101",
     "fashion-mnist": "gradstream.data.fashion:fashion_mnist",
 }
 

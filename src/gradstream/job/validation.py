@@ -197,7 +197,7 @@ def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     if not isinstance(optimizer, SGD) or optimizer.state_names or optimizer.weight_decay or job.groups:
         raise ConfigError(
             f"{name} adds -lr·gradient to single components, and has no state of them: got {optimizer}"
-            f"{' and groups' if job.groups else ''}; expected gradstream.SGD(lr), without momentum, decay or "
+            f"{' and groups' if job.groups else ''}; expected gradstream.optim.SGD(lr), without momentum, decay or "
             "groups (sparse models have l2=)"
         )
 

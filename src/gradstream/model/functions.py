@@ -52,7 +52,7 @@ def from_functions(
         reduction: whether gradients and loss are the mean or the sum over samples.
         dtype: of the parameters. Floating-point inputs and targets are cast to it.
         row_sparse: names of arrays (nested names joined by dots) of which a minibatch touches few rows.
-            `gradients` returns `gradstream.Rows` for them, and a strategy that can sends these rows alone.
+            `gradients` returns `gradstream.model.Rows` for them, and a strategy that can sends these rows alone.
 
     Raises:
         ConfigError: an argument is wrong; or, on first use, `init` gives no tree of number arrays.
@@ -254,7 +254,7 @@ def _checked_rows(
     """Row numbers and values of one row-sparse gradient, if they fit the parameter."""
     if not isinstance(leaf, Rows):
         raise GradientError(
-            f"gradient of {slot.name!r} is {type(leaf).__name__}, expected gradstream.Rows: it is row-sparse"
+            f"gradient of {slot.name!r} is {type(leaf).__name__}, expected gradstream.model.Rows: it is row-sparse"
         )
     numbers = np.asarray(leaf.numbers)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":

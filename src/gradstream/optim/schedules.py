@@ -122,7 +122,7 @@ def nominal_rate(lr: Rate) -> float:
         return nominal
     raise ConfigError(
         f"a rate of local steps beside the schedule {lr!r}: a function has no rate that it could be "
-        "relative to; leave the local rate out, or use a schedule with a field lr, such as gradstream.Cosine"
+        "relative to; leave the local rate out, or use a schedule with a field lr, such as gradstream.schedules.Cosine"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gradstream
+from gradstream._version import __version__
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.errors import ConfigError
@@ -40,7 +40,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     model = job.model
     cast = Cast(
         job=run_id,
-        software=gradstream.__version__,
+        software=__version__,
         strategy=strategy,
         optimizer=optimizer,
         workers=job.workers,

@@ -51,7 +51,7 @@ class Run:
         model: what `evaluate` computes outputs with.
         data: what `evaluate` looks at by default.
         metrics: what `evaluate` asks besides, by name.
-        recording: of a simulation that was recorded: files by name, for `gradstream.replay`.
+        recording: of a simulation that was recorded: files by name, for `gradstream.replay.replay`.
         job: likewise: what was simulated.
     """
 

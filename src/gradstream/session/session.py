@@ -142,7 +142,7 @@ class Session:
             parameters: arrays of float32 or float64: one, or a dict, list or tuple. The same
                 arrays at each call; they are written. All workers must begin with the same values.
             gradients: likewise, means over this worker's samples.
-            rule: `gradstream.SGD(lr)` or another update rule. Only its `lr` may change on the way.
+            rule: `gradstream.optim.SGD(lr)` or another update rule. Only its `lr` may change on the way.
             samples: behind the gradients; None takes the length of the minibatches that `shard`
                 has given since the last step, or 1.
 

@@ -14,7 +14,7 @@ paper: so y arrives while it is computed, and d leaves while the next ones are.
 x̃ ← (1 - β)·x̃ + β·mean(x_i), β = W·α. A worker waits for the others from one exchange to the next, with its
 own τ steps between.
 
-Momentum is the local rule's, `optimizer=gs.SGD(lr, momentum=0.9)`; with Nesterov's, δ = 0.99, this is EAMSGD.
+Momentum is the local rule's, `optimizer=gs.optim.SGD(lr, momentum=0.9)`; with Nesterov's, δ = 0.99, this is EAMSGD.
 
 Bytes a step and worker: 4N/τ up, 4N/τ down (float32). A dead worker stops nobody, and takes with it what of
 its x_i the centre had not got; the samples behind its pushes count as gone through. For a checkpoint, and at

@@ -1,3 +1,5 @@
 """Callbacks that show a run in TensorBoard, wandb, MLflow or trackio."""
 
-__all__ = ()
+from gradstream.trackers.tensorboard import TensorBoard
+
+__all__ = ["TensorBoard"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import gradstream
+from gradstream._version import __version__
 from gradstream.errors import GradstreamError
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import ENROLMENT
@@ -207,7 +207,7 @@ async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[Finding]:
     median_s = sorted(trips)[len(trips) // 2][0]
     return [
         Finding("gRPC", f"a launcher answers: {welcome.state}"),
-        *version_findings({"gradstream": gradstream.__version__}, {"gradstream": welcome.software}),
+        *version_findings({"gradstream": __version__}, {"gradstream": welcome.software}),
         Finding("round trip", f"{_ms(median_s)}, at best {_ms(min(trips)[0])}"),
         clock_finding(min(trips)[1]),
     ]

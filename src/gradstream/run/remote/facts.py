@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import gradstream
+from gradstream._version import __version__
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.wire import v1
@@ -60,7 +60,7 @@ def facts_of(job: Job) -> dict[str, str]:
     """
     path, function = _source(job) if job.spec is not None else (None, "")
     facts = {
-        "gradstream": gradstream.__version__,
+        "gradstream": __version__,
         "torch": metadata.version("torch").partition("+")[0],  # builds for CPU and GPU fit together
         "job file": "none" if path is None else f"{path.name} sha256:{file_hash(path)}",
         "job function": function,

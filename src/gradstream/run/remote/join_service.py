@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import gradstream
+from gradstream._version import __version__
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import ENROLMENT, Authority
@@ -197,7 +197,7 @@ class Enrolment:
         self._refusals.tell((Seat("a machine", address, ()), "it has not proved that it knows the token"))
 
     async def _hello(self, stream: Stream) -> None:
-        welcome = v1.Welcome(software=gradstream.__version__, state=self._roster.state, clock_s=time.time())
+        welcome = v1.Welcome(software=__version__, state=self._roster.state, clock_s=time.time())
         await stream.send(_body(welcome))
 
     async def _measure(self, stream: Stream) -> None:

@@ -163,10 +163,9 @@ class Connection:
         assert self._socket is not None
         room = self.inbox.room()
         try:
-            if len(room) == 1:
-                num_bytes = self._socket.recv_into(room[0])
-            else:
-                num_bytes = self._socket.recvmsg_into(room)[0]
+            num_bytes = (
+                self._socket.recv_into(room[0]) if len(room) == 1 else self._socket.recvmsg_into(room)[0]
+            )
             if num_bytes:
                 self.inbox.took(num_bytes)
             else:
