@@ -82,7 +82,7 @@ class Gradstream:
         import torch
 
         from gradstream.collectives.shm.group import SharedGroup
-        from gradstream.collectives.shm.rendezvous import Party
+        from gradstream.collectives.shm.rendezvous import RendezvousMembers
         from gradstream.run.local.machine import SWITCH_INTERVAL_S
         from gradstream.runtime.real import RealRuntime
 
@@ -90,7 +90,7 @@ class Gradstream:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.rank, self.size = rank, size
         self._torch, self._group = torch, SharedGroup
-        self._party = Party(f"bench-{Path(meet).name}", [f"rank-{r}" for r in range(size)], rank)
+        self._party = RendezvousMembers(f"bench-{Path(meet).name}", [f"rank-{r}" for r in range(size)], rank)
         self._runtime = RealRuntime(f"rank-{rank}")
         self._vectors: dict[int, Any] = {}
 

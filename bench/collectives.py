@@ -32,7 +32,7 @@ from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.group import Group
 from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
-from gradstream.runtime import Cost, Link, Network, World
+from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable
 
@@ -77,7 +77,7 @@ def main() -> None:
 def virtual_seconds(size: int, num_bytes: int, how: str) -> float:
     """One allreduce in whole messages, begun by all ranks at once."""
     link = Link(latency_s=ALPHA_S)
-    world = World(
+    world = SimulationConfig(
         costs={"reduce": Cost(per_elem_s=4 * GAMMA_S_BYTE)},
         network=Network(bandwidth_bytes_s=BYTES_S, link=link, header_bytes=0),
         phantom=True,

@@ -44,7 +44,7 @@ from gradstream.testing.insider import Insider, Leak
 from gradstream.testing.runs import busy
 from gradstream.transport.grpc.endpoint import METHOD, GrpcEndpoint
 from gradstream.transport.methods import METHODS
-from gradstream.transport.offers import Offer
+from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import encode
@@ -74,7 +74,7 @@ def job(leak: str = "") -> gs.Job:
 
 
 async def flood(
-    kind: str, leak: Leak, offers: dict[str, Offer], seconds: float, counts: dict[str, int]
+    kind: str, leak: Leak, offers: dict[str, CarrierOffer], seconds: float, counts: dict[str, int]
 ) -> None:
     """Floods until the time is over, and counts how often what was tried."""
     ends_at = time.monotonic() + seconds
@@ -91,7 +91,7 @@ async def flood(
 
 
 async def _strangers_flood(
-    kind: str, leak: Leak, peer: str, offer: Offer, ends_at: float, counts: dict[str, int]
+    kind: str, leak: Leak, peer: str, offer: CarrierOffer, ends_at: float, counts: dict[str, int]
 ) -> None:
     """Bodies on calls that show no pass, and garbage on plain sockets."""
     import grpc
@@ -129,7 +129,7 @@ async def _strangers_flood(
 
 
 async def _flood_by_carrier(
-    kind: str, leak: Leak, peer: str, offer: Offer, ends_at: float, counts: dict[str, int]
+    kind: str, leak: Leak, peer: str, offer: CarrierOffer, ends_at: float, counts: dict[str, int]
 ) -> None:
     """Bodies on streams of every method that the node might serve, each as long as it lasts."""
     makers: dict[str, Any] = {"grpc": GrpcEndpoint, "tcp": TcpEndpoint}
@@ -165,7 +165,7 @@ def attack(kind: str, folder: Path, seconds: float) -> None:
     os.nice(NICE)
     leak = Leak.read(folder / "leak.json")
     given = json.loads((folder / "offers.json").read_text())
-    offers = {name: Offer.parse(address) for name, address in given.items()}
+    offers = {name: CarrierOffer.parse(address) for name, address in given.items()}
     counts: dict[str, int] = {}
 
     def end() -> None:

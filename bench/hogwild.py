@@ -41,7 +41,7 @@ from gradstream.job.files import load_job
 from gradstream.memory.segments import Segment
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.sparse.data import SparseDataset
-from gradstream.sparse.model import Place, SparseModel
+from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS, UPDATES, num_locks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,7 +87,7 @@ def problems(num_samples: int) -> list[Problem]:
 # ---- one way ----------------------------------------------------------------------------------
 
 
-def work(problem: Problem, update: str, at: Place, orders: list[Any], part: slice) -> None:
+def work(problem: Problem, update: str, at: SweepState, orders: list[Any], part: slice) -> None:
     """One worker's three epochs."""
     for rate, order in zip(RATES, orders, strict=True):
         mine = np.ascontiguousarray(order[part])
@@ -112,7 +112,7 @@ def measured(problem: Problem, update: str, workers: int, seed: int) -> dict[str
     times = shared(3 * workers, torch.float64)
     start = multiprocessing.get_context("fork").Barrier(workers)
     rows = problem.data.batch(orders[0][:2]).inputs  # compiles before the fork, and changes nothing
-    problem.model.sweep(rows, 0.0, update, LOOKS, Place(parameters, locks.numpy(), 1))
+    problem.model.sweep(rows, 0.0, update, LOOKS, SweepState(parameters, locks.numpy(), 1))
     children = [
         child(problem, update, rank, workers, orders, parameters, locks, times, start)
         for rank in range(workers)
@@ -142,7 +142,7 @@ def child(
     if pid:
         return pid
     try:
-        at = Place(parameters, locks.numpy(), rank + 1)
+        at = SweepState(parameters, locks.numpy(), rank + 1)
         start.wait(60)
         begin, cpu = time.perf_counter(), time.process_time()
         work(problem, update, at, orders, slice(rank, None, workers))

@@ -99,7 +99,7 @@ class _Window:
         self.ended = False
 
     async def batches(self) -> AsyncIterator[Any]:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         for _ in range(self._length):
             try:
                 yield await anext(self._steps)

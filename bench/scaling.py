@@ -32,7 +32,7 @@ from gradstream._simulate import simulate
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.job.job import Deadlines
 from gradstream.run.local.machine import git_commit
-from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import Sized, numbered
@@ -117,16 +117,18 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-def world(batch_s: float, *, bandwidth_bytes_s: float = BANDWIDTH_BYTES_S) -> World:
+def world(batch_s: float, *, bandwidth_bytes_s: float = BANDWIDTH_BYTES_S) -> SimulationConfig:
     """The original's machines."""
-    return World(
+    return SimulationConfig(
         costs={"gradient": Cost(per_sample_s=batch_s / BATCH)},
         network=Network(bandwidth_bytes_s=bandwidth_bytes_s, link=Link(latency_s=LATENCY_S)),
         phantom=True,
     )
 
 
-def step_s(layers: Sequence[int], scheme: Scheme, workers: int, *, batch: int, where: World) -> float:
+def step_s(
+    layers: Sequence[int], scheme: Scheme, workers: int, *, batch: int, where: SimulationConfig
+) -> float:
     """Mean seconds between two minibatches of each worker, once all are under way."""
     steps = scheme.steps if workers > 8 else 3 * scheme.steps
     run = simulate(

@@ -43,7 +43,7 @@ from gradstream.optim import SGD
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService, Update
+from gradstream.server import ChunkMap, EveryPush, ServerClient, ShardConfig, ShardService, Update
 from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
@@ -117,7 +117,7 @@ def receive_all(connection: socket.socket, into: np.ndarray[Any, Any]) -> None:
 async def serve(elems: int, chunk_elems: int, carrier: Any) -> None:
     runtime = RealRuntime("shard-0", memory=make_memory(carrier, LISTEN))
     endpoint = make_endpoint(Identity("bench", "shard-0", 1, secret=SECRET), runtime, carrier)
-    service = ShardService(runtime, endpoint, ShardConfig(0, 1, Immediate(), SGD(lr=0.1)))
+    service = ShardService(runtime, endpoint, ShardConfig(0, 1, EveryPush(), SGD(lr=0.1)))
     service.register(
         v1.ModelSpec(fingerprint=FINGERPRINT, elems=elems, dtype=v1.FLOAT32, chunk_elems=chunk_elems)
     )

@@ -48,7 +48,7 @@ from four_machines import run_on
 from gradstream._simulate import simulate
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.runs import Sized, numbered
 
@@ -172,13 +172,13 @@ def measured(given: argparse.Namespace, kind: str, shards: int) -> Run:
         return run_on(machines, Path(folder), f"{__file__}:{kind}", *options)
 
 
-def simulated_world(mbit: int, gradient_s: float) -> World:
+def simulated_world(mbit: int, gradient_s: float) -> SimulationConfig:
     """The same machines, as far as their cards are concerned."""
     machines = {
         f"{role}-{index}": f"machine-{index}" for role in ("worker", "shard") for index in range(MACHINES)
     }
     network = Network(bandwidth_bytes_s=mbit * 1e6 / 8, link=Link(latency_s=50e-6), machines=machines)
-    return World(costs={"gradient": Cost(base_s=gradient_s)}, network=network, phantom=True)
+    return SimulationConfig(costs={"gradient": Cost(base_s=gradient_s)}, network=network, phantom=True)
 
 
 def bare(mbit: int, shards: int) -> float:

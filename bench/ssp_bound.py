@@ -21,7 +21,7 @@ from typing import Any
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.runtime.simulation import Cost, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, LogNormal, Network, SimulationConfig
 from gradstream.testing.runs import Sized, numbered
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,9 @@ STRATEGIES: dict[str, gs.Strategy] = {
 
 def measured(strategy: gs.Strategy, speeds: dict[str, float]) -> dict[str, float]:
     """Means over seeds; per step of one worker."""
-    world = World(costs=COSTS, speeds=speeds, network=Network(bandwidth_bytes_s=1.25e9), phantom=True)
+    world = SimulationConfig(
+        costs=COSTS, speeds=speeds, network=Network(bandwidth_bytes_s=1.25e9), phantom=True
+    )
     rows: list[Any] = [
         simulate(
             Sized([500_000] * 6), numbered(WORKERS * STEPS), strategy=strategy, optimizer=gs.optim.SGD(lr=0.1),

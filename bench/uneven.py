@@ -38,7 +38,7 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import cast_of
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.runs import Sized, busy, numbered
 
@@ -132,7 +132,7 @@ def order_statistic(needed: int, backup: int) -> float:
 
 def verdicts(needed: int, backup: int, steps: int, seed: int) -> list[float]:
     """Seconds of each round."""
-    world = World(
+    world = SimulationConfig(
         costs={"gradient": Cost(base_s=1.0, spread=Exponential())},
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0)),
         phantom=True,

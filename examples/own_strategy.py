@@ -7,11 +7,11 @@ gradstream train examples/linear_regression.py --strategy examples/own_strategy.
 from dataclasses import dataclass
 
 import gradstream as gs
-from gradstream.server.aggregation import Immediate
+from gradstream.server.aggregation import EveryPush
 
 
 @dataclass(frozen=True)
-class Damping(Immediate):  # the server: every push is an update of its own
+class Damping(EveryPush):  # the server: every push is an update of its own
     power: float
 
     def weights(self, version, update):

@@ -14,14 +14,14 @@ from gradstream._simulate import simulate
 from gradstream.checkpoint import newest
 from gradstream.errors import Interrupted, PeerLostError
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.replica.peers import Peers
+from gradstream.worker.replica.peers import GroupPeers
 
 MODEL, DATA = least_squares(60, 700, whole=False)
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=2e-3)},
     network=Network(bandwidth_bytes_s=1e6, link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
@@ -141,14 +141,14 @@ class Watched(AllReduce):
 def rounds_of(strategy: AllReduce, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, bytes], float]:
     """The parameters after each round of an undisturbed run, and how long it takes."""
     table: dict[int, bytes] = {0: np.zeros(700).tobytes()}
-    begin = Peers.update
+    begin = GroupPeers.update
 
     async def noted(self: Any, gradient: Any) -> None:
         await begin(self, gradient)
         table[self._replica.version] = self._replica.parameters.tensor.numpy().tobytes()
 
     with monkeypatch.context() as patched:
-        patched.setattr(Peers, "update", noted)
+        patched.setattr(GroupPeers, "update", noted)
         run = simulate(MODEL, DATA, strategy=strategy, **KILLED)
     return table, run.info["virtual_s"]
 
@@ -191,7 +191,7 @@ def test_the_checker_notices_an_update_bucket_by_bucket(monkeypatch: pytest.Monk
     """The planted fault: each bucket is applied as soon as its sum is there."""
     strategy = Watched(bucket_mib=SMALL, algorithm="ring", overlap=False)
     table, takes_s = rounds_of(strategy, monkeypatch)
-    sum_up = Peers.allreduce
+    sum_up = GroupPeers.allreduce
 
     async def hasty(self: Any, gradient: Any, bucket: Any, weight: float) -> None:
         await sum_up(self, gradient, bucket, weight)
@@ -199,7 +199,7 @@ def test_the_checker_notices_an_update_bucket_by_bucket(monkeypatch: pytest.Monk
             await self._apply()
             self._sums.clear()
 
-    monkeypatch.setattr(Peers, "allreduce", hasty)
+    monkeypatch.setattr(GroupPeers, "allreduce", hasty)
     rng, torn = random.Random(0), 0
     for _ in range(10):
         WORKERS.clear()
@@ -220,7 +220,11 @@ def test_who_waits_for_a_long_evaluation_does_not_take_it_for_a_death() -> None:
     """The worker of the lowest rank looks at held-out samples for 60 times the silence that is allowed."""
     held = gs.from_arrays(DATA.inputs, DATA.targets, test_inputs=DATA.inputs, test_targets=DATA.targets)
     costs = {**WORLD.costs, "evaluate": Cost(base_s=60 * QUICK.silence_s)}
-    job = {**JOB, "world": World(costs=costs, network=WORLD.network), "strategy": STRATEGIES["whole"]}
+    job = {
+        **JOB,
+        "world": SimulationConfig(costs=costs, network=WORLD.network),
+        "strategy": STRATEGIES["whole"],
+    }
     run = simulate(MODEL, held, evaluate_every=10, **job)
     assert len([event for event in run.events if event["event"] == "evaluated"]) == 2
     assert run.info["virtual_s"] > 2 * 60 * QUICK.silence_s

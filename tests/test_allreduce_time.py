@@ -13,7 +13,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
-from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import Sized, numbered
 
@@ -23,8 +23,8 @@ LAYERS = [BUCKET_ELEMS] * 6 + [BUCKET_ELEMS // 4]  # one bucket each, in backwar
 OFFSETS = [0.30, 0.35, 0.40, 0.80, 0.85, 0.90, 1.0]  # some come faster than they can leave, some do not
 
 
-def world(offsets: Sequence[float]) -> World:
-    return World(
+def world(offsets: Sequence[float]) -> SimulationConfig:
+    return SimulationConfig(
         costs={
             "gradient": Cost(base_s=GRADIENT_S),
             "apply": Cost(base_s=APPLY_S),
@@ -93,7 +93,7 @@ def test_a_round_is_told_of_as_one_transfer_of_the_whole_gradient() -> None:
 
 def test_waiting_is_due_to_the_slowest_worker_and_what_is_left_to_the_exchange() -> None:
     """Worker 2 takes twice as long: the others wait 0.4 s for it, and all for the exchange that follows."""
-    slow = World(
+    slow = SimulationConfig(
         costs={"gradient": Cost(base_s=GRADIENT_S)},
         speeds={"worker-2": 0.5},
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-2)),

@@ -17,9 +17,9 @@ import gradstream as gs
 from gradstream.coordinator.assignment import MOST, BatchAssignment
 from gradstream.data import EpochPlan, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.base import BatchRef
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import ConfigError
-from gradstream.runtime.simulation import Cost, Exponential, World
+from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
 from gradstream.testing.runs import kill_at, least_squares
 
 UNEVEN = (1.0, 1.0, 1.0, 0.2)
@@ -29,7 +29,7 @@ UNEVEN = (1.0, 1.0, 1.0, 0.2)
 class Workers:
     """Their minibatches take as long as their speeds say, and they ask when half of a block is gone.
 
-    While a worker computes its first minibatch it does not ask: see `BatchHand`.
+    While a worker computes its first minibatch it does not ask: see `BatchQueue`.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Workers:
         self.present = list(range(len(speeds)))
         self.hands: list[list[BatchRef]] = [[] for _ in speeds]
         self.low = [0] * len(speeds)
-        self.stretches = [Speed() for _ in speeds]
+        self.stretches = [WorkerSpeed() for _ in speeds]
         self.idle = set(self.present)
         self.done: Counter[int] = Counter()
         self.blocks: list[tuple[int, int]] = []
@@ -50,7 +50,7 @@ class Workers:
 
     def ask(self, rank: int, in_hand: int) -> None:
         self.assignment.took(rank, self.stretches[rank], self.present)
-        self.stretches[rank] = Speed()
+        self.stretches[rank] = WorkerSpeed()
         block = self.assignment.block(rank, self.present, in_hand, self.now_s)
         if block:
             self.hands[rank] += block
@@ -163,7 +163,7 @@ def test_sizes_follow_the_speeds() -> None:
 def test_a_worker_that_others_are_to_relieve_is_given_something_if_they_do_not_come() -> None:
     workers = Workers(QueuePlan(8, 1, 2), [1.0, 0.1])
     for rank in (0, 1):
-        workers.assignment.took(rank, Speed(4, 4, 4 / workers.speeds[rank], 0), workers.present)
+        workers.assignment.took(rank, WorkerSpeed(4, 4, 4 / workers.speeds[rank], 0), workers.present)
     assert workers.assignment.block(1, [0, 1], 0, 0.0) == ()
     assert workers.assignment.block(1, [0, 1], 0, 9.0) == ()
     assert len(workers.assignment.block(1, [0, 1], 0, 11.0)) == 1
@@ -174,7 +174,7 @@ def test_a_worker_that_others_are_to_relieve_is_given_something_if_they_do_not_c
 
 def simulated(strategy: Any, epochs: int = 2, **options: Any) -> gs.Run:
     model, data = least_squares(8000, 8)
-    world = World(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": UNEVEN[3]})
+    world = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": UNEVEN[3]})
     return gs.simulate(
         model, data, strategy=strategy, workers=4, batch_size=32, epochs=epochs,
         optimizer=gs.optim.SGD(lr=2.0**-12), world=options.pop("world", world), **options,
@@ -209,7 +209,7 @@ def test_a_very_slow_worker_does_one_minibatch_where_the_others_are_done_by_then
     strategy: Any, assignment: Any
 ) -> None:
     """Its first takes 10.7 s, in which the others do all; a second would be waited for as long again."""
-    world = World(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": 0.003})
+    world = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": 0.003})
     run = simulated(strategy, assignment=assignment, world=world)
     assert run.summary["samples_accounted"] == 16_000
     assert [row["rank"] for row in run.history].count(3) == 1
@@ -229,7 +229,7 @@ def test_a_death_costs_what_the_dead_worker_would_have_done(rank: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_times_that_vary_lose_little(seed: int) -> None:
-    world = World(
+    world = SimulationConfig(
         costs={"gradient": Cost(per_sample_s=1e-3, spread=Exponential())},
         speeds={"worker-3": UNEVEN[3]},
     )
@@ -239,7 +239,7 @@ def test_times_that_vary_lose_little(seed: int) -> None:
 
 def test_samples_a_second_are_as_many_with_short_epochs() -> None:
     model, data = least_squares(64, 8)
-    world = World(costs={"gradient": Cost(per_sample_s=1e-4)})
+    world = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-4)})
     run = gs.simulate(
         model, data, strategy="downpour", workers=4, batch_size=8, epochs=100, world=world,
         optimizer=gs.optim.SGD(lr=2.0**-12),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradstream.data.base import BatchRef, Division
+from gradstream.data.base import BatchRef, PartitionSpec
 
 Modules = Any
 TABLE = re.compile(r"<!-- begin: (.+?) -->.*?<!-- end: \1 -->", re.DOTALL)
@@ -131,7 +131,9 @@ def test_a_rate_is_not_chosen_by_the_images_that_are_reported(study: Modules) ->
 @pytest.mark.parametrize("cut", ["partitions", "rounds"])
 def test_each_worker_keeps_its_own_classes(study: Modules, cut: Any) -> None:
     data = study.subject.data(by_label=True)
-    plan = data.plan(Division(cut=cut, batch_size=4, workers=30, seed=7, shares=None, epochs=2, steps=None))
+    plan = data.plan(
+        PartitionSpec(cut=cut, batch_size=4, workers=30, seed=7, shares=None, epochs=2, steps=None)
+    )
     seen = []
     for worker in range(30):
         ids = [

@@ -27,7 +27,7 @@ import grpc.aio
 import pytest
 
 from gradstream.errors import GradstreamError, RefusedError
-from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.join_service import JOB
 from gradstream.runtime import RealRuntime
 from gradstream.testing import bare
@@ -36,7 +36,7 @@ from gradstream.testing.insider import Leak
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.methods import METHODS, role_of
-from gradstream.transport.offers import Offer
+from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.security import Tls
 from gradstream.transport.socket.framing import PREFIX
 from gradstream.wire import v1
@@ -116,7 +116,7 @@ def _found(folder: Path, kind: str, process: subprocess.Popen[bytes]) -> Run:
     for line in (folder / "run/events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "joined":
-            addresses[event["who"]] = dict(Offer.parse(event["address"]).addresses)
+            addresses[event["who"]] = dict(CarrierOffer.parse(event["address"]).addresses)
     run = Run(folder, leak, addresses, pids=[process.pid, *children(process.pid)])
     if kind == "tls":
         words = (folder / "invitation").read_text().split()
@@ -484,7 +484,7 @@ async def ask(identity: Identity, security: Tls | None, node: str, address: str,
 @pytest.mark.limit_s(300)
 def test_strangers_under_tls(tls: Run) -> None:
     """Plain text, no certificate, another authority's, and a good certificate without the secret."""
-    other = Authority()
+    other = CertificateAuthority()
 
     async def main() -> None:
         insider = tls.leak.identity()

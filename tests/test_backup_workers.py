@@ -16,17 +16,17 @@ import torch
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, PeerLostError
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.report.summary import EventDict
 from gradstream.report.uneven import quorums
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import Contribution, FetchTerms
-from gradstream.server.quorum import Judge, Tally, Verdict
+from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
-from gradstream.strategies.synchronous import Rounds
+from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares, numbered
 
 LR = 2.0**-7
@@ -37,33 +37,33 @@ FEATURES = 300  # 5 chunks of 64 elements
 
 
 def test_a_contribution_is_whole_with_its_last_chunk() -> None:
-    tally = Tally(3)
+    tally = QuorumVotes(3)
     assert [tally.came(0, 1, chunk) for chunk in (0, 2, 0, 1, 1)] == [False, False, False, True, False]
     assert not tally.came(0, 2, 0)
     assert tally.whole == [(0, 1)]
-    tally.decided(Verdict(0, (1,)))
+    tally.decided(QuorumDecision(0, (1,)))
     assert tally.whole == []
     assert [tally.came(0, 2, chunk) for chunk in (1, 2)] == [False, False]  # too late to matter
 
 
 def test_the_first_n_that_every_shard_holds_are_chosen_once() -> None:
-    judge = Judge(needed=2, num_shards=2)
+    judge = QuorumLeader(needed=2, num_shards=2)
     said = [(0, 0, 3), (1, 0, 3), (0, 0, 3), (0, 0, 1), (0, 0, 2), (1, 0, 2), (1, 0, 1), (0, 1, 1)]
     verdicts = [judge.whole(*one) for one in said]
-    assert verdicts == [None] * 5 + [Verdict(0, (2, 3)), None, None]
-    assert judge.last == Verdict(0, (2, 3))
+    assert verdicts == [None] * 5 + [QuorumDecision(0, (2, 3)), None, None]
+    assert judge.last == QuorumDecision(0, (2, 3))
     assert judge.whole(1, 1, 1) is None
     assert judge.whole(0, 1, 3) is None
-    assert judge.whole(1, 1, 3) == Verdict(1, (1, 3))
+    assert judge.whole(1, 1, 3) == QuorumDecision(1, (1, 3))
 
 
-def contribution(rank: int, round_: int, sequence: int) -> Contribution:
-    return Contribution(f"worker-{rank}", rank, 1, sequence, samples=1, round=round_, basis=round_)
+def contribution(rank: int, round_: int, sequence: int) -> PushHeader:
+    return PushHeader(f"worker-{rank}", rank, 1, sequence, samples=1, round=round_, basis=round_)
 
 
 def shard(num_chunks: int = 1) -> ShardState:
     """Three workers, of which two are needed; the initial parameters are there."""
-    state = ShardState(range(num_chunks), Rounds(3, "mean", backup=1), quorum=True)
+    state = ShardState(range(num_chunks), SynchronousRound(3, "mean", backup=1), quorum=True)
     for chunk in range(num_chunks):
         state.push(chunk, Parked(contribution(9, 0, 1), f"init-{chunk}", assign=True))
         state.applied(chunk)
@@ -75,7 +75,7 @@ def test_a_shard_waits_for_the_verdict_and_drops_what_it_leaves_out() -> None:
     for rank in (2, 0, 1):
         assert state.push(0, Parked(contribution(rank, 0, 1), rank)) == []
     assert state.fetch(0, FetchTerms("worker-1", 1, min_version=1, after_sequence=1), "late") == []
-    dropped, apply = state.decide(Verdict(0, (0, 2)))
+    dropped, apply = state.decide(QuorumDecision(0, (0, 2)))
     assert isinstance(dropped, Acknowledge)
     assert (dropped.token, dropped.outcome) == (1, "dropped")
     assert isinstance(apply, Apply)
@@ -90,7 +90,7 @@ def test_a_fetch_that_is_there_before_its_own_late_push_is_answered() -> None:
     state = shard()
     for rank in (0, 2):
         state.push(0, Parked(contribution(rank, 0, 1), rank))
-    state.decide(Verdict(0, (0, 2)))
+    state.decide(QuorumDecision(0, (0, 2)))
     state.applied(0)
     assert state.fetch(0, FetchTerms("worker-1", 1, min_version=1, after_sequence=1), "f") == []
     answers = state.push(0, Parked(contribution(1, 0, 1), 1))
@@ -121,17 +121,19 @@ POOR = Link(latency_s=1e-3, jitter_s=1e-3, loss=0.01, duplicate=0.05)
 NODES = [f"worker-{rank}" for rank in range(5)] + [f"shard-{rank}" for rank in range(3)]
 NOISY = {"gradient": Cost(base_s=1e-2, spread=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLDS = {
-    "noisy": World(costs=NOISY),
-    "slow link": World(costs=NOISY, network=Network(cards={"worker-1": 2e5, "shard-0": 2e6})),
-    "slow worker": World(costs=NOISY, speeds={"worker-0": 0.1}),
-    "lossy": World(
+    "noisy": SimulationConfig(costs=NOISY),
+    "slow link": SimulationConfig(costs=NOISY, network=Network(cards={"worker-1": 2e5, "shard-0": 2e6})),
+    "slow worker": SimulationConfig(costs=NOISY, speeds={"worker-0": 0.1}),
+    "lossy": SimulationConfig(
         costs=NOISY,
         network=Network(links={(a, b): POOR for a in NODES for b in NODES if "shard" in a + b}),
     ),
 }
 
 
-def backed_up(world: World, *, workers: int = 5, backup: int = 1, **options: Any) -> tuple[Run, bool]:
+def backed_up(
+    world: SimulationConfig, *, workers: int = 5, backup: int = 1, **options: Any
+) -> tuple[Run, bool]:
     """A run on integer data, and whether it has the bits of one node with the accepted samples."""
     model, data = least_squares(160, FEATURES, grid=GRID)
     options = {"steps": 12, "servers": 2, "chunk_elems": 64, "batch_size": 4, "deadlines": QUICK, **options}
@@ -189,13 +191,13 @@ def test_the_report_says_who_was_late() -> None:
     assert rows[0][:3] == ["worker-0", str(30 - late - skipped), f"{(30 - late - skipped) / 30:.0%}"]
     assert run.summary["late"]["worker-0"] == late
     assert skipped > late > 0
-    assert "<h2>Backup workers</h2>" in page(Source(title="x", events=run.events))
+    assert "<h2>Backup workers</h2>" in page(PageSource(title="x", events=run.events))
 
 
 def test_chunks_that_decided_each_for_itself_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: every chunk takes the first four contributions that it gets."""
 
-    def candidates(self: ShardState, state: Any) -> list[Contribution]:
+    def candidates(self: ShardState, state: Any) -> list[PushHeader]:
         return [held.contribution for held in state.parked][:4]
 
     assert backed_up(WORLDS["slow link"])[1]
@@ -291,7 +293,7 @@ def order_statistic(needed: int, backup: int) -> float:
 
 def round_times(needed: int, backup: int, steps: int, seed: int) -> list[float]:
     """Seconds from one verdict to the next, of exponential gradients with mean 1 and nothing else."""
-    world = World(
+    world = SimulationConfig(
         costs={"gradient": Cost(base_s=1.0, spread=Exponential())},
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0)),
         phantom=True,
@@ -369,6 +371,6 @@ def test_backup_that_makes_no_sense() -> None:
 
 
 def test_without_backup_nothing_is_told_of_rounds() -> None:
-    run, _ = backed_up(World(costs={"gradient": Cost(spread=LogNormal(0.1))}), backup=0)
+    run, _ = backed_up(SimulationConfig(costs={"gradient": Cost(spread=LogNormal(0.1))}), backup=0)
     assert rounds_of(run) == []
     assert run.summary["samples_accounted"] == 12 * 20

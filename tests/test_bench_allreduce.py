@@ -15,12 +15,12 @@ import torch
 from click.testing import CliRunner
 
 from gradstream.cli import main
-from gradstream.collectives.autotune import Choice, Figures
+from gradstream.collectives.autotune import Choice, MeasuredCosts
 from gradstream.collectives.group import Group
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.preflight.allreduce import AllreducePlan, AllreduceResult, measure_here, result_of
-from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable
 
@@ -93,10 +93,10 @@ def test_what_is_asked_for_is_all_that_is_measured(options: list[str], line: str
 def test_the_prediction_is_of_the_links_that_carry_it(ranks: int) -> None:
     """Measured on virtual time in pieces, as operations go: the formula then says what they take."""
     network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=2e-4), header_bytes=0)
-    world = World(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
+    world = SimulationConfig(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
     elems = 1_200_000
 
-    async def work(group: Group) -> tuple[Figures, float]:
+    async def work(group: Group) -> tuple[MeasuredCosts, float]:
         assert isinstance(group, MessageGroup)
         vector = group.allocate(elems, torch.float32, "v")
         figures = await group.measure(elems // group.size)

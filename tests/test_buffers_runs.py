@@ -73,7 +73,7 @@ def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("slow", ["worker-0", "worker-1"])
 def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) -> None:
     data = pictures()
-    world = gs.sim.World(
+    world = gs.sim.SimulationConfig(
         costs={"gradient": gs.sim.Cost(per_sample_s=1e-3)},
         network=gs.sim.Network(bandwidth_bytes_s=1e6, link=gs.sim.Link(latency_s=2e-3)),
         speeds={slow: 0.3},

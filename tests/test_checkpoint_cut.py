@@ -14,10 +14,10 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.snapshot import Cuts
+from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (
     QUICK,
@@ -29,7 +29,7 @@ from gradstream.testing.runs import (
 )
 from gradstream.wire import v1
 
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
@@ -270,7 +270,7 @@ def test_a_stream_goes_on_behind_what_was_read(length: int | None, end: Any, acc
 def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow_disk = World(costs={**WORLD.costs, "write": Cost(base_s=0.5)}, network=WORLD.network)
+    slow_disk = SimulationConfig(costs={**WORLD.costs, "write": Cost(base_s=0.5)}, network=WORLD.network)
     job = {**JOB, "world": slow_disk, "checkpoint_every": 8, "epochs": 3}
     whole = simulate(MODEL, DATA, **{**job, "checkpoint_every": None})
     stood = []
@@ -289,7 +289,7 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
 
 
 def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep_anything() -> None:
-    cuts = Cuts(Ledger(PartitionPlan(4, 2, 2), epochs=1), Policy(), together=False)
+    cuts = SnapshotRounds(Ledger(PartitionPlan(4, 2, 2), epochs=1), Policy(), together=False)
     workers = ["worker-0", "worker-1"]
     cuts.finish(0.0, workers, ["shard-0"])
     for kind in (v1.CutReport.BEGUN, v1.CutReport.REACHED):

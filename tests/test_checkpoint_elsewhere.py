@@ -16,7 +16,7 @@ from gradstream.checkpoint import newest
 from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.checkpoint.folder import data_offset
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.transport.base import Identity, Stream
@@ -27,7 +27,7 @@ MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", redu
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.SGD(lr=0.01), "workers": 2, "servers": 2, "batch_size": 8, "epochs": 2,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 10,
-    "world": World(costs={"gradient": Cost(base_s=0.03), "write": Cost(base_s=0.2)}),
+    "world": SimulationConfig(costs={"gradient": Cost(base_s=0.03), "write": Cost(base_s=0.2)}),
 }  # fmt: skip
 CHUNK_BYTES = 64 * 4
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load, load_file
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import (
-    Draft,
+    DraftSnapshot,
     Evaluated,
     Manifest,
     Policy,
@@ -27,11 +27,11 @@ from gradstream.checkpoint import (
 )
 from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import header_of, parse, spec_of
-from gradstream.checkpoint.policy import Kept
-from gradstream.data.done import Done, merged
+from gradstream.checkpoint.policy import KeptCheckpoint
+from gradstream.data.done import DataProgress, merged
 from gradstream.errors import DataError
 from gradstream.runtime.base import Storage
-from gradstream.runtime.simulation import Cost, Exponential, World
+from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.testing.storage import CrashingStorage, FullStorage, PowerCutError
@@ -43,13 +43,13 @@ OTHERS = [
     TensorSpec("tied.bias", (), "F32", same_as="layer.bias"),
 ]
 ELEMS, CHUNK = 121, 64
-WORLD = World(costs={"gradient": Cost(base_s=0.03, spread=Exponential())})
+WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.03, spread=Exponential())})
 
 
 def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
     """What coordinator and shards do to keep a checkpoint, one after the other."""
     vector = np.arange(ELEMS, dtype=np.float32) + step
-    draft = Draft(storage, step=step, token="t", tensors=TENSORS, others=OTHERS, states=["momentum"])
+    draft = DraftSnapshot(storage, step=step, token="t", tensors=TENSORS, others=OTHERS, states=["momentum"])
     draft.open()
     for place in draft.places:
         for start in range(0, ELEMS, CHUNK):  # two shards
@@ -58,7 +58,7 @@ def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
     cuts = [(start, min(start + CHUNK, ELEMS)) for start in range(0, ELEMS, CHUNK)]
     sums = [(start, stop, zlib.crc32(vector[start:stop].tobytes())) for start, stop in cuts]
     manifest = Manifest(
-        step=step, rounds=step, steps={"worker-0": step}, done=Done(0, {0: ((0, step),)}),
+        step=step, rounds=step, steps={"worker-0": step}, done=DataProgress(0, {0: ((0, step),)}),
         versions=[step, step],
         model={"fingerprint": 1, "elems": ELEMS, "dtype": 1, "chunk_elems": CHUNK}, optimizer="momentum",
         strategy="synchronous", seed=0, workers=1, servers=2, num_samples=1000, software="0",
@@ -235,14 +235,20 @@ def test_what_is_no_interval_is_refused(value: Any) -> None:
 
 
 def test_the_newest_and_the_best_are_kept() -> None:
-    def kept(step: int, accuracy: float | None) -> Kept:
-        return Kept(f"step-{step}", step, None if accuracy is None else Evaluated(step, accuracy, None))
+    def kept(step: int, accuracy: float | None) -> KeptCheckpoint:
+        return KeptCheckpoint(
+            f"step-{step}", step, None if accuracy is None else Evaluated(step, accuracy, None)
+        )
 
     there = [kept(1, 0.5), kept(2, 0.9), kept(3, 0.9), kept(4, 0.7), kept(5, None)]
     assert [one.step for one in Policy(keep_last=2).superfluous(there)] == [1, 3]
     assert [one.step for one in Policy(keep_last=2, keep_best=False).superfluous(there)] == [1, 2, 3]
     assert [one.step for one in Policy(keep_last=1).superfluous(there[:1])] == []
-    losses = [Kept("a", 1, Evaluated(1, None, 2.0)), Kept("b", 2, Evaluated(2, None, 3.0)), kept(3, None)]
+    losses = [
+        KeptCheckpoint("a", 1, Evaluated(1, None, 2.0)),
+        KeptCheckpoint("b", 2, Evaluated(2, None, 3.0)),
+        kept(3, None),
+    ]
     assert [one.folder for one in Policy(keep_last=1).superfluous(losses)] == ["b"]
 
 
@@ -264,10 +270,10 @@ def test_headers_describe_what_lies_behind_them() -> None:
 
 
 def test_what_is_left_of_an_epoch() -> None:
-    done = Done(2, {2: ((0, 10), (20, 30)), 3: ((5, 6),)})
+    done = DataProgress(2, {2: ((0, 10), (20, 30)), 3: ((5, 6),)})
     assert done.left(1, 40) == ()
     assert done.left(2, 40) == ((10, 20), (30, 40))
     assert done.left(4, 40) == ((0, 40),)
     assert (done.horizon, done.count(40)) == (4, 101)
-    assert Done.of_json(done.as_json()) == done
+    assert DataProgress.of_json(done.as_json()) == done
     assert merged([(5, 9), (0, 5), (20, 20), (8, 12)]) == ((0, 12),)

@@ -13,7 +13,7 @@ from gradstream.checkpoint import kept
 from gradstream.checkpoint.folder import MODEL
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.session.binding import HeldModule
+from gradstream.session.binding import ModuleBinding
 
 
 class Tied(nn.Module):
@@ -51,7 +51,7 @@ def test_checkpoints_on_the_way_load_strictly(strategy: str) -> None:
         checkpoint_every=4,
         keep_last=3,
         storage=storage,
-        world=gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.1)}),
+        world=gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.1)}),
     )
     files = [f"{one.folder}/{MODEL}" for one in kept(storage)]
     assert len(files) == 3
@@ -70,7 +70,7 @@ def test_checkpoints_on_the_way_load_strictly(strategy: str) -> None:
 def test_a_loops_module_has_them_as_well() -> None:
     module = Tied()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    held = HeldModule(module, [p for p in trained if p is not module.decode.bias])  # of no optimizer
+    held = ModuleBinding(module, [p for p in trained if p is not module.decode.bias])  # of no optimizer
     fixed = held.fixed()
     assert fixed.second == {"decode.weight": "encode.weight"}
     assert set(fixed.frozen) == {"decode.bias", "frozen.weight", "frozen.bias", "again.weight"}

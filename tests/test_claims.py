@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from gradstream.coordinator import Member
-from gradstream.coordinator.balance import Balance
+from gradstream.coordinator.balance import ShareBalance
 from gradstream.coordinator.claims import Claims
 from gradstream.coordinator.instructions import Emit, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.snapshot import Cut
+from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan
@@ -45,7 +45,7 @@ def membership(names: Sequence[str] = ("worker-0", "worker-1", "shard-0")) -> Me
     plan = RoundPlan(32, 4, 2, shares="measured")
     made = Membership(
         started, Ledger(plan, epochs=2), survives_worker_loss=True, software="1", together=True, quorum=1,
-        balance=Balance(plan),
+        balance=ShareBalance(plan),
     )  # fmt: skip
     for name in names:
         assert not any(isinstance(one, Refuse) for one in made.join(join(name), 0.0))
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_does_not_get_in(changes: dict[str, Any]) -> None
 
 
 def test_reports_of_a_cut_out_of_turn_change_nothing() -> None:
-    cut = Cut(1, ["worker-0"], ["shard-0"], together=True, last=False, began_s=0.0)
+    cut = Snapshot(1, ["worker-0"], ["shard-0"], together=True, last=False, began_s=0.0)
     cut.take("worker-0", v1.CutReport(kind=v1.CutReport.REACHED))
     cut.take("shard-0", v1.CutReport(kind=v1.CutReport.HELD, versions=[1]))
     cut.take("shard-0", v1.CutReport(kind=v1.CutReport.WRITTEN, sums=[1]))

@@ -36,7 +36,7 @@ from gradstream.optim import SGD, Adagrad, Adam
 from gradstream.report.summary import summary_of
 from gradstream.run.listing import list_runs
 from gradstream.run.result import Evaluation, Run
-from gradstream.runtime.simulation import LogNormal, World
+from gradstream.runtime.simulation import LogNormal, SimulationConfig
 from gradstream.untrusted import say
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
@@ -61,7 +61,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.job: Any = None
-        self.world: World | None = None
+        self.world: SimulationConfig | None = None
         self.spec = ""
         self.listen: Any = None
         self.outcome: Run | BaseException = Run(events=[FINISHED])
@@ -71,7 +71,12 @@ class Recorder:
         return a_job()
 
     def __call__(
-        self, job: Any, *, on_event: Callable[[Any], None], world: World | None = None, listen: Any = None
+        self,
+        job: Any,
+        *,
+        on_event: Callable[[Any], None],
+        world: SimulationConfig | None = None,
+        listen: Any = None,
     ) -> Run:
         self.job, self.world, self.listen = job, world, listen
         on_event(FINISHED)
@@ -232,7 +237,7 @@ def test_simulate_builds_a_world(recorder: Recorder) -> None:
 
 def test_simulate_without_options_is_the_default_world(recorder: Recorder) -> None:
     call("simulate", "job.py")
-    assert recorder.world == World()
+    assert recorder.world == SimulationConfig()
 
 
 def test_demo_runs_its_own_job(recorder: Recorder) -> None:

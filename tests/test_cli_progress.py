@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from gradstream.cli.display import Display
-from gradstream.cli.progress import Progress
+from gradstream.cli.progress import ProgressLine
 
 STARTED = {"event": "started", "node": "coordinator", "time_s": 0.0, "workers": 2, "strategy": "downpour"}
 STARTED |= {"total_steps": 40}
@@ -40,8 +40,8 @@ def exchange(time_s: float, size: int, staleness: dict[str, int]) -> dict[str, A
     return {**record, "fetched_bytes": size, "staleness": staleness}
 
 
-def fed(*events: dict[str, Any]) -> Progress:
-    progress = Progress()
+def fed(*events: dict[str, Any]) -> ProgressLine:
+    progress = ProgressLine()
     for event in events:
         progress.update(event)
     return progress

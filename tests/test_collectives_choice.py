@@ -16,7 +16,7 @@ import torch
 
 import gradstream as gs
 from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
-from gradstream.collectives.autotune import TIE, Choice, Figures
+from gradstream.collectives.autotune import TIE, Choice, MeasuredCosts
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
 from gradstream.collectives.hierarchical_group import HierarchicalGroup
@@ -24,7 +24,7 @@ from gradstream.collectives.message_group import MessageGroup
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
 from gradstream.memory import Vector
-from gradstream.runtime import Cost, Link, Network, RealRuntime, World
+from gradstream.runtime import Cost, Link, Network, RealRuntime, SimulationConfig
 from gradstream.telemetry.events import GroupEvent
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
@@ -74,7 +74,7 @@ def away(rank: int, peer: int, hosts: list[list[int]]) -> bool:
 
 
 def test_the_cheapest_by_size() -> None:
-    choice = Choice(8, Figures(1e-4, 1e-9, 0.0, 1e-4))
+    choice = Choice(8, MeasuredCosts(1e-4, 1e-9, 0.0, 1e-4))
     for num_bytes in (0, 1000, 10**5, 10**7, 10**9):
         best = choice.allreduce(num_bytes)
         cheapest_s = min(choice.seconds(name, num_bytes) for name in ALGORITHMS)
@@ -94,7 +94,7 @@ def test_the_cheapest_by_size() -> None:
 @pytest.mark.parametrize(("size", "factor"), [(4, 4.0), (8, 2.4)])
 def test_butterfly_and_halving_doubling_cross_where_the_sheet_says(size: int, factor: float) -> None:
     """n* = α lg p / (β (lg p - 2(p-1)/p))."""
-    choice = Choice(size, Figures(1e-4, 1e-9, 0.0, 0.0))
+    choice = Choice(size, MeasuredCosts(1e-4, 1e-9, 0.0, 0.0))
     at = round(factor * 1e-4 / 1e-9)
     first, second = "butterfly", "halving-doubling"
     assert choice.seconds(first, at) == pytest.approx(choice.seconds(second, at))
@@ -107,10 +107,10 @@ def test_butterfly_and_halving_doubling_cross_where_the_sheet_says(size: int, fa
 
 def test_figures_are_those_of_the_network() -> None:
     network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=2e-3), header_bytes=0)
-    world = World(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
+    world = SimulationConfig(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
     events: list[Any] = []
 
-    async def work(group: Group) -> Figures:
+    async def work(group: Group) -> MeasuredCosts:
         assert isinstance(group, MessageGroup)
         assert group.choice is not None
         return group.choice.figures
@@ -134,7 +134,7 @@ def test_two_storeys_take_the_seconds_of_their_formula(hosts: str) -> None:
     size, m = len(hosts), len(set(hosts))
     elems, alpha_s, bytes_s = 1000 * size, 1e-3, 1e9
     network = Network(bandwidth_bytes_s=bytes_s, link=Link(latency_s=alpha_s), header_bytes=0)
-    world = World(costs={"reduce": Cost()}, network=network, phantom=True)
+    world = SimulationConfig(costs={"reduce": Cost()}, network=network, phantom=True)
 
     async def work(group: Group) -> float:
         span = group.allocate(elems, torch.float32, "gradient").all
@@ -159,7 +159,9 @@ def test_ranks_on_hosts(hosts: str) -> None:
         return vector.tensor.numpy()
 
     network = Network(link=Link(latency_s=1e-3, jitter_s=1e-3))
-    for outcome in VirtualRanks(size, world=World(network=network)).run(work, how="auto", hosts=hosts):
+    for outcome in VirtualRanks(size, world=SimulationConfig(network=network)).run(
+        work, how="auto", hosts=hosts
+    ):
         np.testing.assert_array_equal(outcome, parts.sum(axis=0))
 
 

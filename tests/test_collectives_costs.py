@@ -14,7 +14,7 @@ from gradstream.collectives.group import Group
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import InternalError
-from gradstream.runtime import Cost, Link, Network, World
+from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.schedule_checks import check_allreduce, play, schedules_of
 
@@ -169,7 +169,9 @@ def seconds(
 ) -> dict[str, float]:
     """Of one allreduce by each algorithm, which all ranks begin at the same instant, on virtual time."""
     options = {"bandwidth_bytes_s": BYTES_S, "link": Link(latency_s=ALPHA_S), "header_bytes": 0, **network}
-    world = World(costs={"reduce": Cost(per_elem_s=gamma_s_elem)}, network=Network(**options), phantom=True)
+    world = SimulationConfig(
+        costs={"reduce": Cost(per_elem_s=gamma_s_elem)}, network=Network(**options), phantom=True
+    )
 
     async def work(group: Group) -> list[float]:
         assert isinstance(group, MessageGroup)

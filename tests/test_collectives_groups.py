@@ -12,10 +12,10 @@ from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.group import Group, slice_of
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.memory import Vector
-from gradstream.runtime import Cost, Exponential, Link, Network, World
+from gradstream.runtime import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 
-RACK = World(network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=50e-6, jitter_s=20e-6)))
+RACK = SimulationConfig(network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=50e-6, jitter_s=20e-6)))
 SIZES = [*range(1, 10), 12, 16]
 
 
@@ -68,7 +68,7 @@ def test_the_order_of_arrivals_changes_no_bit(how: str) -> None:
     """Numbers whose sum depends on the order, cut into pieces; another seed is another interleaving."""
     size, elems = 5, 300
     network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=1e-5, jitter_s=1e-3))
-    world = World(costs={"reduce": Cost(base_s=1e-4, spread=Exponential())}, network=network)
+    world = SimulationConfig(costs={"reduce": Cost(base_s=1e-4, spread=Exponential())}, network=network)
     parts = np.random.default_rng(7).standard_normal((size, elems)).astype(np.float32)
 
     async def work(group: Group) -> bytes:
@@ -119,7 +119,7 @@ def test_an_operation_that_is_given_up_fails_for_all() -> None:
 
 
 def test_a_phantom_moves_sizes_only() -> None:
-    world = World(phantom=True, network=Network(bandwidth_bytes_s=1e9, link=Link(latency_s=1e-3)))
+    world = SimulationConfig(phantom=True, network=Network(bandwidth_bytes_s=1e9, link=Link(latency_s=1e-3)))
 
     async def work(group: Group) -> float:
         runtime = ranks.cluster.runtime(group.names[group.rank])

@@ -21,10 +21,10 @@ from gradstream.collectives.group import Group
 from gradstream.collectives.hierarchical_group import HierarchicalGroup
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import Plan
+from gradstream.collectives.plan import DependencyPlan
 from gradstream.collectives.schedule import Recv, Schedule, Send
-from gradstream.collectives.socket_executor import LinePlayer
-from gradstream.collectives.socket_io import Line, Passage
+from gradstream.collectives.socket_executor import SocketExecutor
+from gradstream.collectives.socket_io import DataSocket, PlanProgress
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
@@ -336,20 +336,22 @@ def test_waiting_costs_nothing() -> None:
 # ---- the player alone ------------------------------------------------------------------------
 
 
-def player(schedule: Schedule, elems: int, line: Line, digest: int = 1) -> tuple[LinePlayer, torch.Tensor]:
-    plan, tensor = Plan.of(schedule), torch.ones(elems)
-    passage = Passage(Operation(3, digest, "allreduce of ones"), plan, tensor, 64)
-    return LinePlayer(passage, plan, {0: line}, time.monotonic_ns), tensor
+def player(
+    schedule: Schedule, elems: int, line: DataSocket, digest: int = 1
+) -> tuple[SocketExecutor, torch.Tensor]:
+    plan, tensor = DependencyPlan.of(schedule), torch.ones(elems)
+    passage = PlanProgress(Operation(3, digest, "allreduce of ones"), plan, tensor, 64)
+    return SocketExecutor(passage, plan, {0: line}, time.monotonic_ns), tensor
 
 
-def pair() -> tuple[Line, Line]:
+def pair() -> tuple[DataSocket, DataSocket]:
     left, right = socket.socketpair()
     for one in (left, right):
         one.setblocking(False)
-    return Line(left, "right"), Line(right, "left")
+    return DataSocket(left, "right"), DataSocket(right, "left")
 
 
-def closed(*lines: Line) -> None:
+def closed(*lines: DataSocket) -> None:
     for line in lines:
         line.socket.close()
 
@@ -370,10 +372,10 @@ def test_another_version_is_not_believed() -> None:
 def test_steps_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
     """A plan that no schedule makes: each of its steps waits for the other."""
     left, right = pair()
-    plan = Plan([Send(0, 0, 4), Recv(0, 0, 4)], [[1], [0]], {0: [0]}, {0: [1]})
-    passage = Passage(Operation(1, 1, "broken"), plan, torch.ones(4), 64)
+    plan = DependencyPlan([Send(0, 0, 4), Recv(0, 0, 4)], [[1], [0]], {0: [0]}, {0: [1]})
+    passage = PlanProgress(Operation(1, 1, "broken"), plan, torch.ones(4), 64)
     with pytest.raises(InternalError, match="broken: its steps wait for each other in a circle"):
-        LinePlayer(passage, plan, {0: left}, time.monotonic_ns).play()
+        SocketExecutor(passage, plan, {0: left}, time.monotonic_ns).play()
     closed(left, right)
 
 

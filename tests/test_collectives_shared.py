@@ -20,7 +20,7 @@ from gradstream.collectives.shm.control_block import ARRIVED, ASLEEP, CORE, DTYP
 from gradstream.collectives.shm.core import BRIEF_BYTES, SharedCore
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.collectives.shm.native import native
-from gradstream.collectives.shm.rendezvous import Party
+from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
@@ -49,7 +49,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
         def one(rank: int) -> Any:
             try:
-                with SharedCore(Party(job, names, rank, epoch), deadline_s=deadline_s) as core:
+                with SharedCore(RendezvousMembers(job, names, rank, epoch), deadline_s=deadline_s) as core:
                     return body(core)
             except Exception as error:
                 return error
@@ -407,7 +407,7 @@ def test_integers_have_weight_one(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    party = Party(f"{os.getpid()}-alone", ["worker-0", "worker-1", "worker-2"], 1)
+    party = RendezvousMembers(f"{os.getpid()}-alone", ["worker-0", "worker-1", "worker-2"], 1)
     with pytest.raises(DeadlineError, match=r"worker-0.*worker-1.*missing: worker-0"):
         SharedCore(party, deadline_s=0.05).join()
 
@@ -415,19 +415,22 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def test_ranks_that_mean_others_are_told_so() -> None:
     job = f"{os.getpid()}-others"
 
-    def one(party: Party) -> Exception | None:
+    def one(party: RendezvousMembers) -> Exception | None:
         with pytest.raises((ConfigError, PeerLostError)) as caught:
             SharedCore(party, deadline_s=30).join()
         return caught.value
 
-    parties = [Party(job, ["worker-0", "worker-1"], 0), Party(job, ["worker-0", "worker-9"], 1)]
+    parties = [
+        RendezvousMembers(job, ["worker-0", "worker-1"], 0),
+        RendezvousMembers(job, ["worker-0", "worker-9"], 1),
+    ]
     with ThreadPoolExecutor(2) as pool:
         errors = list(pool.map(one, parties))
     assert any("worker-9" in str(error) for error in errors)
 
 
 def test_strangers_are_shown_the_door() -> None:
-    party = Party(f"{os.getpid()}-strangers", ["worker-0", "worker-1"], 0)
+    party = RendezvousMembers(f"{os.getpid()}-strangers", ["worker-0", "worker-1"], 0)
 
     def second() -> None:
         for message in (b"", b"hello?", b'{"job": "another"}', b"[1]"):
@@ -457,7 +460,7 @@ def test_strangers_are_shown_the_door() -> None:
 
 
 def test_a_meeting_can_be_closed() -> None:
-    core = SharedCore(Party(f"{os.getpid()}-closed", ["worker-0", "worker-1"], 0), deadline_s=30)
+    core = SharedCore(RendezvousMembers(f"{os.getpid()}-closed", ["worker-0", "worker-1"], 0), deadline_s=30)
     threading.Timer(0.05, core.close).start()
     with pytest.raises(ClosedError):
         core.join()
@@ -475,7 +478,7 @@ def groups(
 
     async def one(rank: int) -> Any:
         runtime = RealRuntime(f"worker-{rank}")
-        party = Party(f"{os.getpid()}-{name}", [f"worker-{r}" for r in range(size)], rank)
+        party = RendezvousMembers(f"{os.getpid()}-{name}", [f"worker-{r}" for r in range(size)], rank)
         group = await SharedGroup.join(runtime, party, deadline_s=deadline_s)
         try:
             return await body(group)

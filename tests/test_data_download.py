@@ -30,9 +30,16 @@ from PIL import Image
 
 from gradstream.data import caltech101
 from gradstream.data.archive import extract_file
-from gradstream.data.download import Part, RemoteFile, _SafeRedirects, body_begins_at, download, range_headers
+from gradstream.data.download import (
+    DownloadPart,
+    RemoteFile,
+    _SafeRedirects,
+    body_begins_at,
+    download,
+    range_headers,
+)
 from gradstream.data.lock import machine_lock
-from gradstream.data.sources import Packed, Source, fetch, stored_at
+from gradstream.data.sources import DataSource, Packed, fetch, stored_at
 from gradstream.errors import DataError
 
 CONTENT = np.random.default_rng(0).bytes(700_000)
@@ -291,16 +298,18 @@ def test_ctrl_c_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for() -> None:
-    assert "Range" not in range_headers(Part())
-    assert range_headers(Part(5, '"tag"')).items() >= {"Range": "bytes=5-", "If-Range": '"tag"'}.items()
-    file, part = RemoteFile("http://x/", 100, ""), Part(5, '"tag"')
+    assert "Range" not in range_headers(DownloadPart())
+    assert (
+        range_headers(DownloadPart(5, '"tag"')).items() >= {"Range": "bytes=5-", "If-Range": '"tag"'}.items()
+    )
+    file, part = RemoteFile("http://x/", 100, ""), DownloadPart(5, '"tag"')
     fits = {"Content-Range": "bytes 5-99/100", "ETag": '"tag"'}
     assert body_begins_at(206, fits, part, file) == 5
     assert body_begins_at(206, {**fits, "Content-Range": "bytes 5-99/*"}, part, file) == 5
     assert body_begins_at(206, {**fits, "ETag": '"other"'}, part, file) is None
     assert body_begins_at(206, {"Content-Range": "nonsense"}, part, file) is None
     assert body_begins_at(200, {}, part, file) == 0
-    dated = Part(5, "Fri, 20 Nov 2026 10:00:00 GMT")
+    dated = DownloadPart(5, "Fri, 20 Nov 2026 10:00:00 GMT")
     answer = {"Content-Range": "bytes 5-99/100", "ETag": 'W/"weak"', "Last-Modified": dated.validator}
     assert body_begins_at(206, answer, dated, file) == 5
     later = {**answer, "Last-Modified": "Fri, 20 Nov 2026 11:00:00 GMT"}
@@ -422,7 +431,7 @@ def archive_of_images() -> bytes:
     return packed.getvalue()
 
 
-def small_source(site: Site, tmp_path: Path) -> Source:
+def small_source(site: Site, tmp_path: Path) -> DataSource:
     """Something like Caltech-101, that the site serves."""
     inner = archive_of_images()
     outer = zipped(tmp_path / "outer.zip", {f"caltech-101/{MEMBER}": inner, "caltech-101/note": b"x"})
@@ -430,7 +439,7 @@ def small_source(site: Site, tmp_path: Path) -> Source:
     outer.unlink()
     md5 = hashlib.md5(inner, usedforsecurity=False).hexdigest()
     packed = Packed(RemoteFile(site.url, len(data), sha256(data)), MEMBER, FOLDER, "caltech-101", 10**6, md5)
-    return Source(
+    return DataSource(
         name="caltech101", what="images", licence="CC BY 4.0", citation="Li", page="x", packed=packed
     )
 
@@ -480,7 +489,7 @@ def test_a_bad_archive_is_not_kept(site: Site, tmp_path: Path) -> None:
     source = small_source(site, tmp_path)
     assert source.packed is not None
     missing = Packed(source.packed.archive, "another member", "", "", 10**6, "")
-    spoilt = Source(name="other", what="", licence="", citation="", page="", packed=missing)
+    spoilt = DataSource(name="other", what="", licence="", citation="", page="", packed=missing)
     with pytest.raises(DataError, match="holds 0 files"):
         fetch(spoilt, home=tmp_path, say=lambda _: None)
     assert left(tmp_path / "data" / "other") == [".lock"]

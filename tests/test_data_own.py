@@ -24,20 +24,20 @@ from torch.utils.data import (
 )
 
 import gradstream as gs
-from gradstream.data.base import BatchRef, Division
+from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.base import Dataset as AnyData
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.randomness import Generators, seeded, seeded_iterator
 from gradstream.errors import ConfigError, DataError, UserCodeError
 
 
-def division(**changes: Any) -> Division:
+def division(**changes: Any) -> PartitionSpec:
     fields: dict[str, Any] = {"cut": "partitions", "batch_size": 32, "workers": 2, "seed": 3}
     fields |= {"shares": None, "epochs": 2, "steps": None}
-    return Division(**(fields | changes))
+    return PartitionSpec(**(fields | changes))
 
 
-def read_all(data: AnyData, division: Division, *, epochs: int = 1) -> dict[BatchRef, Any]:
+def read_all(data: AnyData, division: PartitionSpec, *, epochs: int = 1) -> dict[BatchRef, Any]:
     """Every minibatch of all workers, by name."""
     plan = plan_of(data, division)
     found = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstream.data import BatchRef, EpochPlan, PartitionPlan, RoundPlan
-from gradstream.data.base import Ids, Plan
+from gradstream.data.base import BatchPlan, Ids
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, InternalError
 
@@ -107,7 +107,7 @@ def test_shares_divide_a_round() -> None:
 
 
 def test_is_a_plan() -> None:
-    plans: list[Plan] = [RoundPlan(4, 1, 2), PartitionPlan(4, 1, 2)]
+    plans: list[BatchPlan] = [RoundPlan(4, 1, 2), PartitionPlan(4, 1, 2)]
     assert [plan.size(BatchRef(0, 1, 0)) for plan in plans] == [1, 1]
 
 

@@ -138,7 +138,7 @@ def test_each_worker_makes_its_own_stream(strategy: str) -> None:
 
 
 def test_a_dead_workers_stream_is_gone_through_by_the_others() -> None:
-    world = gs.sim.World(costs={"gradient": gs.sim.Cost(per_sample_s=1e-2)})
+    world = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(per_sample_s=1e-2)})
     run = gs.simulate(
         Tokens(2),
         gs.from_stream(numbered_stream, batches=4),
@@ -166,7 +166,12 @@ def test_a_stream_of_unknown_length_runs_for_steps_and_in_phantom_worlds() -> No
     run = gs.simulate(model, gs.from_stream(forever), optimizer=gs.optim.SGD(lr=0.1), workers=2, steps=5)
     assert (run.summary["steps"], run.summary["samples"]) == (10, 30)
     phantom = gs.simulate(
-        model, gs.from_stream(forever), workers=2, steps=5, batch_size=4, world=gs.sim.World(phantom=True)
+        model,
+        gs.from_stream(forever),
+        workers=2,
+        steps=5,
+        batch_size=4,
+        world=gs.sim.SimulationConfig(phantom=True),
     )
     assert phantom.summary["samples"] == 40
     with pytest.raises(gs.errors.ConfigError, match=r"epochs=2: nobody knows.*give steps= instead"):

@@ -27,7 +27,7 @@ from gradstream.run.node import EVENTS, write_rest
 from gradstream.run.plan import cast_of
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.telemetry.events import CheckpointFailedEvent, FailedEvent, FinishedEvent, StepEvent, encode
@@ -216,7 +216,7 @@ def test_a_torn_record_that_cannot_be_taken_back_at_once_is_taken_back_before_th
 # ---- whole runs on virtual time -------------------------------------------------------------
 
 MODEL, DATA = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
-WORLD = World(costs={"gradient": Cost(base_s=0.1)})
+WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.1)})
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.SGD(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 32,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": "2s", "record": True,

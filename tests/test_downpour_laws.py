@@ -12,15 +12,15 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
-from gradstream.server.aggregation import Contribution, Immediate, Rule
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies import Worker
 from gradstream.testing.runs import QUICK, Tokens, least_squares, numbered, token_counts
 
 LR, GRID = 2.0**-7, 2.0**-10
-LATE = World(  # the network is slower than the gradients, and each chunk goes its own way
+LATE = SimulationConfig(  # the network is slower than the gradients, and each chunk goes its own way
     costs={"gradient": Cost(base_s=1e-3), "apply": Cost(base_s=1e-3, spread=Exponential())},
     network=Network(link=Link(latency_s=5e-3, jitter_s=2e-2)),
 )
@@ -104,10 +104,10 @@ class Doubling(gs.Downpour):
 
 
 @dataclass(frozen=True)
-class Halved(Immediate):
+class Halved(EveryPush):
     """A server that applies a part."""
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         return [0.0 if one.sequence == 3 else 1.0 for one in update]
 
 
@@ -115,7 +115,7 @@ class Halved(Immediate):
 class Losing(gs.Downpour):
     """Its server loses what is pushed third."""
 
-    def rule(self, num_workers: int, reduction: Any) -> Rule:
+    def rule(self, num_workers: int, reduction: Any) -> AggregationRule:
         return Halved()
 
 
@@ -170,7 +170,7 @@ async def kill_one(cluster: Any) -> None:
 
 def longest_step_s(strategy: gs.Strategy) -> float:
     """Of those that are left when worker 1 of 3 is killed. Raises if the run does not come to its end."""
-    world = World(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
+    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
     run = simulate(
         Tokens(num_chunks=2), numbered(60), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=3,
         batch_size=1, epochs=2, chunk_elems=64, world=world, deadlines=QUICK, script=kill_one,
@@ -184,10 +184,10 @@ def longest_step_s(strategy: gs.Strategy) -> float:
 
 
 @dataclass(frozen=True)
-class OfAll(Immediate):
+class OfAll(EveryPush):
     """A server that makes each update of one contribution of every worker."""
 
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         return parked[:1] if len({one.rank for one in parked}) == 3 else ()
 
 
@@ -195,7 +195,7 @@ class OfAll(Immediate):
 class Waiting(gs.Downpour):
     """Its server waits for a dead worker."""
 
-    def rule(self, num_workers: int, reduction: Any) -> Rule:
+    def rule(self, num_workers: int, reduction: Any) -> AggregationRule:
         return OfAll()
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.cli.progress import Progress
-from gradstream.coordinator.assignment_replies import Answers
+from gradstream.cli.progress import ProgressLine
+from gradstream.coordinator.assignment_replies import AssignmentReplies
 from gradstream.data import BatchRef, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, Interrupted, UserCodeError
@@ -26,9 +26,9 @@ from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
 from gradstream.report.summary import EventDict
 from gradstream.report.timeline import lanes_of
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.strategies.api import Drive
+from gradstream.strategies.api import Participation
 from gradstream.strategies.downpour import ALONE
 from gradstream.testing import properties
 from gradstream.testing.runs import (
@@ -42,10 +42,10 @@ from gradstream.testing.runs import (
 )
 from gradstream.testing.trials import bad_world
 from gradstream.wire import v1
-from gradstream.worker.batch_gate import Pace
+from gradstream.worker.batch_gate import BatchGate
 
 NUM_TOKENS, EPOCHS = 24, 6
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
@@ -105,7 +105,7 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
 
 def test_who_joins_and_leaves_when_so_many_samples_are_in_the_model() -> None:
     """Gradients of 3 s, so that what is heard a quarter of a second late is at most a step of everybody."""
-    slow = World(costs={"gradient": Cost(base_s=3.0)}, network=WORLD.network)
+    slow = SimulationConfig(costs={"gradient": Cost(base_s=3.0)}, network=WORLD.network)
     told = turns(tokens(gs.Downpour(**DRIVES["all"]), world=slow))
     assert [len(event["engaged"]) for event in told] == [1, 2, 3, 4, 0, 1]
     assert [event["phase"] for event in told] == ["alone", *4 * ["together"], "alone"]
@@ -123,7 +123,7 @@ class Restless(gs.Downpour):
     def drives(self) -> bool:
         return True
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         rng, samples = random.Random(self.seed), 0
         while samples < run.total_samples - 20:
             samples += rng.choice([0, 0, 2, 8, 20])
@@ -147,16 +147,16 @@ def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
 
 def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: answers say that they are of the turn in which they are used."""
-    inner = Answers.assign
+    inner = AssignmentReplies.assign
 
-    def of_any_turn(self: Answers, who: str, request: v1.Ask, at_s: float) -> Any:
+    def of_any_turn(self: AssignmentReplies, who: str, request: v1.Ask, at_s: float) -> Any:
         answer = inner(self, who, request, at_s)
         if isinstance(answer, v1.Assigned):
             answer.turn = 1 << 40
         return answer
 
-    monkeypatch.setattr(Answers, "assign", of_any_turn)
-    monkeypatch.setattr(Pace, "turn", property(lambda pace: v1.Turn(number=1 << 40)))
+    monkeypatch.setattr(AssignmentReplies, "assign", of_any_turn)
+    monkeypatch.setattr(BatchGate, "turn", property(lambda pace: v1.Turn(number=1 << 40)))
     with pytest.raises(AssertionError, match="was applied"):
         check_restless(*range(12))
 
@@ -298,7 +298,7 @@ class Solo(gs.Downpour):
     def drives(self) -> bool:
         return True
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         await run.engage(1, ALONE)
 
 
@@ -365,7 +365,7 @@ def test_the_laws_of_strategies_hold_for_one_that_is_driven(law: str) -> None:
 
 def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     run = tokens(gs.Downpour(warm_start="3epochs"))
-    progress = Progress()
+    progress = ProgressLine()
     said, lines = list[str](), list[str]()
     for event in run.events:
         progress.update(event)
@@ -396,7 +396,7 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
 class Idle(Solo):
     """Its drive waits for progress that nobody can make."""
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         await run.until(samples=1)
 
 
@@ -404,7 +404,7 @@ class Idle(Solo):
 class Broken(Solo):
     """Its drive raises."""
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         await run.engage(2)
         raise ZeroDivisionError("of the drive")
 
@@ -437,7 +437,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], part: str) -> None:
 class DrivenRounds(gs.Synchronous):
     """A strategy whose workers go through rounds together."""
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         await run.engage(1)
 
 
@@ -445,7 +445,7 @@ class DrivenRounds(gs.Synchronous):
 class DrivenClocks(gs.SSP):
     """A strategy whose workers wait for one another's clocks."""
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         await run.engage(1)
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradstream.cli import main
-from gradstream.cli.progress import Progress
+from gradstream.cli.progress import ProgressLine
 from gradstream.coordinator import Member
 from gradstream.coordinator.event_gate import EventGate, in_beats
 from gradstream.job.callbacks import Callbacks
@@ -182,7 +182,7 @@ def test_readers_pass_over_odd_lines_and_say_how_many(
     num_odd = b"\n".join(ODD.values()).count(b"\n") + 1
     assert f"passed over {num_odd} lines" in capsys.readouterr().err
     write_run(run.events, run.info, odd_run / "board")
-    progress = Progress()
+    progress = ProgressLine()
     for event in run.events:
         progress.update(event)
     assert progress.step == 2
@@ -225,7 +225,7 @@ def test_an_odd_run_json_is_a_typed_error(odd_run: Path, info: str) -> None:
 
 
 def test_what_is_shown_of_others_is_escaped() -> None:
-    progress = Progress()
+    progress = ProgressLine()
     event = {
         "event": "machine", "node": "launcher", "time_s": 0.0, "who": "\x1b[2Jx", "state": "refused",
         "address": "\u202e", "nodes": [], "reason": "a\nb" + "z" * 5000,

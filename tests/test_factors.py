@@ -14,8 +14,8 @@ import gradstream as gs
 from gradstream.errors import ConfigError, GradientError
 from gradstream.model import built_module
 from gradstream.model.batch import Batch
-from gradstream.model.factors import Kept, OuterLayer, outer_layers_of
-from gradstream.runtime.simulation import Cost, Network, World
+from gradstream.model.factors import FactoredLayer, FactorPair, outer_layers_of
+from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.strategies import AllReduce
 from gradstream.worker.replica.sufficient_factors import outside
 
@@ -89,7 +89,7 @@ def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> No
     batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
     expected, gradient = torch.empty_like(flat), torch.full_like(flat, 7.0)
     model.gradient(flat, batch, expected, seed=0, report=lambda _: None)
-    kept = Kept(layer, torch.empty(3, WIDE), torch.empty(3, WIDE))
+    kept = FactorPair(layer, torch.empty(3, WIDE), torch.empty(3, WIDE))
     model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, kept={layer.name: kept})
     assert kept.state == "kept"
     assert (layer.place(gradient) == 7.0).all()  # left as it was
@@ -106,7 +106,7 @@ def test_what_is_no_single_product_is_refused_and_formed(times: int, rows: int) 
     batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
     expected, gradient = torch.empty_like(flat), torch.empty_like(flat)
     model.gradient(flat, batch, expected, seed=0, report=lambda _: None)
-    kept = Kept(layer, torch.empty(rows, WIDE), torch.empty(rows, WIDE))
+    kept = FactorPair(layer, torch.empty(rows, WIDE), torch.empty(rows, WIDE))
     model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, kept={layer.name: kept})
     assert kept.state == "refused"
     torch.testing.assert_close(gradient, expected)
@@ -123,7 +123,7 @@ def test_tied_and_narrow_layers_are_not_offered() -> None:
 
 
 def test_what_a_bucket_has_besides() -> None:
-    layers = [OuterLayer("a", 10, 5, 4), OuterLayer("b", 40, 2, 5)]  # [10, 30) and [40, 50)
+    layers = [FactoredLayer("a", 10, 5, 4), FactoredLayer("b", 40, 2, 5)]  # [10, 30) and [40, 50)
     assert outside((0, 64), layers) == [(0, 10), (30, 40), (50, 64)]
     assert outside((12, 20), layers) == []
     assert outside((20, 45), layers) == [(30, 40)]
@@ -182,7 +182,7 @@ def test_steps_of_several_sizes_go_on_in_the_same_memory(sizes: list[int], reduc
 
 
 def test_shares_that_grow_take_memory_that_grows() -> None:
-    slow = World(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-1": 0.25})
+    slow = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-1": 0.25})
     options: Any = {"steps": None, "epochs": 2, "optimizer": gs.optim.SGD(lr=2.0**-12)}
     expected = trained(AllReduce(factors=False), [4, 4], **options)
     strategy = AllReduce(factors=True, bucket_mib=BUCKET)
@@ -256,7 +256,7 @@ def test_factors_that_are_not_finite_are_a_gradient_that_is_not(factors: bool | 
 
 
 def test_bytes_decide_and_one_machine_does_not() -> None:
-    wide, strategy = OuterLayer("fc", 0, 8000, 9216), AllReduce()
+    wide, strategy = FactoredLayer("fc", 0, 8000, 9216), AllReduce()
     assert wide.elems == 73_728_000
     assert wide.factor_elems(256) == 4_407_296
     assert strategy.as_factors(wide, 256, workers=2, near=False)
@@ -268,7 +268,7 @@ def test_bytes_decide_and_one_machine_does_not() -> None:
 
 
 def test_a_phantom_runs_no_backward_pass_that_would_tell_but_can_be_told() -> None:
-    world = World(network=Network(bandwidth_bytes_s=1e6), phantom=True)
+    world = SimulationConfig(network=Network(bandwidth_bytes_s=1e6), phantom=True)
     told, guessed, plain = (
         trained(AllReduce(factors=factors), [4, 4], world=world) for factors in (True, None, False)
     )

@@ -15,8 +15,8 @@ import torch
 from gradstream.memory.segments import Segment, supported
 from gradstream.run.local.machine import num_cores
 from gradstream.sparse import from_csr, from_samples, linear
-from gradstream.sparse.data import SparseDataset, SparseRows, Table
-from gradstream.sparse.model import Place, SparseModel
+from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
+from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import FIRST, LOOKS, RANKS, TURN, UPDATES, WHOLE, num_locks
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
@@ -59,7 +59,7 @@ def in_processes(num: int, work: Callable[[int], None]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
 
 
-def go_through(model: SparseModel, rows: SparseRows, rate: float, update: str, at: Place) -> float:
+def go_through(model: SparseModel, rows: SparseRows, rate: float, update: str, at: SweepState) -> float:
     """A sweep to its end, as a worker makes it whose peers are all alive."""
     at.state[:] = 0
     loss = model.sweep(rows, rate, update, LOOKS, at)
@@ -75,8 +75,8 @@ class Shared:
         self.parameters = shared_vector(elems, torch.float32)
         self.locks = shared_vector(num_locks(elems, workers), torch.int32).numpy()
 
-    def place(self, rank: int) -> Place:
-        return Place(self.parameters, self.locks, rank + 1)
+    def place(self, rank: int) -> SweepState:
+        return SweepState(self.parameters, self.locks, rank + 1)
 
     def held(self) -> list[int]:
         """Numbers of the locks that somebody holds."""
@@ -88,7 +88,7 @@ def counted(update: str, workers: int, times: int = 1) -> float:
     rng = np.random.default_rng(0)
     components = rng.integers(0, COMPONENTS, ADDS).astype(np.int32)
     empty = np.zeros(0, np.float32)
-    table = Table(np.zeros(1, np.int64), components, empty, empty, empty)
+    table = CsrTable(np.zeros(1, np.int64), components, empty, empty, empty)
     model = from_samples([("w", (COMPONENTS,))], touched, minus_one, most=1)
     go_through(model, SparseRows(table, np.zeros(1, np.int64)), 1.0, update, Shared(COMPONENTS).place(0))
     shared = Shared(COMPONENTS)
@@ -138,7 +138,7 @@ def out_of_order(update: str, updates: int = 20_000) -> float:
         take_part(shared.locks, np.int32(rank + 1))  # before either begins, so that none is passed over
 
     def work(rank: int, num: int = updates, shared: Shared = shared) -> None:
-        table = Table(np.zeros(1, np.int64), np.full(1, rank, np.int32), empty, empty, empty)
+        table = CsrTable(np.zeros(1, np.int64), np.full(1, rank, np.int32), empty, empty, empty)
         rows, at = SparseRows(table, np.zeros(num, np.int64)), shared.place(rank)
         losses[rank] = model.sweep(rows, 1.0, update, 1 << 40, at)
 

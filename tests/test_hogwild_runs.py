@@ -18,7 +18,7 @@ from gradstream import sparse
 from gradstream._train import launch
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Discard, Emit
-from gradstream.coordinator.snapshot import Cuts
+from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
@@ -30,11 +30,11 @@ from gradstream.strategies import Worker
 from gradstream.telemetry.events import CheckpointFailedEvent
 from gradstream.testing import check_strategy
 from gradstream.testing.killing import Killer
-from gradstream.testing.properties import BrokenLawError, complete
+from gradstream.testing.properties import BrokenPropertyError, complete
 from gradstream.testing.runs import least_squares
 from gradstream.wire import v1
 from gradstream.worker.exchange.shared import Waits
-from gradstream.worker.shared_words import Board
+from gradstream.worker.shared_words import SharedWords
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 
@@ -56,7 +56,7 @@ class Twice(gs.Hogwild):
 
 
 def test_the_laws_see_an_update_that_is_made_twice() -> None:
-    with pytest.raises(BrokenLawError, match="too many"):
+    with pytest.raises(BrokenPropertyError, match="too many"):
         complete(Twice())
 
 
@@ -107,7 +107,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
     ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1)
-    cuts, both = Cuts(ledger, Policy(), together=False), ["worker-0", "worker-1"]
+    cuts, both = SnapshotRounds(ledger, Policy(), together=False), ["worker-0", "worker-1"]
     cuts.begin(0.0, both, both)
     cut = cuts.current
     assert cut is not None
@@ -291,13 +291,13 @@ class There:
         )
 
 
-def waits(member: There, board: Board) -> Any:
+def waits(member: There, board: SharedWords) -> Any:
     return Waits(cast(Any, Clock()), cast(Any, member), board, silence_s=1.0)
 
 
 async def waits_for(rank: int, member: There) -> int:
     """Asks for a lock that this rank holds until it is free; how often it had to."""
-    board = Board(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
+    board = SharedWords(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
     board.locks[7] = rank + 1
     asked, one = 0, waits(member, board)
     while board.owner(7) >= 0:
@@ -308,7 +308,7 @@ async def waits_for(rank: int, member: There) -> int:
 
 async def asks_at_every_halt(times: int) -> None:
     """Comes to a halt so many times, each time for half of what a lock may be kept for."""
-    board = Board(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
+    board = SharedWords(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
     board.locks[7] = 2
     one = waits(There(0, 1), board)
     for halt in range(times):

@@ -30,9 +30,9 @@ from gradstream.data.base import BatchRef
 from gradstream.data.left_over import Block, Epoch
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.job.files import load_job
-from gradstream.session.bridge import Handover
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders_takeover import Takeover
-from gradstream.session.shards import Part, part_of
+from gradstream.session.shards import LoaderPart, part_of
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 
@@ -317,7 +317,7 @@ def test_a_loader_gives_what_a_lost_worker_had_left(
     noted: list[Any] = []
     takeover = Takeover(lambda: reached.steps)
     takeover.handover = reached  # type: ignore[assignment]
-    loader = part_of(make(), Part(0, 2, 7, split, noted.append, takeover=takeover))
+    loader = part_of(make(), LoaderPart(0, 2, 7, split, noted.append, takeover=takeover))
     size = len(loader.dataset)
     for epoch in range(2):
         seen: list[int] = []
@@ -337,7 +337,7 @@ def test_a_loop_that_accumulates_unevenly_takes_nothing_over() -> None:
     reached = Reached()
     takeover = Takeover(lambda: reached.steps)
     takeover.handover = reached  # type: ignore[assignment]
-    loader = part_of(DataLoader(numbers(24), 2), Part(0, 2, 7, False, ignored, takeover=takeover))
+    loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     for number, _ in enumerate(loader):
         if number in (0, 3, 5):
             reached.step()
@@ -350,7 +350,7 @@ def test_what_is_taken_over_and_not_used_is_not_held_to_be_in_the_model(uses: in
     reached = Reached()
     takeover = Takeover(lambda: reached.steps)
     takeover.handover = reached  # type: ignore[assignment]
-    loader = part_of(DataLoader(numbers(24), 2), Part(0, 2, 7, False, ignored, takeover=takeover))
+    loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     for _ in range(2):
         for number, _ in enumerate(loader, 1):
             if number > len(loader) + uses:
@@ -364,7 +364,7 @@ def test_a_resumed_loop_takes_over_nothing_while_it_passes_by() -> None:
     reached.ledger.left_over._loops[1].begun[Epoch(0, 0)] = -4  # so this one had four
     takeover = Takeover(lambda: None if reached.steps == -8 else reached.steps)
     takeover.handover = reached  # type: ignore[assignment]
-    loader = part_of(DataLoader(numbers(24), 2), Part(0, 2, 7, False, ignored, takeover=takeover))
+    loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     seen: list[list[int]] = []
     for _ in range(2):
         seen.append([])
@@ -388,7 +388,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
             asked.set()
             await asyncio.Event().wait()
 
-    asked, handover = threading.Event(), Handover(None)  # type: ignore[arg-type]
+    asked, handover = threading.Event(), LoopBridge(None)  # type: ignore[arg-type]
 
     def end() -> None:
         asked.wait()
@@ -418,7 +418,7 @@ def test_a_validation_neither_takes_over_nor_counts() -> None:
     reached = Reached()
     takeover = Takeover(lambda: reached.steps)
     takeover.handover = reached  # type: ignore[assignment]
-    loader = part_of(DataLoader(numbers(24), 2), Part(0, 2, 7, False, ignored, takeover=takeover))
+    loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     with torch.no_grad():
         assert len(list(loader)) == 6
     assert len(list(loader)) == 6  # no steps

@@ -13,16 +13,16 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.instructions import Emit
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.stopping import FEWEST, Goal, Until
+from gradstream.coordinator.stopping import FEWEST, StoppingCriterion, Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError
 from gradstream.job.overrides import overrides, with_overrides
-from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.telemetry.events import FinishedEvent, StartedEvent
 from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered, token_counts
 from gradstream.wire import v1
-from gradstream.worker.batch_gate import Pace
+from gradstream.worker.batch_gate import BatchGate
 
 # ---- the goal: pure -----------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ def evaluated(accuracy: float | None) -> dict[str, Any]:
 
 
 def test_accuracy_is_that_of_an_evaluation() -> None:
-    goal = Goal(gs.until(accuracy=0.9))
+    goal = StoppingCriterion(gs.until(accuracy=0.9))
     assert not goal.event(step(0.0))
     assert not goal.event(evaluated(0.89))
     assert not goal.event(evaluated(None))
@@ -44,10 +44,10 @@ def test_accuracy_is_that_of_an_evaluation() -> None:
 
 
 def test_the_loss_is_a_moving_mean_of_enough_minibatches() -> None:
-    goal = Goal(gs.until(loss=0.5))
+    goal = StoppingCriterion(gs.until(loss=0.5))
     said = [bool(goal.event(step(0.4))) for _ in range(FEWEST)]
     assert said == [False] * (FEWEST - 1) + [True]
-    goal = Goal(gs.until(loss=0.5))
+    goal = StoppingCriterion(gs.until(loss=0.5))
     for _ in range(60):
         assert not goal.event(step(1.0))
     assert not goal.event(step(0.0))  # one lucky minibatch
@@ -58,7 +58,7 @@ def test_the_loss_is_a_moving_mean_of_enough_minibatches() -> None:
 
 
 def test_samples_and_seconds() -> None:
-    goal = Goal(gs.until(samples=100, seconds=2.5))
+    goal = StoppingCriterion(gs.until(samples=100, seconds=2.5))
     assert [goal.counted(count) for count in (None, 0, 99)] == ["", "", ""]
     assert goal.counted(104) == "104 samples >= 100"
     assert goal.timed() == "2.5 s of training"
@@ -97,8 +97,8 @@ def test_it_travels_as_a_table() -> None:
 # ---- runs -----------------------------------------------------------------------------------
 
 WORLDS = {
-    "even": World(costs={"gradient": Cost(base_s=0.01)}),
-    "uneven": World(
+    "even": SimulationConfig(costs={"gradient": Cost(base_s=0.01)}),
+    "uneven": SimulationConfig(
         costs={"gradient": Cost(base_s=0.01, spread=LogNormal(1.0)), "apply": Cost(base_s=1e-3)},
         network=Network(link=Link(latency_s=5e-3, jitter_s=2e-2)),
         speeds={"worker-1": 0.2},
@@ -149,7 +149,7 @@ def test_what_is_in_the_model_is_what_is_accounted_for(strategy: str, world: str
 
 def test_the_check_notices_a_worker_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: who keeps the final parameters takes them before the others' last pushes are in."""
-    monkeypatch.setattr(Pace, "settled", True)
+    monkeypatch.setattr(BatchGate, "settled", True)
     differ = 0
     for seed in range(5):
         try:
@@ -280,7 +280,9 @@ def test_an_unlucky_network(strategy: str, monkeypatch: pytest.MonkeyPatch) -> N
     bad = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)
     pairs = [(f"worker-{rank}", f"shard-{shard}") for rank in range(3) for shard in range(2)]
     links = {pair: bad for worker, shard in pairs for pair in ((worker, shard), (shard, worker))}
-    world = World(costs={"gradient": Cost(base_s=0.01, spread=Exponential())}, network=Network(links=links))
+    world = SimulationConfig(
+        costs={"gradient": Cost(base_s=0.01, spread=Exponential())}, network=Network(links=links)
+    )
     monkeypatch.setitem(WORLDS, "unlucky", world)
     for seed in range(4):
         run, in_model = tokens_run(strategy, "unlucky", seed, until=gs.until(samples=100))

@@ -9,7 +9,7 @@ import pytest
 
 from gradstream.coordinator.client.lifeline import MAX_TRIES, EvictedError, Lifeline
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
-from gradstream.runtime import VirtualCluster, World
+from gradstream.runtime import SimulationConfig, VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.limits import LIMITS
 
@@ -43,7 +43,7 @@ class Silent:
 
 
 def watched(answer: GradstreamError | None, seconds: float) -> tuple[Silent, list[GradstreamError]]:
-    virtual = VirtualCluster(0, World())
+    virtual = VirtualCluster(0, SimulationConfig())
     node, lost = Silent(answer), list[GradstreamError]()
 
     async def main() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from gradstream.coordinator import Coordinator, Member, Membership, Outcome, RunAbortedError
+from gradstream.coordinator import Coordinator, Member, Membership, RunAbortedError, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
-from gradstream.runtime import Network, Partition, VirtualCluster, World
+from gradstream.runtime import Network, Partition, SimulationConfig, VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import StartedEvent, StepEvent
 from gradstream.transport.base import Identity
@@ -32,12 +32,12 @@ class Cluster:
     """A coordinator, a shard and two workers with two batches each."""
 
     def __init__(self, *, survives: bool = True, network: Network | None = None, seed: int = 0) -> None:
-        world = World(network=network or Network())
+        world = SimulationConfig(network=network or Network())
         self.virtual = VirtualCluster(seed, world)
         self.network = MemoryNetwork(self.virtual)
         self.survives = survives
         self.events: list[dict[str, Any]] = []
-        self.outcome: Outcome | None = None
+        self.outcome: RunOutcome | None = None
         self.address = ""
 
     def endpoint(self, name: str, incarnation: int = 1) -> MemoryEndpoint:
@@ -141,7 +141,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         member.receipt(refs(rank, batch))
     complete = False
     while not complete:
-        batches, complete, _ = await member.assign(True, 0, Speed())
+        batches, complete, _ = await member.assign(True, 0, WorkerSpeed())
         member.receipt(batches)
     member.finished()
     assert (await member.over()).phase == v1.Notice.FINISHED
@@ -174,7 +174,7 @@ def test_one_seed_is_one_history() -> None:
 async def dies(cluster: Cluster, member: Member) -> None:
     await member.training()
     for _ in range(2):
-        await member.assign(False, 0, Speed())
+        await member.assign(False, 0, WorkerSpeed())
     member.receipt(refs(member.node.rank, 0))
     await cluster.virtual.runtime("director").sleep(1.5)
     cluster.network.kill(member.node.name)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import gradstream as gs
-from gradstream.runtime.simulation import Cost, Link, Network, World
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 
 Array = np.ndarray[Any, Any]
 Minibatch = tuple[Array, Array]
@@ -62,7 +62,7 @@ def simulated(
     model = gs.from_functions(
         init=lambda seed: {"w": W}, outputs=lambda p, x: x @ p["w"], gradients=gradients, dtype="float64"
     )
-    world = World(
+    world = SimulationConfig(
         costs={"gradient": Cost(base_s=1.0)},
         speeds={f"worker-{rank}": SPEEDS[rank] for rank in range(workers)},
         network=Network(bandwidth_bytes_s=1e15, link=Link(latency_s=1e-5)),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.errors import ConfigError
-from gradstream.run.remote.members import Roster
+from gradstream.run.remote.members import MachineMembers
 from gradstream.testing.runs import least_squares
 from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
@@ -86,7 +86,7 @@ def test_a_job_file_whose_name_cannot_be_part_of_a_path_is_refused(
 
 
 def test_a_machine_with_such_a_name_does_not_get_in() -> None:
-    roster = Roster("a", machines=2, workers_per_machine=1, facts={})
+    roster = MachineMembers("a", machines=2, workers_per_machine=1, facts={})
     for name in ("../..", "a/b", "\x1b[2J"):
         refused = roster.enrol(v1.Enrol(machine=name))
         assert isinstance(refused, v1.Refuse)

@@ -13,13 +13,13 @@ import gradstream as gs
 from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.registry import optimizer_of_text
 from gradstream.job.settings import apply, from_texts, from_toml
 from gradstream.recording.entries import decode
 from gradstream.recording.log import read_log
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.run.node import NodeSpec
 from gradstream.run.remote.address import Address
 from gradstream.runtime.storage import DiskStorage
@@ -66,7 +66,7 @@ def test_manifests(changes: dict[str, Any]) -> None:
 
 def test_where_a_run_goes_on() -> None:
     record = Resume.at("f", Manifest.decode(sealed(MANIFEST))).as_json()
-    assert Resume.of_json(record).done == Done(1, {})
+    assert Resume.of_json(record).done == DataProgress(1, {})
     changes: dict[str, Any]
     for changes in (
         {"step": None},
@@ -259,7 +259,7 @@ def test_a_report_of_events_that_say_nothing() -> None:
         b'{"event":"finished","node":"coordinator","time_s":0,"samples":null,"train_s":0}'  # a stream's
     )
     events = [parse_event(line) for line in (exchange, step, finished)]
-    assert page(Source(events=events, title="t", info={"machine": {"cores": 2}}))
+    assert page(PageSource(events=events, title="t", info={"machine": {"cores": 2}}))
 
 
 def test_a_list_that_is_null_where_it_may_be() -> None:
@@ -272,7 +272,7 @@ def test_a_section_whose_events_contradict_one_another_says_so_and_the_others_ar
     shares += '"per_s":%s,"changed":true}'
     lines = [shares % (0, 0, "[8,8]", "[1.0,2.0]"), shares % (1, 4, "[8,8,8]", "[1.0,2.0,3.0]")]
     events = [parse_event(line.encode()) for line in lines]
-    shown = page(Source(events=events, title="t"))
+    shown = page(PageSource(events=events, title="t"))
     assert "The events of this run do not fit" in shown
     assert shown.endswith("</html>\n")
 
@@ -285,4 +285,4 @@ def test_names_without_a_rank_in_a_report(who: str) -> None:
     node = who[:40] or "x"
     memory = f'{{"event":"memory","node":"{node}","time_s":0,"role":"a","peak_bytes":1,"peak_own_bytes":1}}'
     events = [parse_event(one.encode()) for one in (line, memory.replace("²", "2"))]
-    assert page(Source(events=events, title="t"))
+    assert page(PageSource(events=events, title="t"))

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradstream as gs
 from gradstream.session.forward import BeforeForward
 from gradstream.session.samples import SampleCount
-from gradstream.session.shards import Part, part_of
+from gradstream.session.shards import LoaderPart, part_of
 from gradstream.testing.sessions import loop_in_threads
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "own_loop"
@@ -208,7 +208,7 @@ class TorchSession:
         self._group = group
 
     def shard(self, data: Any) -> Any:
-        return part_of(data, Part(self.rank, self._world_size, 0, False, lambda _: None, aligned=True))
+        return part_of(data, LoaderPart(self.rank, self._world_size, 0, False, lambda _: None, aligned=True))
 
     def wrap(self, model: Any, optimizer: Any) -> Any:
         if isinstance(model, tuple):

@@ -13,13 +13,13 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 from gradstream.recording import (
     FOLDER,
-    Asked,
     Changed,
     Closed,
     Decided,
+    FetchAsked,
     Handed,
     Log,
-    Part,
+    LogPart,
     Pushed,
     Read,
     Stood,
@@ -28,19 +28,19 @@ from gradstream.recording import (
     read_log,
 )
 from gradstream.recording.entries import Entry, decode, encode
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import least_squares
 from gradstream.testing.storage import FailingStorage
 
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=5e-3)),
 )
 ENTRIES: list[Entry] = [
     Pushed(0, 3, 1, 0, basis=0, version=-1, assign=True),
     Pushed(300, 0, 70_000, 1 << 40, basis=90, version=100, absent=True),
-    Asked(1, 2, 3, 4),
+    FetchAsked(1, 2, 3, 4),
     Read(1, 2, 300, 1, 5, clock=1 << 62),
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
     Decided(300, (0, 2), ((1, 5), (3, 400))),
@@ -124,7 +124,7 @@ def _with_format(number: int) -> bytes:
     return storage.files["one.rec"]
 
 
-def recorded(**options: Any) -> tuple[gs.Run, dict[str, Part]]:
+def recorded(**options: Any) -> tuple[gs.Run, dict[str, LogPart]]:
     model, data = least_squares(48, 300, whole=False, dtype="float32")
     storage = MemoryStorage()
     run = simulate(

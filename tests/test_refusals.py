@@ -13,9 +13,9 @@ import pytest
 
 from gradstream.cli.display import Display
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.join_service import JOB, Enrolment, Invitation
-from gradstream.run.remote.machine_rendezvous import Gathering
-from gradstream.run.remote.members import Roster
+from gradstream.run.remote.join_service import JOB, Invitation, JoinService
+from gradstream.run.remote.machine_rendezvous import MachineRendezvous
+from gradstream.run.remote.members import MachineMembers
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, encode
 from gradstream.testing.bare import Bare, Refused, open_session
@@ -49,9 +49,9 @@ async def knock(address: str, count: int) -> int:
 def test_ten_thousand_wrong_tokens_are_a_few_short_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    roster = Roster("here", machines=2, workers_per_machine=1, facts={})
+    roster = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
     events = tmp_path / "events.jsonl"
-    gathering = Gathering.__new__(Gathering)
+    gathering = MachineRendezvous.__new__(MachineRendezvous)
     gathering.roster = roster
     heard: list[dict[str, Any]] = []
 
@@ -63,7 +63,7 @@ def test_ten_thousand_wrong_tokens_are_a_few_short_lines(
     began_s = time.monotonic()
     invitation = Invitation("{}", {}, Deadlines())
     given = (Address("127.0.0.1"), None, roster, invitation, heard.append, TOKEN.encode())
-    with Enrolment(*given) as service:
+    with JoinService(*given) as service:
         refused = asyncio.run(knock(str(service.address), NUM_TOKENS))
     took_s = time.monotonic() - began_s
     with Display() as display:

@@ -12,17 +12,17 @@ from click.testing import CliRunner
 
 from gradstream.cli import main
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.doctor import (
-    Finding,
+    DoctorResult,
     Visit,
     clock_finding,
     look_here,
     look_there,
     version_findings,
 )
-from gradstream.run.remote.join_service import Enrolment, Invitation
-from gradstream.run.remote.members import Roster
+from gradstream.run.remote.join_service import Invitation, JoinService
+from gradstream.run.remote.members import MachineMembers
 
 TOKEN = "a token of sixteen characters or more"
 WHOLE_WAY = ["name", "TCP", "TLS", "gRPC", "round trip", "clock"]
@@ -30,15 +30,15 @@ MEASURED_BYTES = 2 << 20
 
 
 @contextmanager
-def launcher(authority: Authority | None) -> Iterator[Address]:
-    roster = Roster("here", machines=2, workers_per_machine=1, facts={})
+def launcher(authority: CertificateAuthority | None) -> Iterator[Address]:
+    roster = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
     invitation = Invitation("{}", {})
-    made = Enrolment(Address("127.0.0.1"), authority, roster, invitation, lambda _: None, TOKEN.encode())
+    made = JoinService(Address("127.0.0.1"), authority, roster, invitation, lambda _: None, TOKEN.encode())
     with made:
         yield made.address
 
 
-def visit(address: Address, **options: str | bool) -> dict[str, Finding]:
+def visit(address: Address, **options: str | bool) -> dict[str, DoctorResult]:
     found = look_there(Visit(address=address, num_bytes=MEASURED_BYTES, **options))  # type: ignore[arg-type]
     return {finding.what: finding for finding in found}
 
@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_whole_way_with_the_token() -> None:
-    authority = Authority()
+    authority = CertificateAuthority()
     with launcher(authority) as address:
         found = visit(address, token=TOKEN, fingerprint=authority.fingerprint)
     assert list(found) == [*WHOLE_WAY, "speed", "launcher"]
@@ -70,9 +70,9 @@ def test_the_whole_way_with_the_token() -> None:
 
 
 def test_another_launcher_than_the_one_that_is_meant() -> None:
-    with launcher(Authority()) as address:
+    with launcher(CertificateAuthority()) as address:
         assert "not checked" in visit(address, token=TOKEN)["TLS"].text
-        stranger = visit(address, token=TOKEN, fingerprint=Authority().fingerprint)
+        stranger = visit(address, token=TOKEN, fingerprint=CertificateAuthority().fingerprint)
         assert list(stranger) == ["name", "TCP", "TLS"]
         assert "BAD_CERTIFICATE" in stranger["TLS"].text
 
@@ -85,7 +85,7 @@ def test_plain_text_is_measured_too_and_the_token_does_not_go_over_it() -> None:
 
 
 def test_a_wrong_token_and_none() -> None:
-    authority = Authority()
+    authority = CertificateAuthority()
     with launcher(authority) as address:
         wrong = visit(address, token=TOKEN + "x", fingerprint=authority.fingerprint)
         assert "BAD_SECRET" in wrong["gRPC"].text
@@ -131,7 +131,7 @@ def test_versions() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    authority = Authority()
+    authority = CertificateAuthority()
     with launcher(authority) as address:
         known = ["--fingerprint", authority.fingerprint, "--token", TOKEN, "--folder", str(tmp_path)]
         result = CliRunner().invoke(main, ["doctor", str(address), *known])

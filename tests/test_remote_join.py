@@ -23,12 +23,12 @@ from gradstream.data.checksum import checksum_of
 from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address, new_token
-from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.facts import difference, facts_of
 from gradstream.run.remote.join import Joining, join
-from gradstream.run.remote.join_service import Enrolment, Invitation
+from gradstream.run.remote.join_service import Invitation, JoinService
 from gradstream.run.remote.listening import Listening, workers_each
-from gradstream.run.remote.members import Roster, Seat
+from gradstream.run.remote.members import MachineMembers, Seat
 from gradstream.run.remote.reach import reach
 from gradstream.wire import v1
 
@@ -64,8 +64,8 @@ def linear(tmp_path: Path) -> Path:
     return path
 
 
-def roster(machines: int = 3, per_machine: int = 1, **options: Any) -> Roster:
-    return Roster("here", machines=machines, workers_per_machine=per_machine, facts={}, **options)
+def roster(machines: int = 3, per_machine: int = 1, **options: Any) -> MachineMembers:
+    return MachineMembers("here", machines=machines, workers_per_machine=per_machine, facts={}, **options)
 
 
 def ask(name: str = "there", **facts: str) -> v1.Enrol:
@@ -285,11 +285,11 @@ class Launcher:
 
     def __init__(self, job: Path, *, insecure: bool = False) -> None:
         self.heard: list[dict[str, Any]] = []
-        self.authority = None if insecure else Authority()
+        self.authority = None if insecure else CertificateAuthority()
         facts = facts_of(load_job(str(job)))
-        self.roster = Roster("here", machines=2, workers_per_machine=1, facts=facts)
+        self.roster = MachineMembers("here", machines=2, workers_per_machine=1, facts=facts)
         self.left = threading.Event()
-        self.enrolment = Enrolment(
+        self.enrolment = JoinService(
             LOOPBACK, self.authority, self.roster, Invitation("{}", {}), self._on_message, TOKEN.encode()
         )
 
@@ -328,7 +328,7 @@ def test_each_refusal_has_its_word(launcher: Launcher, linear: Path, tmp_path: P
     wrong_file = refusal(launcher.joining(other))
     assert "refused (BAD_JOB_FILE): job file differs" in wrong_file
     assert len(set(re.findall(r"sha256:\w{64}", wrong_file))) == 2
-    wrong_certificate = refusal(launcher.joining(linear, fingerprint=Authority().fingerprint))
+    wrong_certificate = refusal(launcher.joining(linear, fingerprint=CertificateAuthority().fingerprint))
     assert "refused (BAD_CERTIFICATE)" in wrong_certificate
     assert launcher.authority.fingerprint in wrong_certificate
     assert "refused (TLS)" in refusal(launcher.joining(linear, insecure=True))
@@ -363,7 +363,7 @@ def test_other_data_are_refused(launcher: Launcher, linear: Path, tmp_path: Path
 def test_tls_where_plain_text_is_spoken(linear: Path) -> None:
     made = Launcher(linear, insecure=True)
     with made.enrolment:
-        fingerprint = Authority().fingerprint
+        fingerprint = CertificateAuthority().fingerprint
         assert "refused (PLAIN_TEXT)" in refusal(
             made.joining(linear, insecure=False, fingerprint=fingerprint)
         )

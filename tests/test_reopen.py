@@ -15,7 +15,7 @@ from safetensors.numpy import save
 import gradstream as gs
 from gradstream.checkpoint.manifest import FileEntry, Manifest
 from gradstream.cli import main
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.job.files import load_job
 from gradstream.run.reopen import kept_parameters
 
@@ -82,7 +82,7 @@ def keep(run: Path, name: str, w: list[float]) -> None:
         step=int(name.removeprefix("step-").removeprefix(".step-").partition(".")[0]),
         rounds=1,
         steps={},
-        done=Done(),
+        done=DataProgress(),
         versions=[1],
         model={},
         optimizer="sgd",

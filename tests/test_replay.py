@@ -17,15 +17,15 @@ from gradstream._simulate import simulate
 from gradstream.errors import DataError, DivergedError
 from gradstream.recording import Log, Pushed, Read, read_log
 from gradstream.recording.entries import Entry
-from gradstream.replay import Update, replay
+from gradstream.replay import ReplayedUpdate, replay
 from gradstream.replay.finding import at_chunk_version, loss_jump, not_finite, of_step
 from gradstream.run.node import NodeSpec
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=5e-3)),
 )
@@ -344,13 +344,13 @@ def test_a_run_without_a_recording_is_refused() -> None:
         replay(simulate(model, data, epochs=1))
 
 
-def update(number: int, loss: float, **fields: Any) -> Update:
+def update(number: int, loss: float, **fields: Any) -> ReplayedUpdate:
     known: dict[str, Any] = {
         "number": number, "worker": 0, "sequence": number, "steps": (number,), "batches": (), "samples": None,
         "num_samples": 1, "lr": 0.1, "loss": loss, "computed_on": (3, 4), "applied_at": (5, 4),
         "gradient_norm": 1.0, "update_norm": 1.0, "finite": True,
     }  # fmt: skip
-    return Update(**{**known, **fields})
+    return ReplayedUpdate(**{**known, **fields})
 
 
 def test_the_update_that_is_looked_for_is_found() -> None:

@@ -16,7 +16,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.report.trace import trace_json
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import least_squares
 from gradstream.trackers.tensorboard import Scalars, TensorBoard, write_run
 from gradstream.trackers.tfevents import EventFile, Scalar, crc32c
@@ -26,7 +26,7 @@ from gradstream.trackers.tfevents import EventFile, Scalar, crc32c
 def run() -> Run:
     model, data = least_squares(48, 200)
     costs = {"gradient": Cost(base_s=0.1), "apply": Cost(base_s=0.01)}
-    world = World(costs=costs, speeds={"worker-1": 0.5})
+    world = SimulationConfig(costs=costs, speeds={"worker-1": 0.5})
     options: dict[str, Any] = {"workers": 2, "servers": 2, "steps": 12, "chunk_elems": 64, "batch_size": 2}
     return simulate(
         model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), world=world, **options

@@ -11,7 +11,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import Reason, reason_of
-from gradstream.runtime.simulation import Cost, Network, World
+from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import Sized, least_squares, numbered
 
@@ -25,7 +25,9 @@ def simulated(
 ) -> Events:
     """Four workers, eight steps; a gradient takes a second."""
     network = Network(bandwidth_bytes_s=bytes_s)
-    world = World(costs={"gradient": Cost(base_s=1.0)}, speeds=speeds or {}, network=network, phantom=True)
+    world = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0)}, speeds=speeds or {}, network=network, phantom=True
+    )
     run = simulate(
         Sized([CHUNK] * 8), numbered(64), world=world, strategy=strategy or gs.Synchronous(),
         workers=4, batch_size=1, chunk_elems=CHUNK, steps=8, seed=1,
@@ -182,7 +184,7 @@ def test_a_slow_disk_of_one_worker_is_named_with_it() -> None:
 
 def test_checkpoints_that_workers_stand_still_for_are_named() -> None:
     model, data = least_squares(64, 4)
-    world = World(costs={"gradient": Cost(base_s=0.1), "snapshot": Cost(base_s=2.0)})
+    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1), "snapshot": Cost(base_s=2.0)})
     run = simulate(
         model, data, world=world, strategy="synchronous", workers=2, batch_size=4, steps=8, chunk_elems=64,
         checkpoint_every=2, storage=MemoryStorage(),
@@ -196,7 +198,7 @@ def test_checkpoints_that_workers_stand_still_for_are_named() -> None:
 def test_tiny_chunks_are_named(costs: Mapping[str, Cost]) -> None:
     """512 chunks of 256 bytes: the shard, and the network's cards, do nothing but pass messages."""
     network = Network(bandwidth_bytes_s=3e6, header_bytes=640)
-    world = World(costs={"gradient": Cost(base_s=1e-3), **costs}, network=network, phantom=True)
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1e-3), **costs}, network=network, phantom=True)
     options: dict[str, Any] = {"workers": 4, "batch_size": 1, "steps": 8, "seed": 1}
     tiny, large = (
         reason_of(figures_of(simulate(

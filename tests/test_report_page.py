@@ -17,9 +17,9 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._train import load_job
 from gradstream.cli import main
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.testing.runs import least_squares
 
@@ -53,7 +53,7 @@ class Balance(HTMLParser):
 def slow_run() -> Run:
     """Three workers, of which one takes three times as long; two shards; an evaluation."""
     model, data = least_squares(48, 200)
-    world = World(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 1 / 3})
+    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 1 / 3})
     options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 8, "chunk_elems": 64, "batch_size": 2}
     run = simulate(
         model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), world=world, **options
@@ -95,7 +95,7 @@ def test_what_a_run_says_is_never_markup(slow_run: Run) -> None:
         "message": HOSTILE,
     }
     text = page(
-        Source(
+        PageSource(
             events=[*renamed, {**failed, "traceback": ""}],
             title=HOSTILE,
             config=HOSTILE,
@@ -113,7 +113,7 @@ def test_what_a_run_says_is_never_markup(slow_run: Run) -> None:
 )
 def test_a_run_cut_short_has_a_report(slow_run: Run, kinds: set[str]) -> None:
     events = [event for event in slow_run.events if event["event"] in kinds]
-    Balance(page(Source(events=events, title="cut short")))
+    Balance(page(PageSource(events=events, title="cut short")))
 
 
 def test_a_run_shows_itself_in_a_notebook(slow_run: Run) -> None:

@@ -9,29 +9,29 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.report.figures import Figures, NodeFigures, ShardFigures, WorkerFigures, figures_of
+from gradstream.report.figures import NodeFigures, RunFigures, ShardFigures, WorkerFigures, figures_of
 from gradstream.report.reason import Reason, reason_of
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Exponential, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Network, SimulationConfig
 from gradstream.strategies import Strategy
 from gradstream.testing.runs import Sized, least_squares, numbered
 
 CHUNK = 4096
 
 
-def run_in(world: World, strategy: Strategy, *, steps: int = 8, **options: Any) -> Run:
+def run_in(world: SimulationConfig, strategy: Strategy, *, steps: int = 8, **options: Any) -> Run:
     given: dict[str, Any] = {"workers": 4, "batch_size": 1, "chunk_elems": CHUNK, "steps": steps, "seed": 1}
     model = Sized([CHUNK] * 8)
     return simulate(model, numbered(64), world=world, strategy=strategy, **(given | options))
 
 
-def reason_in(world: World, strategy: Strategy, **options: Any) -> Reason:
+def reason_in(world: SimulationConfig, strategy: Strategy, **options: Any) -> Reason:
     return reason_of(figures_of(run_in(world, strategy, **options).events))
 
 
-def world_of(gradient_s: float, **options: Any) -> World:
+def world_of(gradient_s: float, **options: Any) -> SimulationConfig:
     costs = {"gradient": Cost(base_s=gradient_s), **options.pop("costs", {})}
-    return World(costs=costs, phantom=True, **options)
+    return SimulationConfig(costs=costs, phantom=True, **options)
 
 
 @pytest.mark.parametrize("slow", ["worker-0", "worker-2"])
@@ -60,7 +60,7 @@ def test_a_worker_with_a_slow_network_is_late_and_not_slow() -> None:
 
 
 def test_workers_that_are_slow_by_turns_are_not_named() -> None:
-    world = World(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
     reason = reason_in(world, gs.Synchronous(), steps=100)
     assert (reason.kind, reason.culprit) == ("turns", "")
 
@@ -101,7 +101,7 @@ def test_sums_of_ones_own_are_computing() -> None:
 def test_a_worker_that_evaluates_most_of_the_time_is_not_slow() -> None:
     model, data = least_squares(40, 8)
     data = gs.from_arrays(data.inputs, data.targets, data.inputs, data.targets)
-    world = World(costs={"gradient": Cost(base_s=1.0), "evaluate": Cost(base_s=2.0)})
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0), "evaluate": Cost(base_s=2.0)})
     for strategy in ("synchronous", "downpour"):
         run = simulate(
             model, data, world=world, strategy=strategy, workers=2, batch_size=2, steps=8, evaluate_every=2
@@ -132,7 +132,7 @@ def test_a_full_machine_is_named_before_what_runs_on_it() -> None:
         for n in ("worker-0", "shard-0")
     )
     shard = ShardFigures("shard-0", 10, 9.0, 9.5)
-    full = Figures({}, "finished", 0.0, 10.0, (worker,), (shard,), (), nodes)
+    full = RunFigures({}, "finished", 0.0, 10.0, (worker,), (shard,), (), nodes)
     assert reason_of(full, cores=2).kind == "machine"
     assert reason_of(full, cores=16).kind == "server"
     assert reason_of(full).kind == "server"

@@ -11,7 +11,7 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.report.staleness import quantile, staleness_by
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import least_squares
 
 
@@ -50,7 +50,7 @@ def test_quantiles_are_values_that_occur() -> None:
 @pytest.fixture(scope="module")
 def run() -> gs.Run:
     model, data = least_squares(48, 130)
-    world = World(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 0.25})
+    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 0.25})
     return simulate(
         model,
         data,

@@ -10,7 +10,7 @@ import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.report.straggler import straggler_of
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Network, World
+from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.testing.runs import Sized, kill_at, numbered
 
 SLOW = {"worker-3": 0.2}
@@ -19,7 +19,9 @@ GRADIENT = {"gradient": Cost(per_sample_s=1.0)}
 
 def ended(strategy: Any, speeds: dict[str, float] = SLOW, **options: Any) -> Run:
     given: dict[str, Any] = {"workers": 4, "batch_size": 1, "steps": 5, "seed": 1, "chunk_elems": 64}
-    world = World(costs=GRADIENT, speeds=speeds, phantom=True, network=options.pop("network", Network()))
+    world = SimulationConfig(
+        costs=GRADIENT, speeds=speeds, phantom=True, network=options.pop("network", Network())
+    )
     return gs.simulate(Sized([64] * 4), numbered(64), world=world, strategy=strategy, **(given | options))
 
 

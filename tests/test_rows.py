@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradstream.model.base import Layout
 from gradstream.model.rows import merged
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.rows import RowMap, RowPart, Table, clipped, joined, pack, row_spec_of, unpack
+from gradstream.server.rows import RowMap, RowPart, RowTable, clipped, joined, pack, row_spec_of, unpack
 
 
 @st.composite
@@ -18,7 +18,7 @@ def row_maps(draw: st.DrawFn) -> RowMap:
     """Some tables with anything between them, cut into chunks of 64 or 128 elements."""
     tables, at = [], draw(st.integers(0, 100))
     for _ in range(draw(st.integers(0, 3))):
-        table = Table(at, draw(st.integers(1, 60)), draw(st.integers(1, 40)))
+        table = RowTable(at, draw(st.integers(1, 60)), draw(st.integers(1, 40)))
         tables.append(table)
         at = table.stop + draw(st.integers(0, 100))
     elems = max(1, at)
@@ -60,7 +60,7 @@ def test_rows_of_tables_arrive_where_they_belong(rows: RowMap, seed: int) -> Non
 
 
 def example() -> RowMap:
-    return RowMap(ChunkMap(200, 64, 1), [Table(10, 30, 5)], 16)
+    return RowMap(ChunkMap(200, 64, 1), [RowTable(10, 30, 5)], 16)
 
 
 def test_the_map_on_paper() -> None:

@@ -13,7 +13,7 @@ from gradstream.runtime import VirtualCluster
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.stalls import Stalls, StallWatch
-from gradstream.transport.silence import Bell, Silence
+from gradstream.transport.silence import Broadcast, Silence
 
 S = 1_000_000_000
 
@@ -88,7 +88,7 @@ def test_the_watch_notes_looks_that_come_too_late() -> None:
 
 def test_the_alarm_waits_until_what_has_come_is_read() -> None:
     cluster = VirtualCluster()
-    runtime, bell, heard = cluster.runtime("a"), Bell(), False
+    runtime, bell, heard = cluster.runtime("a"), Broadcast(), False
     silence = Silence(runtime, bell)
 
     def wakes() -> None:
@@ -111,7 +111,7 @@ def test_the_alarm_waits_until_what_has_come_is_read() -> None:
 
 def test_silence_after_a_stall_is_noticed() -> None:
     cluster = VirtualCluster()
-    runtime, bell = cluster.runtime("a"), Bell()
+    runtime, bell = cluster.runtime("a"), Broadcast()
     runtime.call_later(9.0, lambda: runtime.stalls.add(2 * S, 9 * S))
     assert not cluster.run(Silence(runtime, bell).until(bell, lambda: False, 10.0))
     assert cluster.clock.now_ns == 19 * S

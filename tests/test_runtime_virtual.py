@@ -13,16 +13,26 @@ import torch
 from gradstream._simulate import simulate
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
-from gradstream.runtime import Cost, DeadlockError, Trace, VirtualCluster, VirtualRuntime, Work, World
-from gradstream.runtime.base import Progress
+from gradstream.runtime import (
+    Cost,
+    DeadlockError,
+    SimulationConfig,
+    Trace,
+    VirtualCluster,
+    VirtualRuntime,
+    Work,
+)
+from gradstream.runtime.base import ComputeProgress
 from gradstream.testing.runs import least_squares
 
 T = TypeVar("T")
 
-WORLD = World(costs={"gradient": Cost(base_s=1.0), "apply": Cost(base_s=0.25, per_elem_s=0.5)}, backprop=0.5)
+WORLD = SimulationConfig(
+    costs={"gradient": Cost(base_s=1.0), "apply": Cost(base_s=0.25, per_elem_s=0.5)}, backprop=0.5
+)
 
 
-def play(work: Any, seed: int = 0, world: World = WORLD) -> Any:
+def play(work: Any, seed: int = 0, world: SimulationConfig = WORLD) -> Any:
     """Runs work(runtime) on a node, and returns (its result, virtual seconds)."""
     cluster = VirtualCluster(seed, world)
     result = cluster.run(work(cluster.runtime("node")))
@@ -213,7 +223,7 @@ def test_within_lets_a_cancellation_from_outside_through() -> None:
 
 def test_progress_wakes_whoever_has_waited_for_enough() -> None:
     async def work(runtime: VirtualRuntime) -> list[tuple[int, float]]:
-        progress, log = Progress(), []
+        progress, log = ComputeProgress(), []
 
         async def wait(value: int) -> None:
             await progress.reached(value)
@@ -269,7 +279,7 @@ def test_one_core_computes_one_thing_after_the_other() -> None:
 
 
 def test_two_nodes_compute_at_once() -> None:
-    cluster = VirtualCluster(0, World(costs=WORLD.costs, speeds={"slow": 0.5}))
+    cluster = VirtualCluster(0, SimulationConfig(costs=WORLD.costs, speeds={"slow": 0.5}))
 
     async def work() -> None:
         nodes = [cluster.runtime("fast"), cluster.runtime("slow")]
@@ -380,7 +390,7 @@ def test_what_arithmetic_raises_comes_out_and_memory_is_back() -> None:
 @pytest.mark.parametrize("phantom", [False, True])
 def test_progress_comes_at_the_modelled_offsets_and_frees_memory(phantom: bool) -> None:
     """backprop = 1/2: the first element at half of the duration, the rest linearly to the end."""
-    world = World(costs={"gradient": Cost(base_s=1.0)}, backprop=0.5, phantom=phantom)
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0)}, backprop=0.5, phantom=phantom)
 
     async def work(runtime: VirtualRuntime) -> list[tuple[int, float]]:
         gradient = runtime.memory.allocate(8, torch.float32, "gradient")
@@ -409,7 +419,9 @@ def test_progress_comes_at_the_modelled_offsets_and_frees_memory(phantom: bool) 
 
 
 def test_traces_are_gone_through_per_kind() -> None:
-    world = World(costs={kind: Cost(base_s=1.0, spread=Trace((1.0, 2.0))) for kind in ("gradient", "apply")})
+    world = SimulationConfig(
+        costs={kind: Cost(base_s=1.0, spread=Trace((1.0, 2.0))) for kind in ("gradient", "apply")}
+    )
 
     async def work(runtime: VirtualRuntime) -> list[float]:
         times = []

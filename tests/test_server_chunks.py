@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.job.job import Job, spread_out
 from gradstream.memory.segments import supported
 from gradstream.run.plan import cast_of
@@ -122,7 +122,7 @@ def test_a_resumed_run_keeps_the_chunks_of_its_checkpoint() -> None:
         step=1,
         rounds=1,
         steps={},
-        done=Done(),
+        done=DataProgress(),
         model={"chunk_elems": 1 << 21},
         seed=0,
         num_samples=8,

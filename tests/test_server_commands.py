@@ -15,12 +15,12 @@ from gradstream.memory import Vector
 from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import ChunkMap, Immediate, ServerClient, ShardConfig, ShardService
-from gradstream.server.aggregation import Rule
-from gradstream.server.shard.chunk_leases import Readers
-from gradstream.server.shard.snapshot import ShardHolder
+from gradstream.server import ChunkMap, EveryPush, ServerClient, ShardConfig, ShardService
+from gradstream.server.aggregation import AggregationRule
+from gradstream.server.shard.chunk_leases import ChunkLeases
+from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.server.update import Update
-from gradstream.strategies.synchronous import Rounds
+from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.shm.endpoint import ShmEndpoint
@@ -69,7 +69,7 @@ class There:
 
 
 @asynccontextmanager
-async def there(rule: Rule) -> AsyncIterator[There]:
+async def there(rule: AggregationRule) -> AsyncIterator[There]:
     names = ("shard-0", "worker-0", "worker-1")
     ends = {
         name: ShmEndpoint(
@@ -105,7 +105,7 @@ def test_a_thousand_commands_during_fetches() -> None:
 
 
 async def _a_thousand() -> None:
-    async with there(Immediate()) as here:
+    async with there(EveryPush()) as here:
         await here.command(KIND.CREATE, "ones")
         await here.command(KIND.COPY, "ones", x="")
         stopped, reads = asyncio.Event(), list[Sequence[tuple[int, float]]]()
@@ -148,7 +148,7 @@ def test_commands_and_pushes_take_turns() -> None:
     """Each is in the parameters once: they commute here, so any order gives the same sum."""
 
     async def both() -> None:
-        async with there(Immediate()) as here:
+        async with there(EveryPush()) as here:
             await here.command(KIND.CREATE, "ones")
             await here.command(KIND.COPY, "ones", x="")
 
@@ -174,7 +174,7 @@ def test_commands_and_pushes_take_turns() -> None:
 
 def test_where_versions_are_rounds_a_command_makes_none() -> None:
     async def run() -> None:
-        async with there(Rounds(2, "sum")) as here:
+        async with there(SynchronousRound(2, "sum")) as here:
             await here.command(KIND.SCALE, alpha=5.0)
             assert await here.read() == [(0, 5.0), (0, 5.0)]
 
@@ -185,7 +185,7 @@ def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
     """CREATE of one that exists takes its turn, too."""
 
     async def run() -> None:
-        async with there(Immediate()) as here:
+        async with there(EveryPush()) as here:
             await here.command(KIND.CREATE, "v")
             for _ in range(3):
                 await here.command(KIND.COPY, "v", x="")
@@ -207,8 +207,8 @@ def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
 
 def test_a_cut_finds_no_command_half_carried_out() -> None:
     async def run() -> None:
-        async with there(Immediate()) as here:
-            holder, seen = ShardHolder(here.service, 0), set[float]()
+        async with there(EveryPush()) as here:
+            holder, seen = ShardSnapshot(here.service, 0), set[float]()
 
             async def command() -> None:
                 for _ in range(40):
@@ -230,9 +230,9 @@ def test_a_cut_finds_no_command_half_carried_out() -> None:
 def test_the_checker_of_turns_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that does not wait for who reads a chunk writes lent memory."""
 
-    async def at_once(self: Readers, chunk: int) -> None:
+    async def at_once(self: ChunkLeases, chunk: int) -> None:
         del self, chunk
 
-    monkeypatch.setattr(Readers, "gone", at_once)
+    monkeypatch.setattr(ChunkLeases, "gone", at_once)
     with pytest.raises(RefusedError, match="which is being read"):
         asyncio.run(_a_thousand())

@@ -17,9 +17,9 @@ from gradstream.errors import RefusedError
 from gradstream.memory import Memory, Vector
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.runtime.simulation import Cost, World
-from gradstream.server import ChunkMap, Contribution, Immediate, ShardConfig, ShardService
-from gradstream.server.aggregation import Gathered
+from gradstream.runtime.simulation import Cost, SimulationConfig
+from gradstream.server import ChunkMap, EveryPush, PushHeader, ShardConfig, ShardService
+from gradstream.server.aggregation import EveryN
 from gradstream.server.correction import SenderStates
 from gradstream.server.shard.state import Acknowledge, Instruction, Parked, ShardState
 from gradstream.strategies.dc_asgd import AdaptiveCompensation
@@ -33,9 +33,7 @@ MANY = 10_000
 CHUNK = 64
 
 
-def contribution(
-    incarnation: int, sequence: int = 1, sender: str = "worker-0", **fields: Any
-) -> Contribution:
+def contribution(incarnation: int, sequence: int = 1, sender: str = "worker-0", **fields: Any) -> PushHeader:
     defaults: dict[str, Any] = {
         "samples": 1,
         "num_gradients": 1,
@@ -43,7 +41,7 @@ def contribution(
         "round": 0,
         "basis": 0,
     }
-    return Contribution(
+    return PushHeader(
         sender=sender, rank=0, incarnation=incarnation, sequence=sequence, **{**defaults, **fields}
     )
 
@@ -53,7 +51,7 @@ def outcomes_of(instructions: Iterable[Instruction]) -> dict[Hashable, str]:
 
 
 def test_windows_of_ten_thousand_incarnations_do_not_pile_up() -> None:
-    state = ShardState([0, 1], Immediate())
+    state = ShardState([0, 1], EveryPush())
     for chunk in state.chunks:
         state.push(chunk, Parked(contribution(0), "first", assign=True))
         state.applied(chunk)
@@ -69,7 +67,7 @@ def test_windows_of_ten_thousand_incarnations_do_not_pile_up() -> None:
 
 
 def test_of_a_live_sender_a_second_copy_stays_a_duplicate() -> None:
-    state = ShardState([0], Immediate())
+    state = ShardState([0], EveryPush())
     state.push(0, Parked(contribution(0, sender="worker-1"), "first", assign=True))
     state.applied(0)
     state.push(0, Parked(contribution(7), "a"))
@@ -80,7 +78,7 @@ def test_of_a_live_sender_a_second_copy_stays_a_duplicate() -> None:
 
 def test_what_a_sender_has_brought_before_it_left_is_used_and_a_copy_of_it_is_not() -> None:
     """Its window stays until then: a retry that came while the chunk was busy must not count as new."""
-    state = ShardState([0], Immediate())
+    state = ShardState([0], EveryPush())
     state.push(0, Parked(contribution(1, sender="worker-1"), "first", assign=True))
     state.applied(0)
     state.push(0, Parked(contribution(7, 1), "a"))  # being applied
@@ -177,7 +175,7 @@ class Served:
     def __init__(self, rule: Any = None) -> None:
         self.runtime, self.endpoint = RealRuntime("shard-0"), Callee()
         callee: Any = self.endpoint
-        config = ShardConfig(0, 1, rule or Immediate(), SGD(lr=1.0))
+        config = ShardConfig(0, 1, rule or EveryPush(), SGD(lr=1.0))
         self.service = ShardService(self.runtime, callee, config)
         self.service.register(v1.ModelSpec(elems=2 * CHUNK, dtype=v1.FLOAT32, chunk_elems=CHUNK))
 
@@ -277,7 +275,7 @@ def test_who_has_joined_before_this_shard_has_heard_of_it_is_let_in() -> None:
 
 def test_a_shard_keeps_nothing_of_many_incarnations() -> None:
     async def run() -> None:
-        served = Served(Gathered(2))
+        served = Served(EveryN(2))
         served.hear(1, 0)
         await served.serve(served.push(0, 1, assign=True), 0, 1)
         status = v1.Command(kind=v1.Command.LEAVE, sequence=1)
@@ -312,7 +310,7 @@ def test_a_run_goes_on_exactly_once_after_a_death(strategy: str, monkeypatch: py
     model, data = least_squares(240, 200, whole=False, dtype="float32", reduction="mean")
     run = simulate(
         model, data, strategy=strategy, workers=3, servers=2, batch_size=8, epochs=4, chunk_elems=64,
-        optimizer=gs.optim.SGD(lr=0.01), deadlines=QUICK, world=World(costs={"gradient": Cost(base_s=0.03)}),
+        optimizer=gs.optim.SGD(lr=0.01), deadlines=QUICK, world=SimulationConfig(costs={"gradient": Cost(base_s=0.03)}),
         script=kill_at("worker-1", 0.4),
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]

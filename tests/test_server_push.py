@@ -12,21 +12,21 @@ import torch
 from gradstream.errors import RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import Contribution, Immediate, ShardConfig, ShardService
-from gradstream.server.shard.event_schedule import AsItComes, Go, Updating
+from gradstream.server import EveryPush, PushHeader, ShardConfig, ShardService
+from gradstream.server.shard.event_schedule import ArrivalOrder, Go, Updating
 from gradstream.transport.base import Handler, Identity, Received
 from gradstream.wire import v1
 
 CHUNK_ELEMS, NUM_CHUNKS = 64, 3
 
 
-class Noting(AsItComes):
+class Noting(ArrivalOrder):
     """Notes what happens to chunks, in its order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
         self.seen.append(f"came {chunk}")
         go()
 
@@ -67,7 +67,7 @@ async def serve(pushed: Pushed, order: Noting) -> None:
     """As a shard does, of a model that has these chunks."""
     runtime, endpoint = RealRuntime("shard-0"), Callee()
     callee: Any = endpoint
-    service = ShardService(runtime, callee, ShardConfig(0, 1, Immediate(), SGD(lr=1.0), order=order))
+    service = ShardService(runtime, callee, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), order=order))
     service.register(v1.ModelSpec(elems=NUM_CHUNKS * CHUNK_ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS))
     stream: Any = pushed
     try:

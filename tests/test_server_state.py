@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradstream.server.aggregation import Contribution, FetchTerms, Immediate
+from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
 from gradstream.server.shard.state import (
     Acknowledge,
     Apply,
@@ -15,14 +15,14 @@ from gradstream.server.shard.state import (
     ShardState,
     Supersede,
 )
-from gradstream.strategies.synchronous import Rounds
+from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.wire.window import SequenceWindow
 
 
 def contribution(
     rank: int, sequence: int, *, number: int = 0, samples: int = 4, basis: int = 0
-) -> Contribution:
-    return Contribution(
+) -> PushHeader:
+    return PushHeader(
         sender=f"worker-{rank}",
         rank=rank,
         incarnation=1,
@@ -65,7 +65,7 @@ def test_window_gives_up_on_the_very_old_and_stays_small() -> None:
 
 
 def test_push_is_applied_once_whatever_is_sent_again() -> None:
-    state = initialised(ShardState([0], Immediate()))
+    state = initialised(ShardState([0], EveryPush()))
     (first,) = state.push(0, Parked(contribution(1, 7), "a"))
     assert isinstance(first, Apply)
     assert state.push(0, Parked(contribution(1, 7), "b")) == []  # the chunk is busy: queues
@@ -75,7 +75,7 @@ def test_push_is_applied_once_whatever_is_sent_again() -> None:
 
 
 def test_pushes_that_overtake_one_another_all_count() -> None:
-    state = initialised(ShardState([0], Immediate()))
+    state = initialised(ShardState([0], EveryPush()))
     for sequence in (9, 8, 10, 7):
         (apply,) = state.push(0, Parked(contribution(1, sequence), sequence))
         assert isinstance(apply, Apply)
@@ -84,7 +84,7 @@ def test_pushes_that_overtake_one_another_all_count() -> None:
 
 
 def test_round_waits_for_everybody_and_sums_by_rank() -> None:
-    state = initialised(ShardState([0], Rounds(3, "mean")))
+    state = initialised(ShardState([0], SynchronousRound(3, "mean")))
     for rank in (2, 0):
         assert state.push(0, Parked(contribution(rank, 5, samples=rank + 1), rank)) == []
     assert state.awaited([0]) == ["worker-1"]
@@ -92,12 +92,16 @@ def test_round_waits_for_everybody_and_sums_by_rank() -> None:
     (apply,) = state.push(0, Parked(contribution(1, 5, samples=2), 1))
     assert isinstance(apply, Apply)
     assert [held.contribution.rank for held in apply.update] == [0, 1, 2]
-    assert Rounds(3, "mean").weights(0, [held.contribution for held in apply.update]) == [1 / 6, 2 / 6, 3 / 6]
+    assert SynchronousRound(3, "mean").weights(0, [held.contribution for held in apply.update]) == [
+        1 / 6,
+        2 / 6,
+        3 / 6,
+    ]
     assert state.applied(0)[-1] == Release("fetch", 0)
 
 
 def test_retry_takes_the_place_of_the_parked_push() -> None:
-    state = initialised(ShardState([0], Rounds(2, "mean")))
+    state = initialised(ShardState([0], SynchronousRound(2, "mean")))
     assert state.push(0, Parked(contribution(1, 5), "first")) == []
     assert state.push(0, Parked(contribution(1, 5), "second")) == [Supersede("first", 0)]
     (apply,) = state.push(0, Parked(contribution(0, 5), "other"))
@@ -106,7 +110,7 @@ def test_retry_takes_the_place_of_the_parked_push() -> None:
 
 
 def test_late_round_is_dropped_once_and_told() -> None:
-    state = initialised(ShardState([0], Rounds(1, "mean")))
+    state = initialised(ShardState([0], SynchronousRound(1, "mean")))
     state.push(0, Parked(contribution(0, 2), "a"))
     state.applied(0)
     late = contribution(0, 3)
@@ -116,7 +120,7 @@ def test_late_round_is_dropped_once_and_told() -> None:
 
 
 def test_fetch_waits_for_initial_parameters_and_for_own_push() -> None:
-    state = ShardState([0], Immediate())
+    state = ShardState([0], EveryPush())
     assert state.fetch(0, FetchTerms("worker-1", 1), "early") == []
     assert state.awaited([0]) == ["the worker of the lowest rank (initial parameters)"]
     state.push(0, Parked(contribution(0, 1), "init", assign=True))
@@ -128,7 +132,7 @@ def test_fetch_waits_for_initial_parameters_and_for_own_push() -> None:
 
 
 def test_staleness_counts_updates_since_the_basis() -> None:
-    state = initialised(ShardState([0], Immediate()))
+    state = initialised(ShardState([0], EveryPush()))
     for sequence in range(2, 5):
         state.push(0, Parked(contribution(0, sequence), sequence))
         state.applied(0)
@@ -139,7 +143,7 @@ def test_staleness_counts_updates_since_the_basis() -> None:
 
 
 def test_forgotten_fetch_is_not_released() -> None:
-    state = initialised(ShardState([0], Immediate()))
+    state = initialised(ShardState([0], EveryPush()))
     assert state.fetch(0, FetchTerms("worker-1", 1, min_version=1), "gone") == []
     state.forget("gone")
     state.push(0, Parked(contribution(0, 2), "push"))

@@ -10,8 +10,8 @@ import torch
 
 from gradstream.errors import ClosedError, RefusedError
 from gradstream.optim import SGD
-from gradstream.runtime import VirtualCluster, World
-from gradstream.server import Immediate, ShardConfig, ShardService
+from gradstream.runtime import SimulationConfig, VirtualCluster
+from gradstream.server import EveryPush, ShardConfig, ShardService
 from gradstream.testing.pieces import chunk_frame
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.endpoint import EndpointCore
@@ -30,7 +30,7 @@ class Run:
         self.virtual = virtual
         self.network = MemoryNetwork(self.virtual)
         self.shard = self._endpoint("shard-0", 1)
-        config = ShardConfig(0, 1, Immediate(), SGD(lr=1.0), silence_s=60.0)
+        config = ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), silence_s=60.0)
         self.service = ShardService(self.shard.runtime, self.shard, config)
         spec = v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64)
         self.service.register(spec)
@@ -68,7 +68,7 @@ class Run:
 
 
 def played(script: Callable[[Run], Awaitable[None]]) -> None:
-    virtual = VirtualCluster(0, World())
+    virtual = VirtualCluster(0, SimulationConfig())
 
     async def main() -> None:
         run = Run(virtual)

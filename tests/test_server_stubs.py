@@ -12,7 +12,7 @@ import pytest
 
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import Immediate, ShardConfig, ShardService
+from gradstream.server import EveryPush, ShardConfig, ShardService
 from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
@@ -45,7 +45,7 @@ def with_shard(script: Script) -> None:
     async def main() -> None:
         runtime = RealRuntime("shard-0")
         endpoint = GrpcEndpoint(Identity("job", "shard-0", 1, epoch=3, secret=SECRET), runtime)
-        config = ShardConfig(0, 1, Immediate(), SGD(lr=1.0), silence_s=0.2)
+        config = ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), silence_s=0.2)
         service = ShardService(runtime, endpoint, config)
         service.register(v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=64))
         await endpoint.start()

@@ -21,14 +21,14 @@ from gradstream.memory import Memory
 from gradstream.model.base import Reduction
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import Contribution, FetchTerms, Gathered, Rule
+from gradstream.server.aggregation import AggregationRule, EveryN, FetchTerms, PushHeader
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
-from gradstream.server.shard.executor import Conductor
+from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
-from gradstream.server.shard.store import Store
+from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import Worker
 from gradstream.testing.runs import (
     QUICK,
@@ -46,11 +46,11 @@ from gradstream.worker.replica.server import ServerReplica
 NUM_SAMPLES = 24
 
 
-def contribution(sequence: int, *, rank: int = 0, basis: int = 0, **fields: Any) -> Contribution:
-    return Contribution(f"worker-{rank}", rank, 1, sequence, samples=1, basis=basis, **fields)
+def contribution(sequence: int, *, rank: int = 0, basis: int = 0, **fields: Any) -> PushHeader:
+    return PushHeader(f"worker-{rank}", rank, 1, sequence, samples=1, basis=basis, **fields)
 
 
-def initialised(rule: Rule, window: type[SequenceWindow] = SequenceWindow) -> ShardState:
+def initialised(rule: AggregationRule, window: type[SequenceWindow] = SequenceWindow) -> ShardState:
     state = ShardState([0], rule, window)
     state.push(0, Parked(contribution(1), "init", assign=True))
     state.applied(0)
@@ -68,7 +68,7 @@ def pushed(state: ShardState, sequence: int, **fields: Any) -> tuple[Apply, list
 
 
 def test_a_contribution_is_done_with_once_it_is_in_the_sum() -> None:
-    state = initialised(Gathered(3))
+    state = initialised(EveryN(3))
     steps = [pushed(state, sequence) for sequence in range(2, 9)]
     assert [due.completes for due, _ in steps] == [False, False, True, False, False, True, False]
     assert [due.summed for due, _ in steps] == [0, 1, 2, 0, 1, 2, 0]
@@ -81,7 +81,7 @@ def test_a_contribution_is_done_with_once_it_is_in_the_sum() -> None:
 
 
 def test_a_retry_of_what_is_in_the_sum_is_a_duplicate() -> None:
-    state = initialised(Gathered(3))
+    state = initialised(EveryN(3))
     pushed(state, 2)
     (again,) = state.push(0, Parked(contribution(2), "again"))
     assert isinstance(again, Acknowledge)
@@ -90,7 +90,7 @@ def test_a_retry_of_what_is_in_the_sum_is_a_duplicate() -> None:
 
 
 def test_an_own_push_in_the_sum_holds_up_no_fetch() -> None:
-    state = initialised(Gathered(3))
+    state = initialised(EveryN(3))
     assert state.fetch(0, FetchTerms("worker-0", 1, after_sequence=2), "fetch") == []
     _, out = pushed(state, 2)
     assert Release("fetch", 0) in out
@@ -98,7 +98,7 @@ def test_an_own_push_in_the_sum_holds_up_no_fetch() -> None:
 
 
 def test_a_fetch_that_flushes_waits_for_the_sum() -> None:
-    state = initialised(Gathered(3))
+    state = initialised(EveryN(3))
     flush = FetchTerms("worker-0", 1, flush=True)
     assert state.fetch(0, flush, "nothing to flush") == [Release("nothing to flush", 0)]
     pushed(state, 2, learning_rate=0.5)
@@ -110,7 +110,7 @@ def test_a_fetch_that_flushes_waits_for_the_sum() -> None:
 
 
 def test_a_flush_that_comes_while_the_sum_grows_waits_for_that() -> None:
-    state = initialised(Gathered(3))
+    state = initialised(EveryN(3))
     state.push(0, Parked(contribution(2), "push"))
     assert state.chunks[0].unapplied
     assert state.fetch(0, FetchTerms("worker-0", 1, flush=True), "flush") == []
@@ -120,7 +120,7 @@ def test_a_flush_that_comes_while_the_sum_grows_waits_for_that() -> None:
 
 
 def test_nothing_joins_no_sum() -> None:
-    state = initialised(Gathered(2))
+    state = initialised(EveryN(2))
     due, _ = pushed(state, 2, absent=True)
     assert not due.completes
     assert state.chunks[0].summed == 0
@@ -176,7 +176,7 @@ def test_a_retry_that_is_taken_in_again_is_noticed() -> None:
 
 
 def check_once(events: list[int | str], count: int, window: type[SequenceWindow]) -> None:
-    there = Interpreter(initialised(Gathered(count), window))
+    there = Interpreter(initialised(EveryN(count), window))
     flushes: list[str] = []
     for index, event in enumerate(events):
         if event == "done":
@@ -198,8 +198,8 @@ def check_once(events: list[int | str], count: int, window: type[SequenceWindow]
 # ---- arithmetic -----------------------------------------------------------------------------------
 
 
-def store_of(optimizer: Any, elems: int = 100) -> Store:
-    return Store(Memory(), ChunkMap(elems, 64, 1), 0, torch.float32, optimizer)
+def store_of(optimizer: Any, elems: int = 100) -> ShardStore:
+    return ShardStore(Memory(), ChunkMap(elems, 64, 1), 0, torch.float32, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", [gs.optim.SGD(lr=1.0, momentum=0.9), gs.optim.Adagrad(lr=1.0)], ids=str)
@@ -219,7 +219,7 @@ def test_a_sum_has_the_bits_of_one_update_of_its_parts(optimizer: Any) -> None:
 
 def test_a_sum_takes_memory_only_where_there_is_one() -> None:
     memory = Memory()
-    store = Store(memory, ChunkMap(100, 64, 1), 0, torch.float32, gs.optim.SGD(lr=1.0))
+    store = ShardStore(memory, ChunkMap(100, 64, 1), 0, torch.float32, gs.optim.SGD(lr=1.0))
     store.update(0, [torch.ones(64)], [0.5], lr=1.0, step=1)
     assert "sums" not in memory.allocated_bytes
     store.gather(0, [torch.ones(64)], [0.5], summed=False)
@@ -236,7 +236,7 @@ class Summing(gs.AsySG):
     gradients: int = 5
 
 
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
@@ -300,9 +300,9 @@ def test_what_is_left_in_the_sum_at_a_cut_is_in_the_checkpoint() -> None:
 def test_a_cut_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: shards hold their ranges as they are."""
 
-    async def nothing(self: Conductor) -> None: ...
+    async def nothing(self: ShardExecutor) -> None: ...
 
-    monkeypatch.setattr(Conductor, "flush", nothing)
+    monkeypatch.setattr(ShardExecutor, "flush", nothing)
     run, stops = stopped_and_resumed(0, 0.035)
     assert stops
     with pytest.raises(AssertionError, match=r"was applied [01] times"):
@@ -502,11 +502,11 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
                 await worker.accumulate(await worker.gradient(batch))
                 await worker.server.push_soon(worker.take_accumulated())
 
-        def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-            return Gathered(1)
+        def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
+            return EveryN(1)
 
     def stale(own: bool) -> Mapping[str, int]:
-        world = World(costs={"gradient": Cost(base_s=1e-3)}, network=slow)
+        world = SimulationConfig(costs={"gradient": Cost(base_s=1e-3)}, network=slow)
         model, data = least_squares(64, 100, whole=False)
         run = simulate(
             model,

@@ -31,7 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.session.samples import SampleCount
-from gradstream.session.shards import Part, part_of
+from gradstream.session.shards import LoaderPart, part_of
 from gradstream.testing.sessions import loop_in_threads
 
 Taken = list[tuple[list[int], int | None]]  # the samples of each minibatch, and how many it counts
@@ -143,7 +143,7 @@ def epochs_of(make: Callable[[], Any], rank: int, world_size: int, epochs: int =
     random.seed(rank)
     np.random.seed(rank)  # noqa: NPY002
     counts: list[int | None] = []
-    part = part_of(make(), Part(rank, world_size, 7, options.get("split", False), counts.append, True))
+    part = part_of(make(), LoaderPart(rank, world_size, 7, options.get("split", False), counts.append, True))
     taken: list[Taken] = []
     for _ in range(epochs):
         taken.append([(ids_of(batch), counts.pop()) for batch in part])
@@ -217,12 +217,14 @@ def test_loader_processes_and_settings_are_kept() -> None:
     loader = DataLoader(
         Ids(12), 2, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=of_process, timeout=60
     )
-    part = part_of(loader, Part(0, 2, 7, False, lambda count: None, True))
+    part = part_of(loader, LoaderPart(0, 2, 7, False, lambda count: None, True))
     whole = [list(part) for _ in range(2)]
     list(zip(part, range(1), strict=False))  # stopped early
     whole.append(list(part))
     assert len({pid for epoch in whole for _, pid in epoch}) == 1
-    plain = part_of(DataLoader(Ids(12), 2, shuffle=True), Part(0, 2, 7, False, lambda count: None, True))
+    plain = part_of(
+        DataLoader(Ids(12), 2, shuffle=True), LoaderPart(0, 2, 7, False, lambda count: None, True)
+    )
     plain.batch_sampler.set_epoch(0)  # epochs are the same ones without processes
     without = [[batch.tolist() for batch in plain] for _ in range(4)]
     assert [[ids for ids, _ in epoch] for epoch in whole] == [*without[:2], without[3]]
@@ -243,7 +245,7 @@ def test_loader_processes_and_settings_are_kept() -> None:
 
 def test_two_iterations_of_a_loader_can_go_on_beside_each_other() -> None:
     counts: list[int | None] = []
-    part = part_of(DataLoader(Ids(9), 2), Part(1, 2, 7, False, counts.append, True))
+    part = part_of(DataLoader(Ids(9), 2), LoaderPart(1, 2, 7, False, counts.append, True))
     both = [(one.tolist(), other.tolist()) for one, other in zip(part, part, strict=True)]
     assert both == [([2, 3], [2, 3]), ([6, 7], [6, 7]), ([6, 7], [6, 7])]
     assert counts == [2, 2, 2, 2, 0, 0]
@@ -256,14 +258,14 @@ def test_an_endless_sampler_is_drawn_as_it_is_needed() -> None:
                 yield from super().__iter__()
 
     loader = DataLoader(Ids(3), 2, sampler=Endless(Ids(3)))
-    part = part_of(loader, Part(1, 2, 7, False, lambda count: None, True))
+    part = part_of(loader, LoaderPart(1, 2, 7, False, lambda count: None, True))
     assert [batch.tolist() for batch, _ in zip(part, range(2), strict=False)] == [[2, 0], [0, 1]]
 
 
 def test_without_rounds_nobody_repeats() -> None:
     for data in (DataLoader(Ids(9), 2), minibatches(9, 2)):
         for split, expected in ((False, [[0, 1], [4, 5], [8]]), (True, [[0], [2], [4], [6], [8]])):
-            parts = [part_of(data, Part(rank, 2, 0, split, lambda count: None)) for rank in range(2)]
+            parts = [part_of(data, LoaderPart(rank, 2, 0, split, lambda count: None)) for rank in range(2)]
             taken = [[batch.tolist() for batch in part] for part in parts]
             assert taken[0] == expected
             assert taken[1] == ([[1], [3], [5], [7]] if split else [[2, 3], [6, 7]])
@@ -284,7 +286,7 @@ def test_samples_are_counted_by_their_numbers_not_by_the_shape_of_tensors() -> N
 
     counts: list[int | None] = []
     loader = DataLoader(Ids(10), 4, collate_fn=time_first, num_workers=1)
-    list(part_of(loader, Part(0, 2, 0, False, counts.append, True)))
+    list(part_of(loader, LoaderPart(0, 2, 0, False, counts.append, True)))
     assert counts == [4, 2]
 
 
@@ -353,12 +355,14 @@ def test_what_is_divided_for_others_is_refused(kind: str) -> None:
         (1, 2, "not be"),
     ):
         with pytest.raises(ConfigError, match=match):
-            part_of(DIVIDED[kind](8, rank, world_size), Part(0, 2, 0, False, lambda count: None, True))
+            part_of(DIVIDED[kind](8, rank, world_size), LoaderPart(0, 2, 0, False, lambda count: None, True))
 
 
 def test_the_epoch_reaches_the_users_own_sampler() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(Ids(8), num_replicas=2, rank=0)
-    part = part_of(DataLoader(Ids(8), 2, sampler=sampler), Part(0, 2, 0, False, lambda count: None, True))
+    part = part_of(
+        DataLoader(Ids(8), 2, sampler=sampler), LoaderPart(0, 2, 0, False, lambda count: None, True)
+    )
     part.batch_sampler.set_epoch(5)
     assert sampler.epoch == 5
 
@@ -368,7 +372,7 @@ def test_the_epoch_reaches_the_users_own_sampler() -> None:
 
 def test_what_cannot_be_divided_is_refused_with_a_remedy() -> None:
     def shard(data: Any, *, split: bool = False) -> Any:
-        return part_of(data, Part(0, 2, 0, split, lambda count: None, True))
+        return part_of(data, LoaderPart(0, 2, 0, split, lambda count: None, True))
 
     class Repeating(DataLoader[Any]):
         """As those that keep their processes by an iterator of their own."""

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.cli.progress import Progress
+from gradstream.cli.progress import ProgressLine
 from gradstream.cli.report import figures
 from gradstream.errors import ConfigError
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.report.summary import summary_of, surviving
 from gradstream.session import log as module
 from gradstream.session.log import MAX_NAMES, MAX_WAITING, SessionLog
@@ -267,7 +267,7 @@ def test_steps_of_a_loop_have_losses_and_what_it_logs_is_in_its_events(events: l
 
 
 def test_the_progress_line_shows_them(events: list[Any]) -> None:
-    progress, lines = Progress(), list[str]()
+    progress, lines = ProgressLine(), list[str]()
     for event in sorted(events, key=lambda event: event["time_s"]):
         progress.update(event)
         lines.append(progress.line())
@@ -286,7 +286,7 @@ def test_the_table_and_the_report_show_them(events: list[Any]) -> None:
     row = dict(figures(summary))["logged"]
     assert "accuracy 0." in row
     assert "worst nan" in row
-    html = page(Source(events=events, title="loop"))
+    html = page(PageSource(events=events, title="loop"))
     assert "accuracy over samples, as logged" in html
     assert "loss over samples" in html
 
@@ -314,7 +314,7 @@ def stepped(time_s: float, rank: int = 0, loss: float | None = None) -> Any:
 
 
 def test_without_rounds_the_end_is_that_of_all_workers() -> None:
-    progress = Progress()
+    progress = ProgressLine()
     started = {"event": "started", "node": "coordinator", "time_s": 0.0, "workers": 2, "total_steps": 0}
     for event in (started, stepped(2.0, loss=1.0), stepped(2.0, rank=1, loss=1.0)):
         progress.update(event)
@@ -327,7 +327,9 @@ def test_without_rounds_the_end_is_that_of_all_workers() -> None:
 
 def test_a_report_says_where_figures_are_not_finite() -> None:
     events = [stepped(1.0), logged(1.0, a=1.0), stepped(2.0), logged(2.0, a=None), logged(3.0, a=2.0)]
-    assert "a over samples, as logged (1 of 3 points not finite)" in page(Source(events=events, title="loop"))
+    assert "a over samples, as logged (1 of 3 points not finite)" in page(
+        PageSource(events=events, title="loop")
+    )
 
 
 def test_what_is_logged_again_after_a_resume_is_not_counted_twice() -> None:

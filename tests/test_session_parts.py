@@ -15,11 +15,11 @@ from torch.utils.data.distributed import DistributedSampler
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError, GradientError, UserCodeError
 from gradstream.job.registry import optimizer_of_text
-from gradstream.session.binding import HeldArrays, HeldModule
-from gradstream.session.bridge import Handover
+from gradstream.session.binding import ArrayBinding, ModuleBinding
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
-from gradstream.session.shards import Part, length_of, part_of
+from gradstream.session.shards import LoaderPart, length_of, part_of
 from gradstream.session.torchrun import of_torchrun
 from gradstream.worker.replica.loop import Round
 
@@ -201,7 +201,7 @@ def test_a_module_is_pointed_at_the_flat_vector_and_tied_weights_count_once() ->
             self.head.weight = self.embed.weight
 
     model = Tied()
-    held = HeldModule(model, [p for p in model.parameters() if p.requires_grad])
+    held = ModuleBinding(model, [p for p in model.parameters() if p.requires_grad])
     assert [slot.name for slot in held.layout.slots] == ["embed.weight"]
     flat = torch.zeros(12)
     held.init(0, flat)
@@ -219,14 +219,14 @@ def test_a_module_is_pointed_at_the_flat_vector_and_tied_weights_count_once() ->
 def test_parameters_of_two_dtypes_or_none_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ConfigError, match=r"torch.float32, torch.float64; expected one dtype"):
-        HeldModule(model, list(model.parameters()))
+        ModuleBinding(model, list(model.parameters()))
     with pytest.raises(ConfigError, match="no parameters"):
-        HeldModule(model, [])
+        ModuleBinding(model, [])
 
 
 def test_arrays_are_updated_in_place_and_checked() -> None:
     w, b = np.ones((2, 3)), np.zeros(3)
-    held = HeldArrays((w, b))
+    held = ArrayBinding((w, b))
     flat = torch.zeros(9, dtype=torch.float64)
     held.init(0, flat)
     held.show(flat * 2)
@@ -239,13 +239,13 @@ def test_arrays_are_updated_in_place_and_checked() -> None:
     with pytest.raises(ConfigError, match="updated in place"):
         held.check((w.copy(), b))
     with pytest.raises(ConfigError, match="expected a numpy array"):
-        HeldArrays([1.0])
+        ArrayBinding([1.0])
 
 
 # ---- whose turn it is -------------------------------------------------------------------
 
 
-class Recorded(HeldArrays):
+class Recorded(ArrayBinding):
     """Arrays, and the order of what happened to them."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ def round_of(gradient: torch.Tensor) -> Round:
 
 def test_user_and_worker_take_turns() -> None:
     held = Recorded()
-    handover = Handover(held)
+    handover = LoopBridge(held)
     turns = []
 
     def worker() -> None:
@@ -297,11 +297,11 @@ def test_user_and_worker_take_turns() -> None:
 
 
 def test_what_ends_one_side_reaches_the_other() -> None:
-    handover = Handover(Recorded())
+    handover = LoopBridge(Recorded())
     handover.over(gs.errors.PeerLostError("worker-1", "is gone"))
     with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
         handover.first()
-    other = Handover(Recorded())
+    other = LoopBridge(Recorded())
     other.end(UserCodeError("mine"))
     with pytest.raises(UserCodeError, match="mine"):
         other.turn(torch.zeros(2), round_of(torch.zeros(2)))
@@ -315,7 +315,7 @@ def note(samples: int | None) -> None:
 
 
 def deal(data: Any, *, split: bool = False) -> list[Any]:
-    return [part_of(data, Part(rank, 2, 0, split, note)) for rank in range(2)]
+    return [part_of(data, LoaderPart(rank, 2, 0, split, note)) for rank in range(2)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -377,7 +377,7 @@ def test_minibatches_can_be_split_instead() -> None:
 def test_a_loader_that_the_user_has_cut_already_is_left_alone() -> None:
     data = TensorDataset(torch.arange(8))
     loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=1), batch_size=2)
-    part = part_of(loader, Part(1, 2, 0, False, note))
+    part = part_of(loader, LoaderPart(1, 2, 0, False, note))
     assert part.sampler is loader.sampler
     assert [batch[0].tolist() for batch in part] == [batch[0].tolist() for batch in loader]
 

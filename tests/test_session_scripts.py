@@ -19,7 +19,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.preflight import Finding, dry_run
+from gradstream.preflight import CheckResult, dry_run
 from gradstream.testing.sessions import loop_in_threads
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -288,7 +288,7 @@ for step in range(100_000):
 )
 
 
-def tried(folder: Path, line: str) -> list[Finding]:
+def tried(folder: Path, line: str) -> list[CheckResult]:
     path = folder / "tried.py"
     path.write_text(TRIED.format(line))
     return dry_run(load_job(str(path)))

@@ -12,7 +12,7 @@ from torch import nn
 import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.session import watch
-from gradstream.session.binding import HeldModule
+from gradstream.session.binding import ModuleBinding
 from gradstream.testing.sessions import loop_in_threads
 from small_loops import (
     DEADLINES,
@@ -281,4 +281,4 @@ def test_a_sparse_gradient_goes_where_torch_takes_it(kind: Any) -> None:
 def test_parameters_of_half_precision_are_refused_with_what_to_do() -> None:
     model = net().to(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"has torch.bfloat16; .* torch.autocast"):
-        HeldModule(model, list(model.parameters()))
+        ModuleBinding(model, list(model.parameters()))

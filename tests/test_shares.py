@@ -14,23 +14,23 @@ from torch.utils.data import DataLoader
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.balance import Balance
-from gradstream.data.base import BatchRef, Division
+from gradstream.coordinator.balance import ShareBalance
+from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import PartitionPlan, RoundPlan
-from gradstream.data.shares import Speed, begins_stretch, dealt, stretch_end
+from gradstream.data.shares import WorkerSpeed, begins_stretch, dealt, stretch_end
 from gradstream.errors import ConfigError, InternalError
 from gradstream.report.figures import figures_of
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.report.reason import reason_of
 from gradstream.report.summary import EventDict
 from gradstream.report.uneven import shares_table
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, LogNormal, World
+from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import least_squares
-from gradstream.worker.balance import Balance as WorkersBalance
+from gradstream.worker.balance import ShareReporter
 
 GRID = 2.0**-10
 
@@ -57,9 +57,9 @@ def test_stretches_double() -> None:
     assert [stretch_end(batch) for batch in (0, 3, 4, 7, 8, 15, 16)] == [4, 4, 8, 8, 16, 16, 32]
 
 
-def stretch(rounds: int, samples: int, seconds: float) -> Speed:
+def stretch(rounds: int, samples: int, seconds: float) -> WorkerSpeed:
     """So many gradients, each of these samples and seconds."""
-    speed = Speed()
+    speed = WorkerSpeed()
     for _ in range(rounds):
         speed.took(samples, seconds)
     speed.took(0, 0.0)
@@ -67,7 +67,7 @@ def stretch(rounds: int, samples: int, seconds: float) -> Speed:
 
 
 def test_an_estimate_forgets_and_knows_how_sure_it_is() -> None:
-    speed = Speed()
+    speed = WorkerSpeed()
     assert (speed.per_s, speed.error) == (None, math.inf)
     speed.measured(stretch(64, 10, 1.0))
     assert (speed.per_s, speed.error) == (10.0, 0.0)
@@ -127,7 +127,7 @@ def test_shares_that_make_no_sense() -> None:
 
 
 def test_one_decision_is_made_of_what_all_have_said() -> None:
-    balance = Balance(RoundPlan(1000, 10, 3, shares="measured"))
+    balance = ShareBalance(RoundPlan(1000, 10, 3, shares="measured"))
     for rank, seconds in ((0, 1.0), (2, 0.5)):
         balance.took(rank, (0, 4), stretch(3, 10, seconds / 3))
         assert balance.decide((0, 1, 2)) is None
@@ -142,7 +142,7 @@ def test_one_decision_is_made_of_what_all_have_said() -> None:
 
 
 def test_what_would_gain_little_changes_nothing() -> None:
-    balance = Balance(RoundPlan(1000, 100, 2, shares="measured"))
+    balance = ShareBalance(RoundPlan(1000, 100, 2, shares="measured"))
     balance.took(0, (0, 4), stretch(3, 100, 1.0))
     balance.took(1, (0, 4), stretch(3, 100, 1.08))
     event = balance.decide((0, 1))
@@ -151,7 +151,7 @@ def test_what_would_gain_little_changes_nothing() -> None:
 
 
 def test_a_lost_workers_share_goes_to_the_others() -> None:
-    balance = Balance(RoundPlan(1000, 10, 3, shares="measured"))
+    balance = ShareBalance(RoundPlan(1000, 10, 3, shares="measured"))
     for rank in (0, 2):
         balance.took(rank, (0, 4), stretch(3, 10, 1.0))
     event = balance.decide((0, 2))
@@ -162,14 +162,14 @@ def test_a_lost_workers_share_goes_to_the_others() -> None:
 def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first_gradient() -> None:
     said: list[tuple[int, float, float]] = []
 
-    class Source:
-        async def shares(self, ref: BatchRef, stretch: Speed) -> Sequence[int]:
+    class PageSource:
+        async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> Sequence[int]:
             said.append((ref.batch, stretch.rounds, stretch.seconds))
             return (6, 2)
 
     async def main() -> None:
         plan = RoundPlan(1000, 4, 2, shares="measured")
-        balance = WorkersBalance(plan, Source())
+        balance = ShareReporter(plan, PageSource())
         for batch in range(20):
             ref = BatchRef(0, 0, batch)
             await balance.reach(ref)
@@ -198,7 +198,7 @@ def uneven(shares: Literal["measured"] | None, *, spread: float = 0.0, **options
     """Four workers, of which the last is 4 times slower; integer data, so that sums are exact."""
     model, data = least_squares(2048, 64, grid=GRID)
     cost = Cost(per_sample_s=1e-3, spread=LogNormal(spread))
-    world = World(costs={"gradient": cost}, speeds={"worker-3": 0.25})
+    world = SimulationConfig(costs={"gradient": cost}, speeds={"worker-3": 0.25})
     options = {"workers": 4, "batch_size": 32, "epochs": 3, "seed": 1, "chunk_elems": 64, **options}
     return simulate(model, data, world=world, shares=shares, optimizer=gs.optim.SGD(lr=2.0**-7), **options)
 
@@ -228,7 +228,7 @@ def test_shares_do_not_follow_noise() -> None:
 
 
 def test_a_machine_that_becomes_slower_is_noticed() -> None:
-    balance = Balance(RoundPlan(10_000, 50, 2, shares="measured"))
+    balance = ShareBalance(RoundPlan(10_000, 50, 2, shares="measured"))
     taken = []
     for epoch in range(12):
         for batch, rounds in ((4, 3), (8, 4), (16, 8), (32, 16)):
@@ -256,14 +256,14 @@ def test_the_bits_are_those_of_equal_shares(options: dict[str, Any]) -> None:
 def test_a_worker_that_goes_by_other_shares_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: worker 1 does not do what was decided."""
     before = uneven("measured").parameters["w"]
-    reach = WorkersBalance.reach
+    reach = ShareReporter.reach
 
-    async def stubborn(self: WorkersBalance, ref: BatchRef) -> None:
+    async def stubborn(self: ShareReporter, ref: BatchRef) -> None:
         await reach(self, ref)
         if ref.partition == 1 and (ref.epoch, ref.batch) == (0, 4):
             self._plan.allot(0, 4, (32, 32, 32, 32), until=8)
 
-    monkeypatch.setattr(WorkersBalance, "reach", stubborn)
+    monkeypatch.setattr(ShareReporter, "reach", stubborn)
     assert not np.array_equal(uneven("measured").parameters["w"], before)
 
 
@@ -288,7 +288,7 @@ def test_the_report_shows_the_shares() -> None:
     assert head == ["from", ">worker-0", ">worker-1", ">worker-2", ">worker-3"]
     assert change == ["epoch 0, round 4", "40", "40", "39", "9"]
     assert speeds == ["speed, measured last", "1,000/s", "1,000/s", "1,000/s", "250/s"]
-    assert "<h2>Shares</h2>" in page(Source(title="x", events=run.events))
+    assert "<h2>Shares</h2>" in page(PageSource(title="x", events=run.events))
     equal = uneven(None, steps=6, epochs=None)
     assert shares_table(equal.events) == ([], [])
     assert 'shares="measured"' in reason_of(figures_of(equal.events)).remedy
@@ -316,7 +316,7 @@ def test_a_loaders_processes_read_no_further_than_is_known() -> None:
     """Samples are read ahead up to the next stretch; then by the shares that were decided meanwhile."""
     items = [(np.float32(number), number) for number in range(64)]
     data = gs.from_loader(DataLoader(items, batch_size=4, num_workers=1))  # type: ignore[arg-type]
-    plan = plan_of(data, Division(
+    plan = plan_of(data, PartitionSpec(
         cut="rounds", batch_size=4, workers=2, seed=3, shares="measured", epochs=1, steps=None
     ))  # fmt: skip
     assert isinstance(plan, RoundPlan)

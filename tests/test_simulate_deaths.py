@@ -12,7 +12,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.runs import (
     QUICK,
     Tokens,
@@ -24,7 +24,7 @@ from gradstream.testing.runs import (
 )
 
 NUM_SAMPLES, EPOCHS = 24, 3
-WORLD = World(
+WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )

@@ -15,8 +15,8 @@ from gradstream._simulate import simulate
 from gradstream.errors import LentMemoryError
 from gradstream.memory import Vector
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
-from gradstream.server.client.push import Pushing
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.shard.state import ShardState
 from gradstream.strategies import Downpour, Strategy, Worker
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
@@ -31,14 +31,14 @@ NUM_SEEDS = 200
 BAD = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)
 
 
-def bad_world() -> World:
+def bad_world() -> SimulationConfig:
     """Between workers and shards nothing can be relied upon; membership is left in peace."""
     workers = [f"worker-{rank}" for rank in range(WORKERS)]
     shards = [f"shard-{rank}" for rank in range(SERVERS)]
     pairs = [(one, other) for one in workers for other in shards]
     links = {pair: BAD for one, other in pairs for pair in ((one, other), (other, one))}
     costs = {"gradient": Cost(base_s=3e-3, spread=Exponential()), "apply": Cost(base_s=1e-4)}
-    return World(costs=costs, network=Network(links=links))
+    return SimulationConfig(costs=costs, network=Network(links=links))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Impatient(Downpour):
             update = worker.update(gradient)
             update.vector = Vector("copy", gradient.vector.tensor.clone())
             client._sequence += 1
-            push = Pushing(client._links, update, client._sequence, None)
+            push = PendingPushRequest(client._links, update, client._sequence, None)
             pushes.append(runtime.spawn(push.run(), name=f"push-{client._sequence}"))
         await runtime.gather(*pushes)
 
@@ -159,7 +159,7 @@ def test_a_silent_network_ends_the_run_within_its_deadlines() -> None:
         simulate(
             Tokens(num_chunks=2),
             numbered(NUM_SAMPLES),
-            world=World(network=Network(links=links)),
+            world=SimulationConfig(network=Network(links=links)),
             on_event=events.append,
             optimizer=gs.optim.SGD(lr=1.0),
             steps=5,
@@ -210,7 +210,7 @@ def test_a_planted_race_is_caught(strategy: Strategy, seed: int) -> None:
             Tokens(num_chunks=2),
             numbered(NUM_SAMPLES),
             strategy=strategy,
-            world=World(network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3))),
+            world=SimulationConfig(network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3))),
             optimizer=gs.optim.SGD(lr=1.0),
             steps=4,
             chunk_elems=64,

@@ -166,7 +166,7 @@ def test_downpour_with_one_loop_is_plain_sgd() -> None:
 def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one() -> None:
     model, _ = least_squares(64, 5, reduction="mean")
     sizes = [[1] * 20, [1] * 20]
-    world = gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.05)})
+    world = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
     for strategy in ("synchronous", "downpour"):
         job = Job(model, Own(sizes), strategy=strategy, optimizer=gs.optim.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
         with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
@@ -180,7 +180,7 @@ def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one(
 
 # ---- stopped and resumed --------------------------------------------------------------------
 
-SLOW = gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.05)})
+SLOW = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
 
 
 def stopped_at(seconds: float, sizes: list[list[int]], strategy: str | gs.Strategy, **options: Any) -> gs.Run:

@@ -12,7 +12,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.runs import Sized, numbered
 
 # The original on Caltech-101: seconds of a worker for a minibatch, of the one server for a push,
@@ -34,7 +34,7 @@ def closed_queue_epoch_s(workers: int) -> float:
 
 def simulated_epoch_s(workers: int, *, epochs: int, work: float = WORK_S) -> float:
     """Mean seconds for as many minibatches as the original's epoch has."""
-    world = World(
+    world = SimulationConfig(
         costs={
             "gradient": Cost(base_s=work * SCALE, spread=Exponential()),
             "apply": Cost(base_s=SERVER_S * SCALE, spread=Exponential()),

@@ -14,7 +14,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime import Report, VirtualCluster, Work
-from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, Trace, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig, Trace
 from gradstream.strategies import Strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 
@@ -27,7 +27,7 @@ BETA = 1e-7  # seconds a byte: 10 MB/s, so that headers and latency are small be
 
 POOR = Link(latency_s=1e-3, jitter_s=1e-3, loss=0.01, duplicate=0.05)
 PAIRS = [(f"worker-{worker}", f"shard-{shard}") for worker in range(3) for shard in range(2)]
-JITTERY = World(
+JITTERY = SimulationConfig(
     costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.3)), "apply": Cost(base_s=1e-3)},
     network=Network(
         link=Link(jitter_s=1e-3), links={pair: POOR for a, b in PAIRS for pair in ((a, b), (b, a))}
@@ -35,7 +35,9 @@ JITTERY = World(
 )
 
 
-def history(seed: int, world: World, strategy: Strategy, *, alike: bool = False) -> tuple[bytes, bytes]:
+def history(
+    seed: int, world: SimulationConfig, strategy: Strategy, *, alike: bool = False
+) -> tuple[bytes, bytes]:
     """The events and the parameters of a run, as bytes."""
     model, data = least_squares(48, 100, whole=False, reduction="sum")
     if alike:
@@ -61,7 +63,7 @@ def test_one_seed_is_one_history(strategy: Strategy) -> None:
 
 def test_the_seed_orders_what_happens_at_the_same_instant() -> None:
     """Three workers alike on a network without jitter, going through the same sample again and again."""
-    even = World(costs={"gradient": Cost(base_s=1e-2), "apply": Cost(base_s=1e-3)})
+    even = SimulationConfig(costs={"gradient": Cost(base_s=1e-2), "apply": Cost(base_s=1e-3)})
     seeds = range(6)
     downpour = [history(seed, even, gs.Downpour(), alike=True) for seed in seeds]
     assert len({events for events, _ in downpour}) > len(seeds) // 2
@@ -74,11 +76,11 @@ def test_the_seed_orders_what_happens_at_the_same_instant() -> None:
 # ---- how long things take ---------------------------------------------------------------
 
 
-def phantom_world(gradient: Cost | None = None, **options: Any) -> World:
+def phantom_world(gradient: Cost | None = None, **options: Any) -> SimulationConfig:
     """Cards of 1/BETA, no latency, no arithmetic."""
     costs = {"gradient": gradient} if gradient else {}
     network = Network(bandwidth_bytes_s=1 / BETA, link=Link(latency_s=0.0))
-    return World(costs=costs, network=network, phantom=True, **options)
+    return SimulationConfig(costs=costs, network=network, phantom=True, **options)
 
 
 def step_times(run: Run, rank: int = 0) -> list[float]:
@@ -86,7 +88,7 @@ def step_times(run: Run, rank: int = 0) -> list[float]:
     return [event["compute_s"] + event["wait_s"] for event in steps]
 
 
-def phantom_run(num_chunks: int, world: World, strategy: Strategy, **options: Any) -> Run:
+def phantom_run(num_chunks: int, world: SimulationConfig, strategy: Strategy, **options: Any) -> Run:
     options = {"workers": 1, "batch_size": 1, "steps": 8, **options}
     model = Sized([CHUNK] * num_chunks)
     data = numbered(64)
@@ -163,7 +165,9 @@ def test_backprop_and_exchange_overlap_as_on_paper(layers: str, gradient_s: floa
 
 
 def test_buckets_become_ready_at_the_offsets_of_the_world() -> None:
-    cluster = VirtualCluster(0, World(costs={"gradient": Cost(base_s=1.0)}, offsets=(0.5, 0.5, 0.9)))
+    cluster = VirtualCluster(
+        0, SimulationConfig(costs={"gradient": Cost(base_s=1.0)}, offsets=(0.5, 0.5, 0.9))
+    )
     runtime = cluster.runtime("worker-0")
     told: list[tuple[int, float]] = []
 
@@ -201,7 +205,7 @@ def test_downpour_hides_the_exchange_behind_computing() -> None:
 def test_the_slowest_worker_sets_the_pace_of_rounds() -> None:
     """Synchronous: a step takes E[max of W]; of exponential times with mean c that is c·Σ 1/i."""
     workers, steps = 4, 400
-    world = World(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
     run = simulate(
         Sized([64]), numbered(64), world=world, strategy="synchronous", workers=workers, batch_size=1,
         steps=steps, chunk_elems=64, seed=2,
@@ -244,7 +248,7 @@ def test_phantom_takes_as_long_as_the_real_thing() -> None:
     """Durations and bytes do not depend on whether arithmetic is done."""
 
     def story(*, phantom: bool) -> list[Any]:
-        world = World(costs={"gradient": Cost(base_s=0.01)}, phantom=phantom)
+        world = SimulationConfig(costs={"gradient": Cost(base_s=0.01)}, phantom=phantom)
         run = simulate(
             Sized([3 * CHUNK, 100, CHUNK, 2 * CHUNK]), numbered(64), world=world, strategy="synchronous",
             workers=3, servers=2, batch_size=2, steps=4, chunk_elems=CHUNK, seed=3,
@@ -257,13 +261,22 @@ def test_phantom_takes_as_long_as_the_real_thing() -> None:
 @pytest.mark.parametrize(
     ("world", "told"),
     [
-        (lambda: World(costs={"gradients": Cost()}), "did you mean 'gradient'"),
-        (lambda: World(speeds={"worker_1": 0.5}), "World.speeds 'worker_1' (did you mean 'worker-1'?)"),
-        (lambda: World(speeds={"worker-3": 0.5}), "World.speeds 'worker-3'"),
-        (lambda: World(network=Network(cards={"worker_1": 1e6})), "Network.cards 'worker_1' (did you mean"),
-        (lambda: World(network=Network(links={("worker-1", "shard0"): Link()})), "did you mean 'shard-0'"),
+        (lambda: SimulationConfig(costs={"gradients": Cost()}), "did you mean 'gradient'"),
+        (
+            lambda: SimulationConfig(speeds={"worker_1": 0.5}),
+            "World.speeds 'worker_1' (did you mean 'worker-1'?)",
+        ),
+        (lambda: SimulationConfig(speeds={"worker-3": 0.5}), "World.speeds 'worker-3'"),
+        (
+            lambda: SimulationConfig(network=Network(cards={"worker_1": 1e6})),
+            "Network.cards 'worker_1' (did you mean",
+        ),
+        (
+            lambda: SimulationConfig(network=Network(links={("worker-1", "shard0"): Link()})),
+            "did you mean 'shard-0'",
+        ),
     ],
 )
-def test_names_that_a_run_does_not_have_are_refused(world: Callable[[], World], told: str) -> None:
+def test_names_that_a_run_does_not_have_are_refused(world: Callable[[], SimulationConfig], told: str) -> None:
     with pytest.raises(gs.errors.ConfigError, match=re.escape(told)):
         simulate(Sized([64]), numbered(64), world=world(), workers=2, batch_size=1, steps=1)

@@ -19,11 +19,11 @@ from gradstream.replay import replay
 from gradstream.report.figures import figures_of
 from gradstream.report.sections import links
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.client.arrival import Patch
-from gradstream.server.rows import RowMap, RowPart, Table, pack
-from gradstream.server.shard.executor import Conductor
+from gradstream.server.client.arrival import SparseDelta
+from gradstream.server.rows import RowMap, RowPart, RowTable, pack
+from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.row_store import ChangedRows
 from gradstream.server.shard.state import Apply
 from gradstream.strategies.base import RowExchange
@@ -119,10 +119,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     Returns what grows with each adoption: how many of its chunks came whole.
     """
     kept: dict[tuple[int, int], torch.Tensor] = {}
-    applied, adopt = Conductor._applied, RowReplica.adopt
+    applied, adopt = ShardExecutor._applied, RowReplica.adopt
     adopted: list[int] = []
 
-    def noting(self: Conductor, due: Apply) -> Any:
+    def noting(self: ShardExecutor, due: Apply) -> Any:
         kept[due.chunk, due.step] = self._store.parameters_of(due.chunk).clone()
         return applied(self, due)
 
@@ -133,7 +133,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             assert torch.equal(self.parameters.tensor[start:stop], kept[chunk, version]), (chunk, version)
         adopted.append(sum(isinstance(change, torch.Tensor) for change in arrival._changed.values()))
 
-    monkeypatch.setattr(Conductor, "_applied", noting)
+    monkeypatch.setattr(ShardExecutor, "_applied", noting)
     monkeypatch.setattr(RowReplica, "adopt", checking)
     return adopted
 
@@ -311,7 +311,7 @@ def test_a_recorded_run_is_replayed_to_the_bit(significance: float) -> None:
 
 
 def test_a_phantom_run_shows_what_memory_it_takes() -> None:
-    run = run_of(gs.Downpour(), epochs=1, world=World(phantom=True))
+    run = run_of(gs.Downpour(), epochs=1, world=SimulationConfig(phantom=True))
     held = next(e["vectors_bytes"] for e in run.events if e["event"] == "memory" and e["node"] == "worker-0")
     tables = (VOCABULARY * WIDTH + 90 * 3) * 4
     whole = sum(array.nbytes for array in run_of(gs.Downpour(), epochs=1).parameters.values())
@@ -320,10 +320,10 @@ def test_a_phantom_run_shows_what_memory_it_takes() -> None:
     assert held["spare"] == 0
 
 
-def patch_of() -> Patch:
+def patch_of() -> SparseDelta:
     """Of two chunks, of the first of which version 3 is known."""
-    rows = RowMap(ChunkMap(100, 64, 1), [Table(0, 20, 5)], 16)
-    return Patch(rows, [3, -1], torch.float32, Vector("nothing", torch.empty(0)))
+    rows = RowMap(ChunkMap(100, 64, 1), [RowTable(0, 20, 5)], 16)
+    return SparseDelta(rows, [3, -1], torch.float32, Vector("nothing", torch.empty(0)))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_problem_of_ones_own() -> None:
 def test_a_phantom_run_has_durations_and_no_arithmetic() -> None:
     run = gs.simulate(
         sparse.linear(12), small(True), strategy="hogwild", workers=2, batch_size=2, epochs=2,
-        world=gs.sim.World(phantom=True),
+        world=gs.sim.SimulationConfig(phantom=True),
     )  # fmt: skip
     assert run.summary["samples"] == 18
 

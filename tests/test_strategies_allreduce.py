@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,14 +20,14 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.data.base import BatchRef
 from gradstream.errors import ConfigError, GradientError
 from gradstream.memory import Span, Vector
-from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.strategies import AllReduce
-from gradstream.telemetry.wait_attribution import Claims
+from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
-from gradstream.testing.strategies import BrokenLawsError
+from gradstream.testing.strategies import BrokenPropertiesError
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.peers import Peers
+from gradstream.worker.replica.peers import GroupPeers
 
 LR, GRID = 2.0**-7, 2.0**-10
 FEATURES = 300  # with buckets of 128 elements three, the last one short
@@ -128,12 +128,12 @@ def test_groups_of_parameters_have_settings_of_their_own_in_every_slice() -> Non
             assert np.array_equal(run.parameters[name], value), name
 
 
-SLOW = World(
+SLOW = SimulationConfig(
     costs={"gradient": Cost(base_s=1e-3, per_sample_s=1e-4, spread=Exponential())},
     speeds={"worker-1": 0.3},
     network=Network(bandwidth_bytes_s=1e6, link=Link(latency_s=2e-3, jitter_s=5e-3)),
 )
-UNEVEN = World(
+UNEVEN = SimulationConfig(
     costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.5)), "reduce": Cost(base_s=1e-3)},
     network=Network(cards={"worker-0": 1e5}),
 )
@@ -241,7 +241,10 @@ def test_the_last_bucket_waits_for_the_end_of_the_gradient() -> None:
         now: Any = SimpleNamespace(now=lambda: 0)
         replica: Any = SimpleNamespace(planned=lambda _: [(4, 0.1)])
         group: Any = Alone()
-        peers = Peers(now, group, Buckets(200, 64, 1), Claims(), updater=None, sharded=False, replica=replica)  # type: ignore[arg-type]
+        buckets, updater = Buckets(200, 64, 1), cast(Any, None)
+        peers = GroupPeers(
+            now, group, buckets, WaitAttribution(), updater=updater, sharded=False, replica=replica
+        )
         ref = BatchRef(0, 0, 0)
         gradient = ComputedGradient(group.allocate(200, torch.float32, "g"), SampleBatch(ref, 4), (ref,), 0.1)
         end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -343,6 +346,6 @@ class Forgetful(AllReduce):
 
 
 def test_a_bucket_that_is_forgotten_breaks_them() -> None:
-    with pytest.raises(BrokenLawsError) as caught:
+    with pytest.raises(BrokenPropertiesError) as caught:
         check_strategy(Forgetful)
     assert {verdict.law for verdict in caught.value.report.broken} >= {"plain", "complete", "exactly_once"}

@@ -20,9 +20,9 @@ from gradstream.job.files import load_job
 from gradstream.job.registry import describe, find_strategy
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import Contribution
+from gradstream.server.aggregation import PushHeader
 from gradstream.strategies.averaging import Averaged
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
@@ -30,7 +30,7 @@ from gradstream.worker.exchange.server import ServerExchange
 
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements
-UNEVEN = World(
+UNEVEN = SimulationConfig(
     costs={"gradient": Cost(base_s=0.01, spread=Exponential())},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
@@ -141,7 +141,7 @@ def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
             model, data, strategy=gs.ParameterAveraging(every=3), workers=3, servers=servers, batch_size=4,
             epochs=3, chunk_elems=64, world=world,
         ).parameters["w"].tobytes()
-        for servers, world in ((1, World()), (2, UNEVEN), (3, UNEVEN))
+        for servers, world in ((1, SimulationConfig()), (2, UNEVEN), (3, UNEVEN))
     }  # fmt: skip
     assert len(ends) == 1
 
@@ -238,7 +238,7 @@ def test_what_was_found_before_a_stop_is_not_lost_by_it() -> None:
     options: dict[str, Any] = {
         "strategy": gs.ParameterAveraging(every=None), "optimizer": gs.optim.SGD(lr=1.0), "workers": 2,
         "shares": [1, 4], "batch_size": 2, "epochs": 1, "storage": MemoryStorage(),
-        "world": World(costs={"gradient": Cost(base_s=1.0)}),
+        "world": SimulationConfig(costs={"gradient": Cost(base_s=1.0)}),
     }  # fmt: skip
     with pytest.raises(gs.errors.Interrupted):
         simulate(model, numbered(40), script=stop, **options)
@@ -250,19 +250,19 @@ def test_what_was_found_before_a_stop_is_not_lost_by_it() -> None:
 # ---- how they are put together ---------------------------------------------------------------------
 
 
-def contribution(rank: int, samples: int, loss: float) -> Contribution:
-    return Contribution(f"worker-{rank}", rank, 1, 1, samples, loss=loss)
+def contribution(rank: int, samples: int, loss: float) -> PushHeader:
+    return PushHeader(f"worker-{rank}", rank, 1, 1, samples, loss=loss)
 
 
 TWO = [contribution(0, 30, 1.0), contribution(1, 10, 1.0 + math.log(3))]
 
 
-def first_only(update: Sequence[Contribution]) -> list[float]:
+def first_only(update: Sequence[PushHeader]) -> list[float]:
     """Whatever the others say."""
     return [float(one.rank == 0) for one in update]
 
 
-def nothing(update: Sequence[Contribution]) -> list[float]:
+def nothing(update: Sequence[PushHeader]) -> list[float]:
     return [0.0] * len(update)
 
 
@@ -322,7 +322,7 @@ def test_options_travel() -> None:
 
 
 def test_bytes_of_an_average_are_those_of_a_push_and_a_fetch() -> None:
-    elems, world = 1 << 20, World(phantom=True, costs={"gradient": Cost(base_s=0.1)})
+    elems, world = 1 << 20, SimulationConfig(phantom=True, costs={"gradient": Cost(base_s=0.1)})
     run = simulate(
         Sized([elems]), numbered(160), strategy=gs.ParameterAveraging(every=5), workers=2, batch_size=4,
         epochs=1, world=world,

@@ -14,8 +14,8 @@ import torch
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.model.base import Reduction
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
-from gradstream.server.aggregation import Contribution, Immediate, Rule
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.correction import Correction, SenderStates
 from gradstream.strategies import Worker
 from gradstream.strategies.dc_asgd import DCASGD, AdaptiveCompensation, Compensation
@@ -25,8 +25,10 @@ from gradstream.testing.trials import bad_world
 from gradstream.worker.replica.server import ServerReplica
 
 COSTS = {"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)}
-WORLD = World(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-2)))
-EXACT = World(costs={"gradient": Cost(base_s=0.01)}, speeds={"worker-1": 0.7317, "worker-2": 0.4159})
+WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-2)))
+EXACT = SimulationConfig(
+    costs={"gradient": Cost(base_s=0.01)}, speeds={"worker-1": 0.7317, "worker-2": 0.4159}
+)
 LR = 2.0**-5
 
 
@@ -82,14 +84,14 @@ def test_where_nothing_has_gone_on_a_gradient_keeps_its_bits() -> None:
 # ---- runs -------------------------------------------------------------------------------------
 
 
-APPLIED: list[Contribution] = []  # in order, in the run that is followed: one shard, one chunk
+APPLIED: list[PushHeader] = []  # in order, in the run that is followed: one shard, one chunk
 COMPUTED: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by rank: parameters, their gradient
 
 
-class Listening(Immediate):
+class Listening(EveryPush):
     """Notes what is applied."""
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1."""
         APPLIED.extend(update)
         return (1.0,)
@@ -99,7 +101,7 @@ class Listening(Immediate):
 class Followed(DCASGD):
     """DC-ASGD that notes what was computed on what, and what was applied in which order."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Listening()
 
     async def train(self, worker: Worker) -> None:
@@ -130,7 +132,7 @@ def end(strategy: gs.Strategy, seed: int = 0, **options: Any) -> np.ndarray[Any,
 
 
 def followed(
-    strategy: Followed, seed: int, world: World
+    strategy: Followed, seed: int, world: SimulationConfig
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """How a run ends, and how it should by what was computed on what."""
     APPLIED.clear()
@@ -162,7 +164,7 @@ def test_it_is_noticed_where_the_copy_is_of_what_was_read_last(monkeypatch: pyte
     """Planted: the shard takes the newest copy, whatever the gradient was computed on."""
     place_of = SenderStates.spans
 
-    def newest(self: SenderStates, one: Contribution, chunk: int) -> Any:
+    def newest(self: SenderStates, one: PushHeader, chunk: int) -> Any:
         return place_of(self, replace(one, basis=max(self._places[one.sender, chunk])), chunk)
 
     monkeypatch.setattr(SenderStates, "spans", newest)
@@ -200,7 +202,7 @@ def test_it_obeys_the_laws() -> None:
 
 
 def test_a_phantom_run_computes_nothing_and_keeps_nothing() -> None:
-    world = World(costs=COSTS, phantom=True)
+    world = SimulationConfig(costs=COSTS, phantom=True)
     run = simulate(
         Sized([1000, 2000]), numbered(64), strategy=DCASGD(overlap=True), workers=4, servers=2,
         batch_size=2, epochs=3, world=world, chunk_elems=512,

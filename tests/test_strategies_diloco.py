@@ -22,7 +22,7 @@ from gradstream.job.registry import describe, find_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Outer
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.update import Update
 from gradstream.strategies.base import Pushes, Strategy
@@ -36,8 +36,8 @@ LR, MOMENTUM = 2.0**-5, 0.5
 JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
 FEATURES = 200  # 4 chunks of 64 elements
 JITTERY = Network(link=Link(latency_s=1e-3, jitter_s=1e-3))
-EVEN = World(costs={"gradient": Cost(base_s=0.1)}, network=JITTERY)
-UNEVEN = World(costs={"gradient": Cost(base_s=0.01, spread=Exponential())}, network=JITTERY)
+EVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=JITTERY)
+UNEVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.01, spread=Exponential())}, network=JITTERY)
 
 
 @pytest.mark.parametrize("every", [2, 10])
@@ -160,7 +160,11 @@ def test_one_worker_is_plain_sgd_bit_for_bit_where_sums_are_exact(every: int) ->
 
 
 def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
-    cases: list[dict[str, Any]] = [{"servers": 1}, {"servers": 3}, {"world": World(costs=EVEN.costs)}]
+    cases: list[dict[str, Any]] = [
+        {"servers": 1},
+        {"servers": 3},
+        {"world": SimulationConfig(costs=EVEN.costs)},
+    ]
     assert len({trained(gs.DiLoCo(every=3), 3, **case).tobytes() for case in cases}) == 1
 
 
@@ -251,7 +255,7 @@ def test_a_worker_that_has_nothing_left_keeps_nobody_waiting() -> None:
 
 
 def test_bytes_are_a_push_and_a_fetch_every_period() -> None:
-    elems, world = 1 << 20, World(phantom=True, costs=EVEN.costs, network=JITTERY)
+    elems, world = 1 << 20, SimulationConfig(phantom=True, costs=EVEN.costs, network=JITTERY)
     run = simulate(
         Sized([elems]), numbered(160), strategy=gs.DiLoCo(every=5), workers=2, batch_size=4, steps=20,
         world=world, assignment="partitions",

@@ -14,19 +14,19 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.model.base import Model
-from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.strategies import Strategy, Worker
 from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
 
 LR = 2.0**-7
 FEATURES = 300  # 5 chunks of 64 elements
 
-FAST = World(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
-SLOW = World(  # the network takes much longer than the gradient
+FAST = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
+SLOW = SimulationConfig(  # the network takes much longer than the gradient
     costs={"gradient": Cost(base_s=1e-4), "apply": Cost(base_s=1e-4, spread=Exponential())},
     network=Network(bandwidth_bytes_s=1e5, link=Link(latency_s=5e-3, jitter_s=2e-2)),
 )
-LOPSIDED = World(
+LOPSIDED = SimulationConfig(
     costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(1.0))},
     network=Network(links={("worker-0", "shard-0"): Link(latency_s=0.05, jitter_s=0.05)}),
 )

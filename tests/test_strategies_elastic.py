@@ -18,11 +18,11 @@ from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
 from gradstream.model.base import Model
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.strategies.together import Together
+from gradstream.strategies.together import Barrier
 from gradstream.testing import check_strategy
-from gradstream.testing.properties import BrokenLawError, Law, complete, deaths, resumes
+from gradstream.testing.properties import BrokenPropertyError, Law, complete, deaths, resumes
 from gradstream.testing.runs import Sized, Tokens, kill_at, least_squares, numbered
 from gradstream.testing.trials import token_run
 from gradstream.worker.exchange.server import ServerExchange
@@ -30,7 +30,7 @@ from gradstream.worker.replica.arithmetic import ElasticPull
 
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements
-UNEVEN = World(
+UNEVEN = SimulationConfig(
     costs={"gradient": Cost(base_s=0.01, spread=Exponential())},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
@@ -110,7 +110,7 @@ def test_all_sides_together_keep_what_was_found_to_the_bit(
 def test_the_common_bug_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert complete(LAWFUL)
     monkeypatch.setattr(ElasticPull, "__call__", PulledTwice.__call__)
-    with pytest.raises(BrokenLawError, match="takes more, or less, than it brings"):
+    with pytest.raises(BrokenPropertyError, match="takes more, or less, than it brings"):
         complete(LAWFUL)
 
 
@@ -141,7 +141,7 @@ def test_without_a_spring_workers_are_on_their_own(synchronous: bool, own: dict[
     strategy = gs.ElasticAveraging(every=2, moving_rate=0.0, synchronous=synchronous)
     run = simulate(
         model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), workers=3, servers=2, batch_size=4,
-        steps=11, seed=3, chunk_elems=64, assignment="partitions", world=UNEVEN if synchronous else World(),
+        steps=11, seed=3, chunk_elems=64, assignment="partitions", world=UNEVEN if synchronous else SimulationConfig(),
     )  # fmt: skip
     assert not run.parameters["w"].any()
     for rank, batches in shares_of(data, 3, 11):
@@ -274,7 +274,7 @@ def test_a_lost_worker_stops_nobody() -> None:
 
 
 def test_whom_an_exchange_waits_for() -> None:
-    rule = Together(frozenset({0, 1, 2}))
+    rule = Barrier(frozenset({0, 1, 2}))
     assert rule.awaited(0, ()) == ["worker-0", "worker-1", "worker-2"]
     assert rule.among(frozenset({2})).awaited(0, ()) == ["worker-2"]
     assert rule.due(0, ()) == ()
@@ -282,7 +282,7 @@ def test_whom_an_exchange_waits_for() -> None:
 
 def test_bytes_of_an_exchange_are_those_of_a_push_and_a_fetch() -> None:
     """4N up and 4N down in τ steps, in a world that holds no parameters at all."""
-    elems, world = 1 << 20, World(phantom=True, costs={"gradient": Cost(base_s=0.1)})
+    elems, world = 1 << 20, SimulationConfig(phantom=True, costs={"gradient": Cost(base_s=0.1)})
     for strategy in (gs.ElasticAveraging(every=5), gs.EAMSGD(every=5)):
         run = simulate(
             Sized([elems]), numbered(160), strategy=strategy, workers=2, batch_size=4, epochs=1, world=world

@@ -22,13 +22,13 @@ from gradstream.model.base import Batch, Layout
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position
 from gradstream.runtime.base import Report
-from gradstream.runtime.simulation import Constant, Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, NoJitter, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import Contribution, FetchTerms, Immediate
+from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
 from gradstream.server.shard.clocks import NOBODY, Clocks
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
 from gradstream.strategies import Worker
-from gradstream.strategies.ssp import InStep
+from gradstream.strategies.ssp import Lockstep
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
 from gradstream.testing.trials import token_run
@@ -37,9 +37,9 @@ WORKERS, CLOCKS = 4, 24
 SAMPLES = WORKERS * CLOCKS  # each minibatch is one sample
 
 
-def world(*, jitter_s: float = 2e-2) -> World:
+def world(*, jitter_s: float = 2e-2) -> SimulationConfig:
     """Gradients and links as slow as they like."""
-    return World(
+    return SimulationConfig(
         costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=5e-4)},
         network=Network(link=Link(latency_s=1e-3, jitter_s=jitter_s)),
     )
@@ -271,7 +271,9 @@ def test_it_obeys_the_laws() -> None:
 @pytest.mark.parametrize("bound", [0, 1, 3, 7])
 def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
     """A copy serves until it is s clocks old; of others' latest updates it has what was there."""
-    even = World(costs={"gradient": Cost(base_s=0.1, spread=Constant())}, network=Network(link=Link(1e-4)))
+    even = SimulationConfig(
+        costs={"gradient": Cost(base_s=0.1, spread=NoJitter())}, network=Network(link=Link(1e-4))
+    )
     run = simulate(
         Witness(0), numbered(SAMPLES), strategy=gs.SSP(bound), optimizer=gs.optim.SGD(lr=1.0), workers=WORKERS,
         servers=2, batch_size=1, epochs=1, chunk_elems=128, world=even,
@@ -325,8 +327,8 @@ def test_clocks_of_those_who_take_part() -> None:
 
 
 def test_a_fetch_waits_for_the_slowest_and_says_so() -> None:
-    state = ShardState([0], Immediate(), workers=2)
-    push = partial(Contribution, "worker-0", 0, 1, samples=1)
+    state = ShardState([0], EveryPush(), workers=2)
+    push = partial(PushHeader, "worker-0", 0, 1, samples=1)
     assert isinstance(state.push(0, Parked(push(sequence=1), "init", assign=True))[0], Apply)
     state.applied(0)
     assert isinstance(state.push(0, Parked(push(sequence=2, clock=1), "a"))[0], Apply)
@@ -340,11 +342,11 @@ def test_a_fetch_waits_for_the_slowest_and_says_so() -> None:
 
 
 def test_in_step_a_clock_is_one_update_also_where_the_last_to_come_leaves() -> None:
-    state = ShardState([0], InStep(), workers=3)
-    state.push(0, Parked(Contribution("worker-0", 0, 1, 1, samples=1), "init", assign=True))
+    state = ShardState([0], Lockstep(), workers=3)
+    state.push(0, Parked(PushHeader("worker-0", 0, 1, 1, samples=1), "init", assign=True))
     state.applied(0)
     for rank in (2, 0):
-        (due,) = state.push(0, Parked(Contribution(f"worker-{rank}", rank, 1, 5, samples=1, clock=1), rank))
+        (due,) = state.push(0, Parked(PushHeader(f"worker-{rank}", rank, 1, 5, samples=1, clock=1), rank))
         assert isinstance(due, Apply)
         assert not due.completes
         assert isinstance(state.applied(0)[0], Acknowledge), "nobody keeps it for the others to come"

@@ -17,13 +17,13 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.memory import Memory
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Link, Network, World
-from gradstream.server.aggregation import Contribution, Rule
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
+from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.state import Apply, Parked, ShardState
-from gradstream.server.shard.store import Store
+from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import Strategy, penalty
-from gradstream.strategies.softsync import WeighedMean
+from gradstream.strategies.softsync import WeightedMean
 from gradstream.testing import check_strategy
 from gradstream.testing.properties import complete, documented, plain, travels
 from gradstream.testing.runs import Sized, numbered
@@ -47,7 +47,7 @@ class Jitter(Staggered):
         return super().draw(rng, count) * rng.uniform(0.95, 1.05)
 
 
-BY_TURNS = World(costs={"gradient": Cost(base_s=1.0, spread=Staggered())}, network=INSTANT)
+BY_TURNS = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Staggered())}, network=INSTANT)
 
 
 # ---- the limit of stability -------------------------------------------------------------------------
@@ -139,7 +139,9 @@ def test_without_the_penalty_it_would_not_be(monkeypatch: pytest.MonkeyPatch) ->
 
 def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 14) -> Counter[int]:
     """Of n-softsync with workers of equal speed, without the first rounds and the last."""
-    world = World(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT, phantom=True)
+    world = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT, phantom=True
+    )
     run = simulate(
         Sized([64]),
         numbered(workers),
@@ -176,27 +178,27 @@ def test_mean_staleness_of_softsync(splits: int) -> None:
 # ---- what they weigh ----------------------------------------------------------------------------------
 
 
-def contribution(basis: int, sequence: int = 1) -> Contribution:
-    return Contribution("worker-0", 0, 1, sequence, samples=1, learning_rate=0.5, basis=basis)
+def contribution(basis: int, sequence: int = 1) -> PushHeader:
+    return PushHeader("worker-0", 0, 1, sequence, samples=1, learning_rate=0.5, basis=basis)
 
 
 @pytest.mark.parametrize(("basis", "weight"), [(100, 1.0), (99, 1.0), (98, 0.5), (90, 0.1), (0, 0.01)])
 def test_a_gradient_of_version_j_at_version_100(basis: int, weight: float) -> None:
-    rule: Rule = WeighedMean(1, "power", 1.0)
+    rule: AggregationRule = WeightedMean(1, "power", 1.0)
     state = ShardState([0], rule)
     state.chunks[0].version = 100
     (due,) = state.push(0, Parked(contribution(basis), "push"))
     assert isinstance(due, Apply)
     weights = rule.weights(due.step - 1, [held.contribution for held in due.update])
-    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0))
+    store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0))
     store.update(0, [torch.ones(64, dtype=torch.float64)], weights, lr=due.learning_rate, step=due.step)
     assert store.parameters.tensor.tolist() == pytest.approx([-0.5 * weight] * 64, rel=1e-15)
 
 
 def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
     """v ← μ·v + g/τ, w ← w - α·v: what the velocity holds already goes on undiminished."""
-    store = Store(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0, momentum=0.5))
-    rule = WeighedMean(1, "power", 1.0)
+    store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0, momentum=0.5))
+    rule = WeightedMean(1, "power", 1.0)
     one = torch.ones(64, dtype=torch.float64)
     for step, basis in ((1, 0), (2, 1), (11, 0)):
         store.update(0, [one], rule.weights(step - 1, [contribution(basis)]), lr=1.0, step=step)
@@ -206,10 +208,10 @@ def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
 
 def test_softsync_takes_the_mean_of_c() -> None:
     rule: Any = gs.Softsync(splits=4, power=1.0).rule(30, "mean")
-    assert rule == WeighedMean(7, "power", 1.0)  # ⌊30/4⌋
+    assert rule == WeightedMean(7, "power", 1.0)  # ⌊30/4⌋
     assert rule.weights(10, [contribution(5)]) == [pytest.approx(1 / 7 / 5)]
     assert gs.Softsync(splits=30, power=0.0).rule(30, "mean").weights(10, [contribution(5)]) == [1.0]
-    assert gs.Softsync(splits=31).rule(30, "mean") == WeighedMean(1, "power", 1.0)
+    assert gs.Softsync(splits=31).rule(30, "mean") == WeightedMean(1, "power", 1.0)
 
 
 def test_asysg_takes_the_sum_of_m() -> None:
@@ -227,10 +229,10 @@ def nothing(staleness: int) -> float:
 
 
 def test_any_function_of_tau_weighs() -> None:
-    assert WeighedMean(1, halves, 1.0).weights(13, [contribution(10)]) == [0.125]
-    assert WeighedMean(1, "exponential", 2.0).weights(3, [contribution(0)]) == [math.exp(-6.0)]
+    assert WeightedMean(1, halves, 1.0).weights(13, [contribution(10)]) == [0.125]
+    assert WeightedMean(1, "exponential", 2.0).weights(3, [contribution(0)]) == [math.exp(-6.0)]
     with pytest.raises(gs.errors.UserCodeError, match="the weight of staleness 3 is nan"):
-        WeighedMean(1, nothing, 1.0).weights(3, [contribution(0)])
+        WeightedMean(1, nothing, 1.0).weights(3, [contribution(0)])
     with pytest.raises(gs.errors.UserCodeError, match="the weight of staleness 3 raised ZeroDivisionError"):
         penalty.factor(lambda tau: 1 / (tau - 3), 1.0, 3)
 
@@ -272,7 +274,7 @@ def loss_after(strategy: Strategy, lr: float, *, workers: int = 15) -> float:
         gradients=lambda parameters, inputs, targets: {"w": a * parameters["w"] + inputs.mean(axis=0)},
         dtype="float64",
     )
-    world = World(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT)
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT)
     run = simulate(
         model, gs.from_arrays(noise, np.zeros(450)), strategy=strategy, optimizer=gs.optim.SGD(lr=lr),
         workers=workers, batch_size=2, epochs=1, world=world,

@@ -16,7 +16,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
-from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.testing.runs import least_squares
 
 LR = 2.0**-7
@@ -173,7 +173,7 @@ def test_one_worker_has_the_bits_of_a_plain_loop_of_torch(dtype: torch.dtype, ru
         assert np.array_equal(run.parameters[name], parameter.detach().numpy()), name
 
 
-SLOW = World(
+SLOW = SimulationConfig(
     costs={
         "gradient": Cost(base_s=1e-3, per_sample_s=1e-4, spread=Exponential()),
         "apply": Cost(base_s=1e-4),
@@ -181,7 +181,7 @@ SLOW = World(
     speeds={"worker-1": 0.3},
     network=Network(bandwidth_bytes_s=1e6, link=Link(latency_s=2e-3, jitter_s=5e-3)),
 )
-UNEVEN = World(
+UNEVEN = SimulationConfig(
     costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.5))},
     network=Network(cards={"worker-0": 1e5, "shard-0": 1e6}),
 )
@@ -211,18 +211,18 @@ def test_real_numbers_have_the_same_bits_whatever_the_cluster() -> None:
 
 def test_a_sum_in_the_order_of_arrival_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the server adds up whatever came first."""
-    from gradstream.strategies.synchronous import Rounds
+    from gradstream.strategies.synchronous import SynchronousRound
 
-    def due(self: Rounds, version: int, parked: Any) -> Any:
+    def due(self: SynchronousRound, version: int, parked: Any) -> Any:
         present = [one for one in parked if one.round == version]
         return present if len(present) == self.num_workers else ()
 
     model, data = least_squares(64, FEATURES, whole=False)
 
-    def bits(world: World) -> bytes:
+    def bits(world: SimulationConfig) -> bytes:
         ours = gs.optim.SGD(lr=LR)
         return simulated(model, data, [5, 6, 5], optimizer=ours, steps=6, world=world).tobytes()
 
     assert bits(SLOW) == bits(UNEVEN)
-    monkeypatch.setattr(Rounds, "due", due)
+    monkeypatch.setattr(SynchronousRound, "due", due)
     assert bits(SLOW) != bits(UNEVEN)

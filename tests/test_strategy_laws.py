@@ -17,11 +17,11 @@ from gradstream.cli import main
 from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Contribution, Immediate, Rule
+from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.strategies import Strategy, Worker
-from gradstream.strategies.synchronous import Rounds
-from gradstream.testing import BrokenLawsError, check_strategy, properties
-from gradstream.testing.properties import BrokenLawError, Law
+from gradstream.strategies.synchronous import SynchronousRound
+from gradstream.testing import BrokenPropertiesError, check_strategy, properties
+from gradstream.testing.properties import BrokenPropertyError, Law
 from gradstream.worker.replica.server import ServerReplica
 
 HOUSE = (
@@ -74,10 +74,10 @@ def hidden() -> Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Factor(Immediate):
+class Factor(EveryPush):
     factor: float
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         return (self.factor,)
 
 
@@ -85,7 +85,7 @@ class Factor(Immediate):
 class Halved(gs.Downpour):
     """Takes half of each push, at any setting."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Factor(0.5)
 
 
@@ -93,7 +93,7 @@ class Halved(gs.Downpour):
 class Uphill(gs.Downpour):
     """Climbs."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Factor(-1.0)
 
 
@@ -101,8 +101,8 @@ class Uphill(gs.Downpour):
 class MeansOnly(gs.Synchronous):
     """Takes every gradient for a mean."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        return Rounds(num_workers, "mean")
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
+        return SynchronousRound(num_workers, "mean")
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class Plain(Strategy):
         await worker.accumulate(gradient)
         await worker.server.push_soon(worker.take_accumulated())
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        return Immediate()
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
+        return EveryPush()
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ class Anxious(Plain):
             await worker.server.push_soon(worker.update(gradient))
 
 
-class Moody(Immediate):
+class Moody(EveryPush):
     asked = 0
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         Moody.asked += 1
         return (1.0 / (1 + Moody.asked % 2),)
 
@@ -185,12 +185,12 @@ class Moody(Immediate):
 class Counting(Plain):
     """Its rule counts how often it is asked."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Moody()
 
 
-class Crowd(Immediate):
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+class Crowd(EveryPush):
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         return (0.5, 0.5)
 
 
@@ -198,7 +198,7 @@ class Crowd(Immediate):
 class TooManyWeights(Plain):
     """Two weights for one contribution."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Crowd()
 
 
@@ -229,18 +229,18 @@ class Deaf(Strategy):
             await worker.server.push_soon(worker.take_accumulated())
             await worker.server.settle()
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Factor(0.0)
 
 
-class InPairs(Immediate):
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+class InPairs(EveryPush):
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         return parked[:2] if len(parked) >= 2 else ()
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         return (1.0, 1.0)
 
-    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
         return ["another worker"]
 
 
@@ -248,7 +248,7 @@ class InPairs(Immediate):
 class Sociable(Plain):
     """Waits for a second contribution, though it may be alone."""
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return InPairs()
 
 
@@ -302,7 +302,7 @@ PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
     ("law", "strategy", "message"), PLANTED, ids=[type(one).__name__ for _, one, _ in PLANTED]
 )
 def test_a_planted_fault_is_found_by_its_law(law: Law, strategy: Strategy, message: str) -> None:
-    with pytest.raises(BrokenLawError, match=message):
+    with pytest.raises(BrokenPropertyError, match=message):
         law(strategy)
 
 
@@ -322,7 +322,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *laws: Law) -> None:
 def test_all_broken_laws_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, properties.plain, properties.converges, properties.complete)
     with pytest.raises(
-        BrokenLawsError, match=r"(?s)breaks 2 of 3 laws.*plain: .*But: .*converges: .*But: "
+        BrokenPropertiesError, match=r"(?s)breaks 2 of 3 laws.*plain: .*But: .*converges: .*But: "
     ) as e:
         check_strategy(Uphill)
     assert [verdict.law for verdict in e.value.report.broken] == ["plain", "converges"]

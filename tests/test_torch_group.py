@@ -31,7 +31,7 @@ from gradstream.errors import (
     PeerLostError,
 )
 from gradstream.memory import Vector
-from gradstream.runtime import RealRuntime, VirtualCluster, World
+from gradstream.runtime import RealRuntime, SimulationConfig, VirtualCluster
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
@@ -347,7 +347,7 @@ def test_what_cannot_be_formed_says_why() -> None:
             endpoint.address, endpoint.protected = "10.0.0.1:4000", True
             with pytest.raises(ConfigError, match=r"would listen on 10\.0\.0\.1.*neither encrypted"):
                 await form([endpoint])
-            virtual = VirtualCluster(0, World()).runtime("worker-0")
+            virtual = VirtualCluster(0, SimulationConfig()).runtime("worker-0")
             with pytest.raises(ConfigError, match="no virtual time"):
                 await TorchGroup.form(virtual, endpoint, ["worker-0"], 0, 1)
 

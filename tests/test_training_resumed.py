@@ -11,11 +11,11 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import Interrupted
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import least_squares
 
-WORLD = World(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.005)})
+WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.005)})
 
 
 def stop_at(seconds: float) -> Any:

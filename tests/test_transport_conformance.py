@@ -19,7 +19,7 @@ from gradstream.transport.base import Lent, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.simulated import network
 from gradstream.transport.simulated.endpoint import _End, _Pipe
-from gradstream.transport.simulated.network import Lane, Packet, _Card
+from gradstream.transport.simulated.network import Packet, StreamQueue, _Card
 from gradstream.transport.stream import Failure, StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
@@ -36,7 +36,7 @@ def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> N
     run(run_check(check, make_pair))
 
 
-def _lands_shuffled(lane: Lane) -> None:
+def _lands_shuffled(lane: StreamQueue) -> None:
     if lane._flying:
         packets = list(lane._flying)
         lane._flying.clear()
@@ -49,9 +49,9 @@ class _FirstComeFirstServed(_Card):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._waiting: deque[tuple[Lane, Packet]] = deque()
+        self._waiting: deque[tuple[StreamQueue, Packet]] = deque()
 
-    def put(self, lane: Lane, packet: Packet) -> None:
+    def put(self, lane: StreamQueue, packet: Packet) -> None:
         self._waiting.append((lane, packet))
         if not self._busy:
             self._serve_next()
@@ -61,7 +61,7 @@ class _FirstComeFirstServed(_Card):
             self._serve(*self._waiting.popleft())
 
 
-def _twice(lane: Lane, packet: Packet) -> None:
+def _twice(lane: StreamQueue, packet: Packet) -> None:
     packet.deliver()
     packet.deliver()
 
@@ -104,8 +104,8 @@ def _drops_nothing(stream: StreamCore, failure: Failure, *, drop: bool) -> None:
 _CLOSE = StreamCore._close
 
 FAULTS: list[tuple[str, Any, str, Any, Check]] = [
-    ("reorders", Lane, "_land", _lands_shuffled, endpoints.order),
-    ("duplicates", Lane, "arrive", _twice, endpoints.order),
+    ("reorders", StreamQueue, "_land", _lands_shuffled, endpoints.order),
+    ("duplicates", StreamQueue, "arrive", _twice, endpoints.order),
     ("ignores credit", StreamCore, "_may_send", lambda stream: True, endpoints.credit),
     ("ignores the caller's window", StreamCore, "_may_send", lambda stream: True, endpoints.callers_window),
     ("one queue for all", network, "_Card", _FirstComeFirstServed, endpoints.priority),

@@ -18,7 +18,7 @@ import gradstream as gs
 from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
 from gradstream.run import launcher
-from gradstream.run.remote.certificate_authority import Authority
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.transport import proof
@@ -29,7 +29,7 @@ PLAIN = Credentials(SECRET)
 
 
 def test_they_are_the_same_after_a_trip_as_text() -> None:
-    authority = Authority()
+    authority = CertificateAuthority()
     protected = authority.credentials("worker-0", SECRET)
     for made in (PLAIN, protected):
         assert Credentials.parse(str(made)) == made

@@ -17,7 +17,7 @@ from gradstream.errors import ClosedError, GradstreamError, PeerLostError, Refus
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import SECRET, Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.testing.pieces import (
-    Held,
+    HeldReference,
     MakePair,
     Pair,
     body_frame,
@@ -118,7 +118,7 @@ async def until(pair: Pair, fact: Callable[[], object]) -> None:
         await pair.far_runtime.sleep(pair.tick_s / 10)
 
 
-async def opened(pair: Pair, held: Held, *, num_chunks: int = 3) -> tuple[Stream, Stream]:
+async def opened(pair: Pair, held: HeldReference, *, num_chunks: int = 3) -> tuple[Stream, Stream]:
     """A stream with chunks and bodies that nobody has taken, as both sides have it."""
     pair.far.serve("held", held)
     near = await pair.near.open("far", "held", v1.Tensor())
@@ -156,7 +156,7 @@ async def both_end(pair: Pair) -> None:
 
 
 async def the_caller_cancels(pair: Pair) -> None:
-    held = Held()
+    held = HeldReference()
     near, _ = await opened(pair, held)
     near.cancel("enough")
     await until(pair, lambda: not intake_of(pair).num_streams)
@@ -164,7 +164,7 @@ async def the_caller_cancels(pair: Pair) -> None:
 
 
 async def the_handler_reads_nothing_and_returns(pair: Pair) -> None:
-    held = Held()
+    held = HeldReference()
     near, _ = await opened(pair, held)
     held.released.set()
     with suppress(ClosedError):  # its End may come first
@@ -172,7 +172,7 @@ async def the_handler_reads_nothing_and_returns(pair: Pair) -> None:
 
 
 async def the_caller_ends_and_nobody_reads(pair: Pair) -> None:
-    held = Held()
+    held = HeldReference()
     near, _ = await opened(pair, held)
     await near.end()
     held.released.set()
@@ -180,7 +180,7 @@ async def the_caller_ends_and_nobody_reads(pair: Pair) -> None:
 
 
 async def the_handler_refuses(pair: Pair) -> None:
-    held = Held()
+    held = HeldReference()
     near, far = await opened(pair, held)
     far.refuse(v1.STALE_EPOCH, "join again")
     with pytest.raises(RefusedError, match="STALE_EPOCH"):
@@ -205,7 +205,7 @@ async def the_handler_raises(pair: Pair) -> None:
 
 
 async def the_caller_breaks_the_protocol(pair: Pair) -> None:
-    held = Held()
+    held = HeldReference()
     near, _ = await opened(pair, held)
     with pytest.raises(RefusedError, match="BAD_REQUEST"):
         await answer_to(near, (chunk_frame(9, 8), numbered(9, 7)))
@@ -213,7 +213,7 @@ async def the_caller_breaks_the_protocol(pair: Pair) -> None:
 
 
 async def the_caller_dies(pair: Pair) -> None:
-    held = Held()
+    held = HeldReference()
     await opened(pair, held)
     assert isinstance(pair.near, EndpointCore)
     await pair.near.abort()
@@ -277,7 +277,7 @@ def test_long_bodies_need_credit(carrier: Carrier) -> None:
 
     async def main() -> None:
         async with make_pair() as pair:
-            held = Held()
+            held = HeldReference()
             pair.far.serve("held", held)
             near = await pair.near.open("far", "held", v1.Tensor())
             far = await held.arrived()
@@ -306,7 +306,7 @@ def test_a_long_body_without_credit_is_refused(carrier: Carrier, monkeypatch: py
 
     async def main() -> None:
         async with make_pair() as pair:
-            held = Held()
+            held = HeldReference()
             pair.far.serve("held", held)
             near: Any = await pair.near.open("far", "held", v1.Tensor())
             await held.arrived()
@@ -324,7 +324,7 @@ def test_short_bodies_that_nobody_takes_are_bounded(carrier: Carrier) -> None:
 
     async def main() -> None:
         async with make_pair() as pair:
-            held = Held()
+            held = HeldReference()
             pair.far.serve("held", held)
             near = await pair.near.open("far", "held", v1.Tensor())
             await held.arrived()
@@ -379,7 +379,7 @@ def test_what_a_method_takes(carrier: Carrier) -> None:
         async with make_pair() as pair:
             assert isinstance(pair.far, EndpointCore)
             pair.far.methods = {"held": Method(callers=frozenset({"near"}), members=False, request_bytes=100)}
-            held = Held()
+            held = HeldReference()
             pair.far.serve("held", held)
             near: Any = await pair.near.open("far", "held", v1.Tensor())
             await held.arrived()

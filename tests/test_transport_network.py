@@ -10,13 +10,13 @@ import torch
 
 from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.memory import Vector
-from gradstream.runtime import Link, Network, Partition, VirtualCluster, World
+from gradstream.runtime import Link, Network, Partition, SimulationConfig, VirtualCluster
 from gradstream.testing.endpoints import run_check
 from gradstream.testing.endpoints import tensors as tensors_check
 from gradstream.testing.pairs import memory_pairs
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
-from gradstream.transport.simulated.network import Lane, Packet, VirtualNetwork
+from gradstream.transport.simulated.network import Packet, StreamQueue, VirtualNetwork
 from gradstream.wire import v1
 
 LATENCY_S, BANDWIDTH = 1e-3, 1e9
@@ -26,7 +26,7 @@ class Fleet:
     """Endpoints by name on one virtual network."""
 
     def __init__(self, network: Network, *names: str, seed: int = 0, phantom: bool = False) -> None:
-        self.cluster = VirtualCluster(seed, World(network=network, phantom=phantom))
+        self.cluster = VirtualCluster(seed, SimulationConfig(network=network, phantom=phantom))
         self.network = MemoryNetwork(self.cluster)
         self.nodes = {
             name: MemoryEndpoint(Identity("job", name, number), self.cluster.runtime(name), self.network)
@@ -55,7 +55,7 @@ def plain(**link: float) -> Network:
 
 def lanes_arrivals(network: Network, sends: list[tuple[str, str, Priority, int, float]]) -> list[float]:
     """When packets of (source, target, priority, bytes, at) arrive, each on a lane of its own."""
-    cluster = VirtualCluster(0, World(network=network))
+    cluster = VirtualCluster(0, SimulationConfig(network=network))
     virtual = VirtualNetwork(cluster)
     arrivals = [-1.0] * len(sends)
 
@@ -66,7 +66,7 @@ def lanes_arrivals(network: Network, sends: list[tuple[str, str, Priority, int, 
         return note
 
     for index, (source, target, priority, size_bytes, at_s) in enumerate(sends):
-        lane, packet = Lane(virtual, source, target, priority), Packet(size_bytes, arrived(index))
+        lane, packet = StreamQueue(virtual, source, target, priority), Packet(size_bytes, arrived(index))
         cluster.clock.call_at(round(at_s * 1e9), lambda lane=lane, packet=packet: lane.send(packet))  # type: ignore[misc]
     while cluster.clock.advance():
         pass
@@ -128,9 +128,9 @@ def test_control_waits_for_one_frame_at_most_on_each_card() -> None:
 
 def test_streams_take_turns() -> None:
     """A stream with a single frame waits for two frames of the other at most, not for ten."""
-    cluster = VirtualCluster(0, World(network=plain()))
+    cluster = VirtualCluster(0, SimulationConfig(network=plain()))
     virtual = VirtualNetwork(cluster)
-    long, short = (Lane(virtual, "a", "b", Priority.BULK) for _ in range(2))
+    long, short = (StreamQueue(virtual, "a", "b", Priority.BULK) for _ in range(2))
     arrived: list[str] = []
     for _ in range(10):
         long.send(Packet(1_000_000, lambda: arrived.append("long")))
@@ -142,8 +142,8 @@ def test_streams_take_turns() -> None:
 
 def test_jitter_keeps_the_order_of_a_lane() -> None:
     for seed in range(20):
-        cluster = VirtualCluster(seed, World(network=Network(link=Link(jitter_s=1e-2))))
-        lane, got = Lane(VirtualNetwork(cluster), "a", "b", Priority.BULK), list[int]()
+        cluster = VirtualCluster(seed, SimulationConfig(network=Network(link=Link(jitter_s=1e-2))))
+        lane, got = StreamQueue(VirtualNetwork(cluster), "a", "b", Priority.BULK), list[int]()
         for number in range(30):
             lane.send(Packet(100, lambda number=number, got=got: got.append(number)))  # type: ignore[misc]
         while cluster.clock.advance():
@@ -323,5 +323,5 @@ def test_a_changed_address_breaks_old_streams() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tensors_pass_under_jitter(seed: int) -> None:
-    run, make_pair = memory_pairs(seed, World(network=plain(jitter_s=5e-3)))
+    run, make_pair = memory_pairs(seed, SimulationConfig(network=plain(jitter_s=5e-3)))
     run(run_check(tensors_check, make_pair))

@@ -12,7 +12,7 @@ from gradstream.testing.bare import Bare
 from gradstream.testing.pairs import SECRET
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc.sessions import CallerSession, Session, Sessions, proved
+from gradstream.transport.grpc.sessions import CallerSession, PeerSession, Sessions, proved
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
@@ -125,12 +125,12 @@ def test_a_short_secret_is_no_secret(secret: bytes) -> None:
 
 def begin(
     sessions: Sessions, bare: Bare = BARE, now_ns: int = 0
-) -> tuple[v1.Greeting, tuple[Session, v1.Proven] | v1.Refuse]:
+) -> tuple[v1.Greeting, tuple[PeerSession, v1.Proven] | v1.Refuse]:
     greeting = bare.greeting(sessions.challenge(now_ns))
     return greeting, sessions.greeted(greeting.SerializeToString(), now_ns)
 
 
-def opened(sessions: Sessions, bare: Bare = BARE, now_ns: int = 0) -> tuple[Session, CallerSession]:
+def opened(sessions: Sessions, bare: Bare = BARE, now_ns: int = 0) -> tuple[PeerSession, CallerSession]:
     """A session, as both sides know it."""
     greeting, answer = begin(sessions, bare, now_ns)
     assert isinstance(answer, tuple), answer

@@ -19,7 +19,7 @@ from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.offers import Offer, choose
+from gradstream.transport.offers import CarrierOffer, choose
 from gradstream.transport.routed import RoutedEndpoint
 from gradstream.transport.security import Tls
 from gradstream.transport.socket.tcp import TcpEndpoint
@@ -29,34 +29,42 @@ GRPC, TCP, SHM = {"grpc": "10.0.0.1:1"}, {"tcp": "10.0.0.1:2"}, {"shm": "gradstr
 
 
 @pytest.mark.parametrize(
-    "offer", [Offer(), Offer(GRPC), Offer(TCP), Offer(GRPC | TCP), Offer(GRPC | SHM, "host"), Offer(SHM, "x")]
+    "offer",
+    [
+        CarrierOffer(),
+        CarrierOffer(GRPC),
+        CarrierOffer(TCP),
+        CarrierOffer(GRPC | TCP),
+        CarrierOffer(GRPC | SHM, "host"),
+        CarrierOffer(SHM, "x"),
+    ],
 )
-def test_offers_travel_as_text(offer: Offer) -> None:
-    assert Offer.parse(str(offer)) == offer
+def test_offers_travel_as_text(offer: CarrierOffer) -> None:
+    assert CarrierOffer.parse(str(offer)) == offer
 
 
 def test_carriers_of_later_versions_are_passed_over() -> None:
-    assert Offer.parse("10.0.0.1:1 rdma=fe80 tcp=10.0.0.1:2 nonsense") == Offer(GRPC | TCP)
+    assert CarrierOffer.parse("10.0.0.1:1 rdma=fe80 tcp=10.0.0.1:2 nonsense") == CarrierOffer(GRPC | TCP)
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "chosen"),
     [
-        (Offer(GRPC | TCP | SHM, "a"), Offer(GRPC | TCP | SHM, "a"), "shm"),
-        (Offer(GRPC | TCP | SHM, "a"), Offer(GRPC | TCP | SHM, "b"), "tcp"),
-        (Offer(GRPC | TCP | SHM), Offer(GRPC | TCP | SHM), "tcp"),
-        (Offer(GRPC | SHM, "a"), Offer(GRPC | TCP | SHM, "b"), "grpc"),
-        (Offer(GRPC | TCP), Offer(GRPC), "grpc"),
-        (Offer(GRPC), Offer(GRPC), "grpc"),
+        (CarrierOffer(GRPC | TCP | SHM, "a"), CarrierOffer(GRPC | TCP | SHM, "a"), "shm"),
+        (CarrierOffer(GRPC | TCP | SHM, "a"), CarrierOffer(GRPC | TCP | SHM, "b"), "tcp"),
+        (CarrierOffer(GRPC | TCP | SHM), CarrierOffer(GRPC | TCP | SHM), "tcp"),
+        (CarrierOffer(GRPC | SHM, "a"), CarrierOffer(GRPC | TCP | SHM, "b"), "grpc"),
+        (CarrierOffer(GRPC | TCP), CarrierOffer(GRPC), "grpc"),
+        (CarrierOffer(GRPC), CarrierOffer(GRPC), "grpc"),
     ],
 )
-def test_the_best_that_both_have(mine: Offer, theirs: Offer, chosen: str) -> None:
+def test_the_best_that_both_have(mine: CarrierOffer, theirs: CarrierOffer, chosen: str) -> None:
     assert choose(mine, theirs) == choose(theirs, mine) == chosen
 
 
 def test_nothing_in_common_is_an_error() -> None:
     with pytest.raises(ConfigError, match="one offers shm, the other grpc"):
-        choose(Offer(SHM, "a"), Offer(GRPC))
+        choose(CarrierOffer(SHM, "a"), CarrierOffer(GRPC))
 
 
 def made(name: str, carrier: str = "auto", **options: object) -> RoutedEndpoint:

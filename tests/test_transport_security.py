@@ -16,7 +16,13 @@ import pytest
 import gradstream
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.run.remote import certificate_authority as authority_module
-from gradstream.run.remote.certificate_authority import ENROLMENT, LIFE, Authority, Key, fingerprint_of
+from gradstream.run.remote.certificate_authority import (
+    ENROLMENT,
+    LIFE,
+    CertificateAuthority,
+    Key,
+    fingerprint_of,
+)
 from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
@@ -33,8 +39,8 @@ SOURCE = Path(gradstream.__file__).parent
 
 
 @pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
+def authority() -> CertificateAuthority:
+    return CertificateAuthority()
 
 
 def endpoint(name: str, tls: Tls | None) -> GrpcEndpoint:
@@ -66,7 +72,7 @@ def call(caller: GrpcEndpoint, server: GrpcEndpoint, method: str = "join", peer:
     asyncio.run(main())
 
 
-def test_nodes_of_one_authority_talk(authority: Authority) -> None:
+def test_nodes_of_one_authority_talk(authority: CertificateAuthority) -> None:
     call(
         endpoint("shard-0", authority.issue("shard-0")),
         endpoint("coordinator", authority.issue("coordinator")),
@@ -76,13 +82,13 @@ def test_nodes_of_one_authority_talk(authority: Authority) -> None:
 @pytest.mark.parametrize(
     "check", [c for c in CHECKS if c.__name__ in {"order", "credit", "peer_death", "tensors"}]
 )
-def test_a_carrier_with_tls_keeps_its_promises(check: Check, authority: Authority) -> None:
+def test_a_carrier_with_tls_keeps_its_promises(check: Check, authority: CertificateAuthority) -> None:
     run, make_pair = grpc_pairs(authority.issue)
     run(run_check(check, make_pair))
 
 
-def test_another_authority_is_not_believed_by_either_side(authority: Authority) -> None:
-    theirs = Authority()
+def test_another_authority_is_not_believed_by_either_side(authority: CertificateAuthority) -> None:
+    theirs = CertificateAuthority()
     with pytest.raises(PeerLostError, match=r"coordinator: .*not signed by this run's authority"):
         call(
             endpoint("worker-0", theirs.issue("worker-0")),
@@ -95,7 +101,7 @@ def test_another_authority_is_not_believed_by_either_side(authority: Authority) 
         call(endpoint("worker-0", mixed), endpoint("coordinator", authority.issue("coordinator")))
 
 
-def test_plain_text_and_no_certificate_get_nowhere(authority: Authority) -> None:
+def test_plain_text_and_no_certificate_get_nowhere(authority: CertificateAuthority) -> None:
     for shown in (None, Tls(authority=authority.certificate)):
         caller = GrpcEndpoint(Identity("job", "worker-0", 1, secret=SECRET), RealRuntime("worker-0"))
         caller._security = shown  # it only dials
@@ -103,19 +109,19 @@ def test_plain_text_and_no_certificate_get_nowhere(authority: Authority) -> None
             call(caller, endpoint("coordinator", authority.issue("coordinator")))
 
 
-def test_tls_against_plain_text_says_so(authority: Authority) -> None:
+def test_tls_against_plain_text_says_so(authority: CertificateAuthority) -> None:
     with pytest.raises(PeerLostError, match="plain text"):
         call(endpoint("worker-0", authority.issue("worker-0")), endpoint("coordinator", None))
 
 
-def test_a_certificate_is_one_nodes(authority: Authority) -> None:
+def test_a_certificate_is_one_nodes(authority: CertificateAuthority) -> None:
     thief = endpoint("worker-1", authority.issue("worker-0"))
     with pytest.raises(RefusedError, match="the certificate of worker-0 says that it is worker-1") as caught:
         call(thief, endpoint("coordinator", authority.issue("coordinator")))
     assert caught.value.code == "BAD_CERTIFICATE"
 
 
-def test_a_certificate_makes_no_session_for_another_node(authority: Authority) -> None:
+def test_a_certificate_makes_no_session_for_another_node(authority: CertificateAuthority) -> None:
     """Else it could use up what the other one may have, or have it hung up on."""
 
     async def main() -> None:
@@ -136,7 +142,7 @@ def test_a_certificate_makes_no_session_for_another_node(authority: Authority) -
     asyncio.run(main())
 
 
-def test_who_is_dialled_must_be_who_answers(authority: Authority) -> None:
+def test_who_is_dialled_must_be_who_answers(authority: CertificateAuthority) -> None:
     worker = endpoint("worker-0", authority.issue("worker-0"))
     with pytest.raises(PeerLostError, match=r"shard-0: .*another node's"):
         call(worker, endpoint("worker-1", authority.issue("worker-1")), peer="shard-0")
@@ -144,7 +150,7 @@ def test_who_is_dialled_must_be_who_answers(authority: Authority) -> None:
 
 @pytest.mark.parametrize("is_protected", [True, False], ids=["TLS", "plain text"])
 @pytest.mark.parametrize("role", ROLES)
-def test_the_role_decides(role: str, is_protected: bool, authority: Authority) -> None:
+def test_the_role_decides(role: str, is_protected: bool, authority: CertificateAuthority) -> None:
     """Every method against every role, over one connection: by the certificate, and by the member's name."""
     name = role if role in ("coordinator", "launcher") else f"{role}-0"
     methods = (*METHODS, "a method that nobody has listed")
@@ -206,7 +212,7 @@ def test_roles() -> None:
     ]
 
 
-def test_keys_and_secrets_are_not_printed(authority: Authority) -> None:
+def test_keys_and_secrets_are_not_printed(authority: CertificateAuthority) -> None:
     made = authority.credentials("worker-3", SECRET)
     tls = Tls.of(made)
     assert tls is not None
@@ -218,9 +224,9 @@ def test_keys_and_secrets_are_not_printed(authority: Authority) -> None:
 
 
 def test_signing_requests() -> None:
-    authority = Authority()
+    authority = CertificateAuthority()
     assert fingerprint_of(authority.certificate) == authority.fingerprint
-    assert authority.fingerprint != Authority().fingerprint
+    assert authority.fingerprint != CertificateAuthority().fingerprint
     request = Key().request()
     assert b"BEGIN CERTIFICATE-----" in authority.sign("worker-0", request)
     for bad in (b"", b"nonsense", request.replace(b"MII", b"MIJ").replace(b"A", b"B", 3)):
@@ -238,7 +244,9 @@ async def talk(stream: Stream) -> None:
 
 
 @asynccontextmanager
-async def connected(authority: Authority) -> AsyncIterator[tuple[GrpcEndpoint, GrpcEndpoint, Stream]]:
+async def connected(
+    authority: CertificateAuthority,
+) -> AsyncIterator[tuple[GrpcEndpoint, GrpcEndpoint, Stream]]:
     """A worker that has a stream to a shard already, over a connection that stays."""
     worker, shard = (endpoint(name, authority.issue(name)) for name in ("worker-0", "shard-0"))
     async with two(worker, shard):
@@ -263,7 +271,9 @@ def digest(tls: Tls | None) -> bytes:
     return Shown.read(tls.certificate).digest
 
 
-def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(authority: Authority) -> None:
+def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(
+    authority: CertificateAuthority,
+) -> None:
     async def main() -> None:
         async with connected(authority) as (worker, shard, _):
             assert shard._security is not None
@@ -304,7 +314,7 @@ class Later(datetime.datetime):
 
 
 def test_a_certificate_that_expires_while_its_connection_is_open(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(security, "datetime", SimpleNamespace(datetime=Later, UTC=datetime.UTC))
     monkeypatch.setattr(Later, "ahead", datetime.timedelta())
@@ -323,7 +333,7 @@ def test_a_certificate_that_expires_while_its_connection_is_open(
 
 
 def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = Authority()
+    old = CertificateAuthority()
     with monkeypatch.context() as patch:
         patch.setattr(authority_module, "LIFE", -datetime.timedelta(minutes=1))
         expired = old.issue("worker-0")

@@ -25,10 +25,10 @@ from gradstream.memory.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
 from gradstream.server import (
+    AggregationRule,
     ChunkMap,
-    Gathered,
-    Immediate,
-    Rule,
+    EveryN,
+    EveryPush,
     ServerClient,
     ShardConfig,
     ShardService,
@@ -37,9 +37,9 @@ from gradstream.server import (
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.shard import chunk_leases
 from gradstream.testing.pairs import SECRET
-from gradstream.testing.pieces import Held, chunk_frame, take_chunk
+from gradstream.testing.pieces import HeldReference, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
-from gradstream.transport.shm.arena import Shelf
+from gradstream.transport.shm.arena import Arena
 from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.transport.shm.leases import SHELF_BYTES
 from gradstream.transport.socket.unix import send_descriptors
@@ -64,7 +64,7 @@ def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Non
 
 
 def test_places_of_a_shelf_are_taken_again() -> None:
-    shelf = Shelf(0, 4 << 20)
+    shelf = Arena(0, 4 << 20)
     first, second = shelf.take(1 << 20), shelf.take(1_000_000)
     assert first is not None and second is not None and first != second
     assert shelf.take(2 << 20) is not None
@@ -137,7 +137,7 @@ async def pair() -> AsyncIterator[Pair]:
         for name in ("near", "far")
     ]
     near, far = ends
-    held = Held()
+    held = HeldReference()
     far.serve("held", held)
     for end in ends:
         await end.start()
@@ -366,7 +366,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(rule: Rule) -> AsyncIterator[Served]:
+async def served(rule: AggregationRule) -> AsyncIterator[Served]:
     ends = {
         name: ShmEndpoint(
             Identity("job", name, index, fingerprint=1, secret=SECRET),
@@ -411,7 +411,7 @@ def test_an_update_waits_for_its_readers_but_not_for_one_that_has_stopped(
 
 
 async def _reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(Immediate()) as there:
+    async with served(EveryPush()) as there:
         for _ in range(3):  # from the third on everything goes by reference
             await there.push()
             fetched = await there.fetch()
@@ -431,7 +431,7 @@ def test_a_sum_grows_while_others_read_the_parameters() -> None:
 
 
 async def _sums_up() -> None:
-    async with served(Gathered(3)) as there:
+    async with served(EveryN(3)) as there:
         for _ in range(6):
             await there.push()
         assert bool((await there.fetch() == -5).all())

@@ -24,7 +24,7 @@ from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.socket import framing, posted, tcp
-from gradstream.transport.socket.framing import PREFIX, Inbox, Parcel, Place
+from gradstream.transport.socket.framing import PREFIX, FrameReader, OutgoingFrame, PayloadPlace
 from gradstream.transport.socket.greeting import answer
 from gradstream.transport.socket.tcp import TcpEndpoint, choose_congestion_control
 from gradstream.wire import v1
@@ -267,7 +267,7 @@ def test_memory_is_not_touched_after_a_cancel() -> None:
 
 def test_writing_after_a_cancel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above fails for a carrier that goes on filling memory."""
-    monkeypatch.setattr(Inbox, "abandon", lambda inbox, stream: None)
+    monkeypatch.setattr(FrameReader, "abandon", lambda inbox, stream: None)
     with pytest.raises(AssertionError):
         test_memory_is_not_touched_after_a_cancel()
 
@@ -454,10 +454,10 @@ class Kept:
     def __init__(self) -> None:
         self.frames: list[tuple[int, int, int, list[float]]] = []
 
-    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
-        return Place(torch.empty(payload_bytes // 4), landed=False) if stream else None
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
+        return PayloadPlace(torch.empty(payload_bytes // 4), landed=False) if stream else None
 
-    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
         elements = [] if place is None else place.memory.tolist()
         self.frames.append((stream, number, len(frame.body.data), elements))
 
@@ -467,25 +467,25 @@ def test_frames_are_the_same_however_they_are_cut(monkeypatch: pytest.MonkeyPatc
     """Written in pieces of any size, read in pieces of any other."""
     monkeypatch.setattr(framing, "PIECE_BYTES", 1000)
     rng = random.Random(seed)
-    sent, expected, wire = list[Parcel](), list[tuple[int, int, int, list[float]]](), bytearray()
+    sent, expected, wire = list[OutgoingFrame](), list[tuple[int, int, int, list[float]]](), bytearray()
     for number in range(60):
         stream, elems, body = number % 4, rng.choice([0, 1, 9, 250, 3000]), rng.choice([0, 5, 20_000])
         if number % 3:
             payload = torch.full((elems,), float(number))
             view = memoryview(payload.numpy()).cast("B") if elems else None  # type: ignore[arg-type]
-            parcel = Parcel(stream, number, chunk_frame(number, elems), view, on_sent=sent.append)
+            parcel = OutgoingFrame(stream, number, chunk_frame(number, elems), view, on_sent=sent.append)
             if stream or not elems:
                 expected.append((stream, number, 0, payload.tolist()))
         else:
             frame = v1.Frame(body=v1.Body(data=bytes(body)))
-            parcel = Parcel(stream, number, frame, on_sent=sent.append)
+            parcel = OutgoingFrame(stream, number, frame, on_sent=sent.append)
             expected.append((stream, number, body, []))
         while parcel.left_bytes:
             pieces = b"".join(parcel.pieces(rng.choice([1, 100, 1000])))[: rng.randint(1, 5000)]
             wire += pieces
             parcel.sent_bytes += len(pieces)
     kept = Kept()
-    inbox, at = Inbox(kept), 0
+    inbox, at = FrameReader(kept), 0
     while at < len(wire):
         took = 0
         for room in inbox.room():

@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from gradstream.runtime.process_metrics import Lateness, OwnMemory, own_bytes
+from gradstream.runtime.process_metrics import LoopLag, OwnMemory, own_bytes
 
 
 class Machine:
@@ -59,16 +59,16 @@ def test_own_memory_counts_what_is_there() -> None:
 
 def test_a_loop_that_is_held_up_is_late() -> None:
     async def held_up() -> tuple[float, float]:
-        lateness, loop = Lateness(), asyncio.get_running_loop()
+        lateness, loop = LoopLag(), asyncio.get_running_loop()
         watching = asyncio.create_task(lateness.watch())
-        await asyncio.sleep(3 * Lateness.PERIOD_S)
+        await asyncio.sleep(3 * LoopLag.PERIOD_S)
         lateness.take()
-        until = loop.time() + 5 * Lateness.PERIOD_S
+        until = loop.time() + 5 * LoopLag.PERIOD_S
         while loop.time() < until:  # nobody else has a turn
             pass
-        await asyncio.sleep(Lateness.PERIOD_S)
+        await asyncio.sleep(LoopLag.PERIOD_S)
         watching.cancel()
         return lateness.take()
 
-    assert asyncio.run(held_up())[1] > 3 * Lateness.PERIOD_S
-    assert Lateness().take() == (0.0, 0.0)
+    assert asyncio.run(held_up())[1] > 3 * LoopLag.PERIOD_S
+    assert LoopLag().take() == (0.0, 0.0)

@@ -13,16 +13,16 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.cli.progress import Progress
+from gradstream.cli.progress import ProgressLine
 from gradstream.cli.report import evaluation_rows
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.job.overrides import overrides, with_overrides
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.evaluation import evaluate
 
 FEATURES = 6
-TIMED = World(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.03)})
+TIMED = SimulationConfig(costs={"gradient": Cost(base_s=0.01), "evaluate": Cost(base_s=0.03)})
 
 
 def problem() -> tuple[Any, Any]:
@@ -191,7 +191,7 @@ def test_phantom_runs_look_at_nothing_but_take_the_time() -> None:
     model, data = problem()
     times = []
     for every in (None, 2):
-        world = World(costs=TIMED.costs, phantom=True)
+        world = SimulationConfig(costs=TIMED.costs, phantom=True)
         run = simulate(model, data, workers=2, batch_size=5, epochs=3, evaluate_every=every, world=world)
         times.append(run.history[-1]["time_s"])
     assert times[1] == pytest.approx(times[0] + 5 * 0.03, abs=1e-4)
@@ -265,7 +265,7 @@ def of_keywords(kind: str, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["dict", "pair"])
 def test_a_loss_that_calls_the_module_is_told_of_held_out_samples(kind: str) -> None:
     model, data = of_keywords(kind)
-    progress = Progress()
+    progress = ProgressLine()
     run = simulate(
         model, data, workers=2, batch_size=5, steps=4, optimizer=gs.optim.SGD(0.05), evaluate_every=2,
         on_event=progress.update,

@@ -16,7 +16,7 @@ from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError, GradientError
-from gradstream.runtime.simulation import Cost, Network, World
+from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.testing.runs import Tokens, least_squares, numbered
 from gradstream.worker.gradient import Clip, Differentiator, hash_seed
 
@@ -65,7 +65,7 @@ def test_exchange_overlaps_the_last_part() -> None:
     )
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((64, 8)).astype("float32"), rng.standard_normal((64, 1)).astype("float32")
-    world = World(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=2e5))
+    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=2e5))
     found = []
     for overlap in (True, False):
         run = simulate(

@@ -9,13 +9,13 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Link, Network, World
-from gradstream.server.aggregation import Contribution
+from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
+from gradstream.server.aggregation import PushHeader
 from gradstream.server.shard.state import Apply, Parked
-from gradstream.server.shard.stragglers import Latecomers
+from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.strategies import Strategy
 from gradstream.telemetry.stopwatch import Stopwatch
-from gradstream.telemetry.wait_attribution import Claims, Kind, shared_out
+from gradstream.telemetry.wait_attribution import Kind, WaitAttribution, shared_out
 from gradstream.testing.runs import Sized, numbered
 
 # ---- pure parts -------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_each_moment_is_given_once_and_the_last_to_come_goes_first() -> None:
 
 
 def test_claims_are_forgotten_once_taken() -> None:
-    claims = Claims()
+    claims = WaitAttribution()
     claims.note(Kind.SHARD, "shard-0", 0, 5)
     claims.note(Kind.SHARD, "shard-0", 0, 3)  # an earlier answer to the same question
     assert claims.take([(0, 10)]) == {"shard-0": 5}
@@ -45,7 +45,7 @@ def test_claims_are_forgotten_once_taken() -> None:
 
 
 def test_a_step_is_computing_and_waiting() -> None:
-    claims = Claims()
+    claims = WaitAttribution()
     watch = Stopwatch("worker-0", claims, 0)
     watch.begin(1_000_000_000)
     watch.computed(1_500_000_000, 2_500_000_000)
@@ -65,10 +65,9 @@ def test_a_step_is_computing_and_waiting() -> None:
 
 
 def test_the_last_contributor_is_waited_for_by_all_others() -> None:
-    came = Latecomers()
+    came = StragglerTracker()
     update = tuple(
-        Parked(Contribution(f"worker-{rank}", rank, 1, sequence=1, samples=1), token=rank)
-        for rank in range(3)
+        Parked(PushHeader(f"worker-{rank}", rank, 1, sequence=1, samples=1), token=rank) for rank in range(3)
     )
     for token, at_us in ((0, 10), (2, 500), (1, 40)):
         came.came(token, 7, 1000 * at_us)
@@ -84,7 +83,7 @@ def test_the_last_contributor_is_waited_for_by_all_others() -> None:
 
 # ---- whole runs -------------------------------------------------------------------------
 
-ONE_SECOND = World(
+ONE_SECOND = SimulationConfig(
     costs={"gradient": Cost(base_s=1.0)},
     speeds={"worker-2": 0.25},
     network=Network(link=Link(latency_s=1e-4)),
@@ -96,7 +95,7 @@ def steps_of(run: Run, rank: int) -> list[Any]:
     return [event for event in run.events if event["event"] == "step" and event["rank"] == rank]
 
 
-def slow_third(strategy: Strategy, world: World = ONE_SECOND, **options: Any) -> Run:
+def slow_third(strategy: Strategy, world: SimulationConfig = ONE_SECOND, **options: Any) -> Run:
     given: dict[str, Any] = {"workers": 3, "batch_size": 1, "steps": 5, "chunk_elems": 64, "servers": 2}
     return simulate(Sized([64, 64, 64]), numbered(60), world=world, strategy=strategy, **(given | options))
 
@@ -124,7 +123,7 @@ def test_downpour_waits_for_nobody_but_the_shards() -> None:
 
 
 def test_a_workers_own_sums_are_its_own() -> None:
-    world = World(costs={"gradient": Cost(base_s=1.0), "copy": Cost(base_s=0.25)}, phantom=True)
+    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0), "copy": Cost(base_s=0.25)}, phantom=True)
     run = slow_third(gs.Downpour(push_every=2, fetch_every=2), world)
     for step in steps_of(run, 1):
         assert step["waited_for"]["worker-1"] == pytest.approx(0.25)

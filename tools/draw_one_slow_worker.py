@@ -19,13 +19,13 @@ from gradstream.report import figures, lanes
 from gradstream.report.timeline import lanes_of
 from gradstream.report.units import time_text
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, World
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.testing.runs import least_squares
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "one-slow-worker.svg"
 COLOURS = (Path(figures.__file__).parent / "page.css").read_text()
 
-WORLD = World(costs={"gradient": Cost(base_s=10e-3)}, speeds={"worker-3": 0.25})
+WORLD = SimulationConfig(costs={"gradient": Cost(base_s=10e-3)}, speeds={"worker-3": 0.25})
 RUNS = {
     "synchronous": "every update waits for all four workers",
     "downpour": "nobody waits; the fast workers take over samples of the slow one",

@@ -87,8 +87,10 @@ STRATEGIES: dict[str, gs.Strategy] = {
     "allreduce-butterfly": gs.AllReduce(algorithm="butterfly"),
 }
 WORLDS = {
-    "even": gs.sim.World(costs={"gradient": gs.sim.Cost(base_s=0.01), "apply": gs.sim.Cost(base_s=1e-3)}),
-    "uneven": gs.sim.World(
+    "even": gs.sim.SimulationConfig(
+        costs={"gradient": gs.sim.Cost(base_s=0.01), "apply": gs.sim.Cost(base_s=1e-3)}
+    ),
+    "uneven": gs.sim.SimulationConfig(
         costs={"gradient": gs.sim.Cost(base_s=0.01, spread=Exponential()), "apply": gs.sim.Cost(base_s=1e-3)},
         network=gs.sim.Network(link=gs.sim.Link(latency_s=1e-3, jitter_s=1e-3), bandwidth_bytes_s=1e7),
     ),

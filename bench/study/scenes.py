@@ -12,7 +12,7 @@ import numpy as np
 from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.model.base import Model
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from study import subject
 from study.methods import BATCH, BY_NAME, MEASURED, METHODS, PAPER, POWERS, Method, downpour
 
@@ -88,7 +88,7 @@ class Scene:
     uneven: bool = False
 
     @property
-    def world(self) -> World:
+    def world(self) -> SimulationConfig:
         """Its machines and network."""
         shards = SHARDS if self.watched else 1
         return subject.cluster(shards=shards, speeds=subject.SLOW if self.uneven else None)

@@ -20,11 +20,11 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.data.arrays import ArrayDataset
-from gradstream.data.base import Division, Ids
+from gradstream.data.base import Ids, PartitionSpec
 from gradstream.data.feed import plan_samples
 from gradstream.data.plan import EpochPlan, epoch_order
 from gradstream.model.base import Model
-from gradstream.runtime.simulation import Cost, Link, LogNormal, Network, World
+from gradstream.runtime.simulation import Cost, Link, LogNormal, Network, SimulationConfig
 
 __all__ = [
     "BANDWIDTH_BYTES_S",
@@ -175,7 +175,7 @@ class ByLabel(ArrayDataset):
     rounds: a round is everybody's next samples.
     """
 
-    def plan(self, division: Division) -> EpochPlan:
+    def plan(self, division: PartitionSpec) -> EpochPlan:
         """Worker i has samples [i·n/W, (i+1)·n/W)."""
         count, workers = self.num_samples // division.workers, division.workers
         size = division.batch_size
@@ -197,7 +197,7 @@ class ByLabel(ArrayDataset):
 # ---- machines -------------------------------------------------------------------------------
 
 
-def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> World:
+def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> SimulationConfig:
     """Machines on a network that is not what they wait for.
 
     Args:
@@ -205,7 +205,7 @@ def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> Wo
             would be the same bytes at the same time, and cost as many times the simulation.
         speeds: of workers by rank; 1 where missing.
     """
-    return World(
+    return SimulationConfig(
         costs={
             "gradient": Cost(per_sample_s=SAMPLE_S, spread=LogNormal(JITTER)),
             "apply": Cost(per_elem_s=4e-10),

@@ -27,7 +27,7 @@ from gradstream.run.plan import cast_of, metrics_of
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Storage
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from gradstream.wire import v1
 from gradstream.worker.final_model import FINAL_MODEL
 
@@ -43,7 +43,7 @@ def simulate(
     model: Asked,
     data: Data | None = None,
     *,
-    world: World | None = None,
+    world: SimulationConfig | None = None,
     on_event: OnEvent | None = None,
     script: Script | None = None,
     storage: Storage | None = None,
@@ -85,7 +85,7 @@ def simulate(
             "a script with a training loop of its own runs in real time: it cannot be simulated"
         )
     intercept(job, simulated=True)
-    world = world or World()
+    world = world or SimulationConfig()
     events: list[dict[str, Any]] = []
     callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": None}, threads=False)
     told = callbacks.beside(on_event)

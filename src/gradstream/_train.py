@@ -23,7 +23,7 @@ from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
 from gradstream.run.launcher import Launcher, OnAddress, OnEvent
 from gradstream.run.local import LocalCluster
-from gradstream.run.nodes import Cast
+from gradstream.run.nodes import RunPlan
 from gradstream.run.plan import cast_of, metrics_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
@@ -122,7 +122,7 @@ def train(
 
 def launch(
     job: Job,
-    cast: Cast,
+    cast: RunPlan,
     run_dir: Path,
     *,
     on_event: OnEvent | None = None,

@@ -21,7 +21,7 @@ from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Evaluated, FileEntry, Manifest, Resume, seal_of
 from gradstream.checkpoint.own_state import OwnState
 from gradstream.data.base import BatchRef
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job import plugins
 from gradstream.job.job import Job
@@ -48,7 +48,7 @@ _MANIFEST = Manifest(
     step=12,
     rounds=6,
     steps={"worker-0": 6, "worker-1": 6},
-    done=Done(1, {1: ((0, 8), (16, 24))}),
+    done=DataProgress(1, {1: ((0, 8), (16, 24))}),
     versions=[6, 6],
     model={"fingerprint": 7, "elems": 100, "dtype": 1, "chunk_elems": 64, "optimizer": ""},
     optimizer="sgd",
@@ -100,7 +100,7 @@ _ENTRIES = b"".join(
     entries.encode(one)
     for one in (
         entries.Pushed(3, 1, 9, 4, 1, 2),
-        entries.Asked(1, 0, 2, 3),
+        entries.FetchAsked(1, 0, 2, 3),
         entries.Read(1, 0, 2, 0, 3, 7),
         entries.Summed(1, 2, 1 << 31),
         entries.Handed((BatchRef(0, 1, 2),), True, 3),
@@ -166,7 +166,7 @@ def _settings(texts: Callable[[str], Any]) -> Callable[[bytes], None]:
     return decode
 
 
-def _none(kind: str) -> list[plugins.Offer]:
+def _none(kind: str) -> list[plugins.Plugin]:
     del kind
     return []
 

@@ -18,7 +18,7 @@ from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.balance import Balance
+from gradstream.coordinator.balance import ShareBalance
 from gradstream.coordinator.checkpoint_handler import lies_in
 from gradstream.coordinator.event_gate import EventGate
 from gradstream.coordinator.instructions import Emit, Refuse
@@ -29,12 +29,12 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
-from gradstream.run.remote.members import Roster
-from gradstream.server.aggregation import Contribution, FetchTerms
+from gradstream.run.remote.members import MachineMembers
+from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
-from gradstream.strategies.synchronous import Rounds
+from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
@@ -103,7 +103,7 @@ def _membership(*, joined: bool = True) -> Membership:
         software="1",
         together=True,
         quorum=1,
-        balance=Balance(plan),
+        balance=ShareBalance(plan),
     )
     return _joined(membership) if joined else membership
 
@@ -223,8 +223,8 @@ def _keep(data: bytes) -> None:
 # ---- a shard ------------------------------------------------------------------------------
 
 
-def _shard() -> tuple[Inspection, ShardState, Rounds]:
-    chunks, rule = ChunkMap(100, 64, 1), Rounds(1, "mean")
+def _shard() -> tuple[Inspection, ShardState, SynchronousRound]:
+    chunks, rule = ChunkMap(100, 64, 1), SynchronousRound(1, "mean")
     state = ShardState(chunks.chunks_of(0), rule, workers=WORKERS)
     inspection = Inspection(
         "shard-0", chunks, state.chunks, torch.float32, None, Counter(), workers=WORKERS, states=("momentum",)
@@ -233,13 +233,13 @@ def _shard() -> tuple[Inspection, ShardState, Rounds]:
 
 
 def _push(data: bytes) -> None:
-    """What `PushDesk` does, but for the arithmetic: contributions go up to their acknowledgement."""
+    """What `PushHandler` does, but for the arithmetic: contributions go up to their acknowledgement."""
     inspection, state, rule = _shard()
     who, request = _who(data), v1.Push.FromString(data[1:])
     inspection.push(who, request)
     for chunk in state.chunks:
         inspection.basis(who, chunk, request.basis, state.version(chunk))
-        one = Contribution(
+        one = PushHeader(
             who,
             inspection.rank(who),
             1,
@@ -292,7 +292,7 @@ def _command(data: bytes) -> None:
 
 
 def _enrol(data: bytes) -> None:
-    roster = Roster("here", machines=2, workers_per_machine=1, facts={"torch": "1"})
+    roster = MachineMembers("here", machines=2, workers_per_machine=1, facts={"torch": "1"})
     seat = roster.enrol(v1.Enrol.FromString(data[1:]))
     json.dumps(roster.state)
     assert roster.state.isprintable()

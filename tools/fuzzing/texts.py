@@ -9,9 +9,9 @@ from typing import Any
 
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_json
-from gradstream.cli.progress import Progress
+from gradstream.cli.progress import ProgressLine
 from gradstream.errors import ConfigError
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.report.staleness import staleness_by
 from gradstream.report.summary import evaluations_of, history_of, summary_of
 from gradstream.report.trace import trace_json
@@ -21,8 +21,8 @@ from gradstream.telemetry import events as kinds
 from gradstream.telemetry.event_lines import EventError, EventLines, parse_event
 from gradstream.trackers.tensorboard import Scalars
 from gradstream.transport.addresses import host_and_port, is_loopback
-from gradstream.transport.offers import Offer, choose
-from gradstream.transport.socket.framing import Inbox, Place
+from gradstream.transport.offers import CarrierOffer, choose
+from gradstream.transport.socket.framing import FrameReader, PayloadPlace
 from gradstream.untrusted import escaped, parse_json
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, check_chunk, decode, encode
@@ -47,9 +47,9 @@ def _address(data: bytes) -> None:
 
 
 def _offer(data: bytes) -> None:
-    offer = Offer.parse(data.decode(errors="surrogateescape"))
+    offer = CarrierOffer.parse(data.decode(errors="surrogateescape"))
     str(offer)
-    choose(offer, Offer({"tcp": "127.0.0.1:1", "grpc": "127.0.0.1:2"}, "h"))
+    choose(offer, CarrierOffer({"tcp": "127.0.0.1:1", "grpc": "127.0.0.1:2"}, "h"))
 
 
 _CHUNK = v1.Frame(chunk=v1.Chunk(index=1, elems=4, dtype=v1.FLOAT32, version=3))
@@ -72,15 +72,15 @@ def _wired(frame: v1.Frame, payload: bytes = b"") -> bytes:
 class _Sink:
     """Gives no payload a place."""
 
-    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
         return None
 
-    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
         pass
 
 
 def _stream(data: bytes) -> None:
-    inbox, at, piece = Inbox(_Sink()), 0, 1 + len(data) % 977
+    inbox, at, piece = FrameReader(_Sink()), 0, 1 + len(data) % 977
     while at < len(data):
         room = inbox.room()[0]
         part = data[at : at + min(piece, len(room))]
@@ -162,14 +162,14 @@ def _run_directory(data: bytes) -> None:
     events = list(lines.take(rest))
     assert len(events) + lines.num_skipped == rest.count(b"\n")
     json.dumps([summary_of(events), history_of(events), evaluations_of(events)])
-    progress, scalars = Progress(), Scalars()
+    progress, scalars = ProgressLine(), Scalars()
     for event in events:
         progress.update(event)
         scalars.update(event)
         assert progress.news(event).isprintable() and progress.line().isprintable()
     staleness_by(events, "link")
     trace_json(events)
-    page(Source(events=events, title="title", info=info)).encode()
+    page(PageSource(events=events, title="title", info=info)).encode()
 
 
 DECODERS = (

@@ -5,20 +5,29 @@ kept; `folder.py` the files themselves; `own_state.py` what a worker has of its 
 Who makes a cut, and when, is for `coordinator/snapshot.py` to say.
 """
 
-from gradstream.checkpoint.folder import Draft, Place, kept, newest, prune, sweep, to_resume, verify
+from gradstream.checkpoint.folder import (
+    DraftSnapshot,
+    VectorPlace,
+    kept,
+    newest,
+    prune,
+    sweep,
+    to_resume,
+    verify,
+)
 from gradstream.checkpoint.format import TensorSpec, spec_of
 from gradstream.checkpoint.manifest import Evaluated, Manifest, Resume
 from gradstream.checkpoint.policy import Every, Policy, parse_every
 
 __all__ = [
-    "Draft",
+    "DraftSnapshot",
     "Evaluated",
     "Every",
     "Manifest",
-    "Place",
     "Policy",
     "Resume",
     "TensorSpec",
+    "VectorPlace",
     "kept",
     "newest",
     "parse_every",

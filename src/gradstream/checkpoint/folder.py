@@ -25,16 +25,16 @@ import numpy as np
 from gradstream.checkpoint.format import MAX_HEADER_BYTES, TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
 from gradstream.checkpoint.own_state import OwnState
-from gradstream.checkpoint.policy import Kept, Policy
+from gradstream.checkpoint.policy import KeptCheckpoint, Policy
 from gradstream.errors import ConfigError, DataError
 from gradstream.runtime.base import Storage
 
 __all__ = [
     "FOLDER",
     "MODEL",
-    "Draft",
+    "DraftSnapshot",
     "Held",
-    "Place",
+    "VectorPlace",
     "data_offset",
     "file_of",
     "kept",
@@ -63,7 +63,7 @@ def worker_file(worker: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class VectorPlace:
     """Where a vector of the shards goes: element i at byte offset + i · itemsize of a file.
 
     Args:
@@ -81,7 +81,7 @@ Held = tuple[int, int, int]
 """Elements [start, stop) of a vector, and the CRC-32 of their bytes as the node that has them held them."""
 
 
-class Draft:
+class DraftSnapshot:
     """A checkpoint that is being written. Nobody sees it before `commit` has returned.
 
     Args:
@@ -111,7 +111,7 @@ class Draft:
         self.folder = f"{FOLDER}/.step-{step:08d}.{token}.tmp"
         self._headers = {"": header_of([*tensors, *others]), **dict.fromkeys(states, header_of(tensors))}
         self.places = tuple(
-            Place(vector, f"{self.folder}/{file_of(vector)}", len(header))
+            VectorPlace(vector, f"{self.folder}/{file_of(vector)}", len(header))
             for vector, header in self._headers.items()
             if tensors
         )
@@ -178,7 +178,7 @@ class Draft:
         self._storage.remove(self.folder)
 
     def _behind(
-        self, place: Place, specs: Sequence[TensorSpec], others: Mapping[str, bytes]
+        self, place: VectorPlace, specs: Sequence[TensorSpec], others: Mapping[str, bytes]
     ) -> Iterator[tuple[int, bytes]]:
         """What a file has behind the flat vector, by offset. Second names are copied from there."""
         sizes = [spec.size_bytes for spec in self._tensors]
@@ -194,7 +194,7 @@ class Draft:
             offset += spec.size_bytes
 
     def _read_back(
-        self, place: Place, size_bytes: int, sums: Sequence[Held], itemsize_bytes: int
+        self, place: VectorPlace, size_bytes: int, sums: Sequence[Held], itemsize_bytes: int
     ) -> FileEntry:
         storage, path = self._storage, place.path
         if storage.size(path) != size_bytes:
@@ -336,14 +336,14 @@ def to_resume(
     return found
 
 
-def kept(storage: Storage) -> Iterator[Kept]:
+def kept(storage: Storage) -> Iterator[KeptCheckpoint]:
     """The checkpoints whose `state.json` is sound, oldest first. Their other files are not looked at."""
     for folder in _folders(storage):
         try:
             manifest = _manifest_in(storage, folder)
         except DataError:
             continue
-        yield Kept(folder, manifest.step, manifest.evaluated)
+        yield KeptCheckpoint(folder, manifest.step, manifest.evaluated)
 
 
 def prune(storage: Storage, policy: Policy, *, fresh: str = "") -> None:

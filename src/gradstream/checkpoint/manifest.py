@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 
@@ -85,7 +85,7 @@ class Manifest:
     step: int
     rounds: int
     steps: Mapping[str, int]
-    done: Done
+    done: DataProgress
     versions: Sequence[int]
     model: Mapping[str, Any]
     optimizer: str
@@ -128,7 +128,7 @@ class Manifest:
             if number != FORMAT:
                 raise DataError(f"{STATE} has format {number}, this gradstream reads {FORMAT}: install newer")
             check_record(cls, {**record, "done": {"epochs": 0}})
-            record["done"] = Done.of_json(record["done"])
+            record["done"] = DataProgress.of_json(record["done"])
             record["files"] = {_checked(name): FileEntry(**entry) for name, entry in record["files"].items()}
             if record["evaluated"] is not None:
                 record["evaluated"] = Evaluated(**record["evaluated"])
@@ -166,7 +166,7 @@ class Resume:
     step: int
     rounds: int
     steps: Mapping[str, int]
-    done: Done
+    done: DataProgress
     model: Mapping[str, Any]
     seed: int
     num_samples: int | None
@@ -205,7 +205,7 @@ class Resume:
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Resume:
         """What `as_json` has made. Raises ConfigError for anything else."""
-        done = Done.of_json(record.get("done", {}))
+        done = DataProgress.of_json(record.get("done", {}))
         try:
             check_record(cls, {**record, "done": {"epochs": 0}})
         except MismatchError as error:

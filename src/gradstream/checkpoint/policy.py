@@ -11,7 +11,7 @@ from typing import Literal
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.errors import ConfigError
 
-__all__ = ["Every", "Kept", "Policy", "parse_every"]
+__all__ = ["Every", "KeptCheckpoint", "Policy", "parse_every"]
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
@@ -47,7 +47,7 @@ def parse_every(value: int | str | None) -> Every | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptCheckpoint:
     """A checkpoint that is there."""
 
     folder: str
@@ -76,7 +76,7 @@ class Policy:
         done = {"steps": steps, "epochs": epochs, "seconds": seconds}[self.every.unit]
         return done >= self.every.amount
 
-    def superfluous(self, there: Sequence[Kept]) -> list[Kept]:
+    def superfluous(self, there: Sequence[KeptCheckpoint]) -> list[KeptCheckpoint]:
         """Those of `there`, oldest first, that can go. Never the newest."""
         wanted = {one.folder for one in there[-max(1, self.keep_last) :]}
         judged = [one for one in there if one.evaluated is not None]

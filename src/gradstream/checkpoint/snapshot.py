@@ -21,7 +21,7 @@ from gradstream.runtime.base import Runtime, Storage, Work
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.wire import v1
 
-__all__ = ["Holder", "Member", "Pieces", "Snapshots", "load"]
+__all__ = ["NodeSnapshots", "Pieces", "SnapshotMember", "SnapshotSource", "load"]
 
 ROOM = 1.5
 """A copy is made where this much of its size is free."""
@@ -32,7 +32,7 @@ Pieces = Sequence[tuple[int, torch.Tensor]]
 """What a node has of a vector: where in the whole of it each piece begins, and its elements."""
 
 
-class Holder(Protocol):
+class SnapshotSource(Protocol):
     """Who has parts of the run's vectors: a shard, or a worker where there are no servers."""
 
     def pieces(self) -> Mapping[str, Pieces]:
@@ -48,8 +48,8 @@ class Holder(Protocol):
         ...
 
 
-class Member(Protocol):
-    """What is needed of `gradstream.coordinator.Member`."""
+class SnapshotMember(Protocol):
+    """What is needed of `gradstream.coordinator.SnapshotMember`."""
 
     notice: v1.Notice
 
@@ -62,7 +62,7 @@ class Member(Protocol):
         ...
 
 
-class Snapshots:
+class NodeSnapshots:
     """Follows the cuts of a run, one after the other.
 
     Args:
@@ -71,7 +71,7 @@ class Snapshots:
         holder: has the pieces.
     """
 
-    def __init__(self, runtime: Runtime, member: Member, holder: Holder) -> None:
+    def __init__(self, runtime: Runtime, member: SnapshotMember, holder: SnapshotSource) -> None:
         self._runtime = runtime
         self._member = member
         self._holder = holder
@@ -166,7 +166,7 @@ def load(storage: Storage, folder: str, vectors: Mapping[str, Pieces]) -> None:
     """Fills pieces from a checkpoint whose hashes were verified.
 
     Args:
-        vectors: as `Holder.pieces` gives them; written.
+        vectors: as `SnapshotSource.pieces` gives them; written.
 
     Raises:
         DataError, OSError: a file is not there, or too short.

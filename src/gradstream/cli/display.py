@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gradstream.cli.progress import Progress
+from gradstream.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
@@ -33,7 +33,7 @@ class Display:
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(stderr=True, highlight=False, soft_wrap=True)
         self._now = now
-        self._progress = Progress()
+        self._progress = ProgressLine()
         self._live: Live | None = None
         self._shown_at_s = now()
         self._shown_fraction = 0.0

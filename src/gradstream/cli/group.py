@@ -13,10 +13,10 @@ import click
 from gradstream.cli import commands
 from gradstream.errors import EXIT_CODES, GradstreamError, exit_code
 
-__all__ = ["Commands", "main"]
+__all__ = ["CommandGroup", "main"]
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """A group whose commands are the modules of `gradstream.cli.commands`.
 
     A module holds a command of its own name: `commands/train.py` has `train`. A file that is
@@ -68,7 +68,7 @@ ERROR_BYTES = 1 << 17
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means in EXIT_CODES.items())
 
 
-@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="gradstream")
 def main() -> None:
     """Trains one model on many machines that may be slow, far apart, and dying.

@@ -13,7 +13,7 @@ from gradstream.untrusted import escaped
 if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
 
-__all__ = ["Progress"]
+__all__ = ["ProgressLine"]
 
 WINDOW_S = 10.0
 """Rates are means over this much of the run's own time."""
@@ -45,7 +45,7 @@ class _Window:
         return self.total / length_s if length_s > 0 else 0.0
 
 
-class Progress:
+class ProgressLine:
     """Follows a run by its events. It reads no clock: time is the events' own `time_s`.
 
     Attributes:

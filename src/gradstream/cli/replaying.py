@@ -14,19 +14,19 @@ import numpy as np
 
 from gradstream.cli.report import print_rows
 from gradstream.errors import ConfigError, DivergedError
-from gradstream.replay import Replay, Update
+from gradstream.replay import Replay, ReplayedUpdate
 from gradstream.replay import replay as replay_run
 from gradstream.replay.finding import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
 from gradstream.run.result import Run
 
-__all__ = ["Asked", "record_of", "rows_of", "show_replay"]
+__all__ = ["ReplayQuery", "record_of", "rows_of", "show_replay"]
 
 MANY = 16
 """Sample ids that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ReplayQuery:
     """Where to stop; see the options of `gradstream replay`."""
 
     until_update: int | None
@@ -57,7 +57,7 @@ class Asked:
         return places[0] if places else None
 
 
-def show_replay(run: Path, asked: Asked, *, watch: bool, anyway: bool, as_json: bool) -> None:
+def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_json: bool) -> None:
     """Replays a run, and prints what was asked for.
 
     Raises:
@@ -107,7 +107,7 @@ def same_bits(ours: Mapping[str, np.ndarray[Any, Any]], kept: Mapping[str, np.nd
     )
 
 
-def line_of(update: Update) -> str:
+def line_of(update: ReplayedUpdate) -> str:
     """An update in one line."""
     steps = _span(update.steps) or "?"
     return (
@@ -119,7 +119,7 @@ def line_of(update: Update) -> str:
     )
 
 
-def rows_of(update: Update) -> list[tuple[str, str]]:
+def rows_of(update: ReplayedUpdate) -> list[tuple[str, str]]:
     """An update as a table."""
     batches = ", ".join(
         f"batch {ref.batch} of partition {ref.partition} in data epoch {ref.epoch}" for ref in update.batches
@@ -143,7 +143,7 @@ def rows_of(update: Update) -> list[tuple[str, str]]:
     ]
 
 
-def record_of(update: Update) -> dict[str, Any]:
+def record_of(update: ReplayedUpdate) -> dict[str, Any]:
     """An update as JSON holds it; numbers that it cannot hold are null."""
 
     def number(value: float) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 
-__all__ = ["TIE", "Choice", "Figures"]
+__all__ = ["TIE", "Choice", "MeasuredCosts"]
 
 LARGEST_BYTES = 1 << 40
 
@@ -19,7 +19,7 @@ that are on their way: for long vectors it is the fastest of those that the form
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class MeasuredCosts:
     """What messages and sums cost among the ranks of a group.
 
     Args:
@@ -45,7 +45,7 @@ class Choice:
     """
 
     size: int
-    figures: Figures
+    figures: MeasuredCosts
 
     def seconds(self, algorithm: str, num_bytes: int) -> float:
         """What the formula predicts for an allreduce."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from gradstream.collectives.data_sockets import Lines
-from gradstream.collectives.rendezvous import Meeting
-from gradstream.collectives.socket_io import Line
+from gradstream.collectives.data_sockets import GroupDataSockets
+from gradstream.collectives.rendezvous import Rendezvous
+from gradstream.collectives.socket_io import DataSocket
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -30,11 +30,11 @@ from gradstream.errors import (
 )
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
-from gradstream.transport.silence import Bell
+from gradstream.transport.silence import Broadcast
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["Loss", "Mesh"]
+__all__ = ["Communicator", "LostRank"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ LINGER_S = 5.0  # how long a rank that leaves waits for the others to have heard
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostRank:
     """Why a group is broken.
 
     Args:
@@ -60,7 +60,7 @@ class Loss:
     message: str
 
     @classmethod
-    def of(cls, name: str, error: GradstreamError) -> Loss:
+    def of(cls, name: str, error: GradstreamError) -> LostRank:
         """What an error says of a rank at the other end of a stream."""
         text = str(error).removeprefix(f"{name}: ")
         return cls(name, isinstance(error, DeadlineError), text)
@@ -70,7 +70,7 @@ class Loss:
         return (DeadlineError if self.silent else PeerLostError)(self.culprit, self.message)
 
 
-class Mesh:
+class Communicator:
     """This rank's links with all others. `meet` first, `close` at the end.
 
     Args:
@@ -106,20 +106,20 @@ class Mesh:
         self.names = tuple(names)
         self.rank = rank
         self.silence_s = silence_s
-        self.loss: Loss | None = None
+        self.loss: LostRank | None = None
         self._endpoint = endpoint
         self._epoch = epoch
-        self._meeting = Meeting(
+        self._meeting = Rendezvous(
             runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s, on_linked=self._linked
         )
         self._streams = self._meeting.streams
-        self._released = Bell()
+        self._released = Broadcast()
         self._working: dict[asyncio.Task[Any], None] = {}
         self._gone: set[int] = set()  # ranks whose streams are over
         self._keeper: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._closed = False
-        self.lines: Lines | None = None
+        self.lines: GroupDataSockets | None = None
 
     @property
     def size(self) -> int:
@@ -193,22 +193,22 @@ class Mesh:
         await self.guarded(self._string([rank for rank in ranks if rank != self.rank]))
 
     async def _string(self, ranks: Sequence[int]) -> None:
-        strung: dict[int, Line] = {}
+        strung: dict[int, DataSocket] = {}
         try:
             await self.runtime.gather(*(self._string_one(rank, strung) for rank in ranks))
             everybody = await self._swap(bytes([len(strung) == len(ranks)]))
             if all(word == b"\1" for word in everybody):
-                self.lines = Lines(self._me, strung)
+                self.lines = GroupDataSockets(self._me, strung)
         finally:
             if self.lines is None:
                 for line in strung.values():
                     line.socket.close()
 
-    async def _string_one(self, rank: int, strung: dict[int, Line]) -> None:
+    async def _string_one(self, rank: int, strung: dict[int, DataSocket]) -> None:
         name = self.names[rank]
         connected = await self._endpoint.line(name, f"exchange/{self._epoch}", dial=self.rank < rank)
         if connected is not None:
-            strung[rank] = Line(connected, name)
+            strung[rank] = DataSocket(connected, name)
 
     # ---- losing a rank ------------------------------------------------------------------
 
@@ -238,15 +238,15 @@ class Mesh:
             return await task
         except asyncio.CancelledError:
             if self.loss is None:
-                self.lose(Loss(self._me, False, "has given up an operation of the group"))
+                self.lose(LostRank(self._me, False, "has given up an operation of the group"))
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 self._cut()
                 raise
         except (PeerLostError, DeadlineError) as error:
-            self.lose(Loss.of(error.peer, error))
+            self.lose(LostRank.of(error.peer, error))
         except BaseException as error:
-            self.lose(Loss(self._me, False, f"has given up an operation of the group: {error}"))
+            self.lose(LostRank(self._me, False, f"has given up an operation of the group: {error}"))
             await self._told()
             raise
         finally:
@@ -260,7 +260,7 @@ class Mesh:
             return self.loss.error()
         return ClosedError(f"{self._me} has left its group")
 
-    def lose(self, loss: Loss) -> None:
+    def lose(self, loss: LostRank) -> None:
         """Breaks the group, for the first reason given; later ones change nothing."""
         if self.loss is not None or self._closed:
             return
@@ -276,10 +276,10 @@ class Mesh:
         error = self._streams[rank].failure
         if isinstance(error, ClosedError) and LOST in str(error):  # this rank was, and wakes up now
             self.lose(
-                Loss(self._me, True, f"{LOST}{str(error).partition(LOST)[2]}; it was stopped or cut off")
+                LostRank(self._me, True, f"{LOST}{str(error).partition(LOST)[2]}; it was stopped or cut off")
             )
         elif isinstance(error, PeerLostError | DeadlineError):
-            self.lose(Loss.of(self.names[rank], error))
+            self.lose(LostRank.of(self.names[rank], error))
         self._gone.add(rank)
         self._released.ring()
 
@@ -294,7 +294,7 @@ class Mesh:
                     continue
                 left_s = self.runtime.left_s(stream.heard_ns, lost_s)
                 if left_s <= 0:
-                    self.lose(Loss(self.names[rank], True, f"silent for {lost_s:g} s in a group"))
+                    self.lose(LostRank(self.names[rank], True, f"silent for {lost_s:g} s in a group"))
                     return
                 next_s = min(next_s, left_s)
                 try:
@@ -303,14 +303,14 @@ class Mesh:
                     continue  # it has left, or is lost: the stream itself says so
             await self.runtime.sleep(next_s)
 
-    async def _tell(self, loss: Loss) -> None:
+    async def _tell(self, loss: LostRank) -> None:
         others = [name for name in self.names if name not in (self._me, loss.culprit)]
         await self.runtime.gather(*(self._tell_one(name, loss) for name in others))
         for task in list(self._working):
             task.cancel()
         self._cut()
 
-    async def _tell_one(self, name: str, loss: Loss) -> None:
+    async def _tell_one(self, name: str, loss: LostRank) -> None:
         broken = v1.Broken(epoch=self._epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message)
         try:
             silence_s = self.silence_s / BEATS
@@ -338,7 +338,7 @@ class Mesh:
             if broken.culprit not in self.names:
                 message = f"{broken.culprit[:64]!r} is in no group of {self._me}: it cannot be to blame"
                 raise RefusedError(self._me, "BAD_REQUEST", message)
-            self.lose(Loss(broken.culprit, broken.silent, escaped(broken.message, MESSAGE_BYTES)))
+            self.lose(LostRank(broken.culprit, broken.silent, escaped(broken.message, MESSAGE_BYTES)))
         await stream.send(v1.Frame(body=v1.Body(data=v1.Broken().SerializeToString())))
 
     # ---- leaving ------------------------------------------------------------------------

@@ -11,18 +11,18 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from gradstream.collectives.socket_executor import LinePlayer
-from gradstream.collectives.socket_io import Line
+from gradstream.collectives.socket_executor import SocketExecutor
+from gradstream.collectives.socket_io import DataSocket
 from gradstream.runtime.tasks import finish_despite_cancel
 
-__all__ = ["Lines"]
+__all__ = ["GroupDataSockets"]
 
 PATIENCE_MS = 2
 """What is done after so long never leaves the event loop: waking a thread, and the loop by it, would take as
 long as the allreduce of a short vector."""
 
 
-class Lines:
+class GroupDataSockets:
     """Those of one rank.
 
     Args:
@@ -30,7 +30,7 @@ class Lines:
         lines: by rank; owned from here on.
     """
 
-    def __init__(self, node: str, lines: Mapping[int, Line]) -> None:
+    def __init__(self, node: str, lines: Mapping[int, DataSocket]) -> None:
         self._lines = dict(lines)
         self._is_closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-lines")
@@ -39,15 +39,15 @@ class Lines:
         """Whether there is one to each of these."""
         return all(rank in self._lines for rank in ranks)
 
-    def line(self, rank: int) -> Line:
+    def line(self, rank: int) -> DataSocket:
         """The line with a rank."""
         return self._lines[rank]
 
-    async def play(self, player: LinePlayer) -> None:
+    async def play(self, player: SocketExecutor) -> None:
         """Carries out an operation. However that has ended, nothing touches its memory any more.
 
         Raises:
-            PeerLostError, ConfigError: see `LinePlayer.play`. The lines are of no more use.
+            PeerLostError, ConfigError: see `SocketExecutor.play`. The lines are of no more use.
         """
         if not player.play(PATIENCE_MS):
             await self._run(player.play)

@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import Plan
+from gradstream.collectives.plan import DependencyPlan
 from gradstream.collectives.schedule import Recv, Send, Step
-from gradstream.collectives.socket_executor import LinePlayer
-from gradstream.collectives.socket_io import Passage
+from gradstream.collectives.socket_executor import SocketExecutor
+from gradstream.collectives.socket_io import PlanProgress
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
-from gradstream.runtime.base import Progress, Runtime, Work
+from gradstream.runtime.base import ComputeProgress, Runtime, Work
 from gradstream.transport.base import Received, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["Player", "carry_out"]
+__all__ = ["ScheduleExecutor", "carry_out"]
 
 BRIEF_ELEMS = 1 << 14
 """Sums of so few elements are made on the event loop, and such messages sent one after the other: another
@@ -35,7 +35,12 @@ thread, or a task, would take longer to wake."""
 
 
 async def carry_out(
-    mesh: Mesh, ranks: Sequence[int], operation: Operation, plan: Plan, tensor: torch.Tensor, piece_elems: int
+    mesh: Communicator,
+    ranks: Sequence[int],
+    operation: Operation,
+    plan: DependencyPlan,
+    tensor: torch.Tensor,
+    piece_elems: int,
 ) -> None:
     """By the mesh's lines, where it has them to all of `ranks`, else by its streams.
 
@@ -48,19 +53,19 @@ async def carry_out(
         piece_elems: the most that goes at once.
 
     Raises:
-        PeerLostError, ConfigError: see `Player.play`.
+        PeerLostError, ConfigError: see `ScheduleExecutor.play`.
     """
     lines, others = mesh.lines, {number: rank for number, rank in enumerate(ranks) if rank != mesh.rank}
     if lines is not None and lines.join(others.values()):
         by_number = {number: lines.line(rank) for number, rank in others.items()}
-        passage = Passage(operation, plan, tensor, piece_elems * tensor.element_size())
-        await lines.play(LinePlayer(passage, plan, by_number, mesh.runtime.now))
+        passage = PlanProgress(operation, plan, tensor, piece_elems * tensor.element_size())
+        await lines.play(SocketExecutor(passage, plan, by_number, mesh.runtime.now))
     else:
         streams = {number: mesh.stream(rank) for number, rank in others.items()}
-        await Player(mesh.runtime, operation, plan, tensor, piece_elems, streams).play()
+        await ScheduleExecutor(mesh.runtime, operation, plan, tensor, piece_elems, streams).play()
 
 
-class Player:
+class ScheduleExecutor:
     """One operation, while it lasts.
 
     Args:
@@ -76,7 +81,7 @@ class Player:
         self,
         runtime: Runtime,
         operation: Operation,
-        plan: Plan,
+        plan: DependencyPlan,
         tensor: torch.Tensor,
         piece_elems: int,
         streams: Mapping[int, Stream],
@@ -87,7 +92,7 @@ class Player:
         self._tensor = tensor
         self._piece_elems = piece_elems
         self._streams = streams
-        self._passed: list[Progress] = []  # of each step: elements below are done with
+        self._passed: list[ComputeProgress] = []  # of each step: elements below are done with
         self._dtype = to_wire(tensor.dtype)
 
     async def play(self) -> None:
@@ -100,7 +105,7 @@ class Player:
         if all(step.stop - step.start <= min(BRIEF_ELEMS, self._piece_elems) for step in self._plan.steps):
             await self._in_order()
             return
-        self._passed = [Progress(step.start) for step in self._plan.steps]
+        self._passed = [ComputeProgress(step.start) for step in self._plan.steps]
         sends = (self._with(peer, self._send_all(peer, own)) for peer, own in self._plan.sends.items())
         recvs = (self._with(peer, self._recv_all(peer, own)) for peer, own in self._plan.recvs.items())
         await self._runtime.gather(*sends, *recvs)

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.autotune import Choice
-from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.group import Group
 from gradstream.collectives.hierarchical_group import HierarchicalGroup
 from gradstream.collectives.measuring import measure
 from gradstream.collectives.message_group import PIECE_BYTES, MessageGroup
 from gradstream.collectives.shm.control_block import available
 from gradstream.collectives.shm.group import SharedGroup
-from gradstream.collectives.shm.rendezvous import Party
+from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.torch_backend.group import TorchGroup
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.runtime.base import Runtime
@@ -83,7 +83,7 @@ async def form_group(
             kind="torch", ranks=list(names), epoch=epoch, hosts=by_torch.hosts, algorithm=by_torch.backend
         )
     else:
-        mesh = Mesh(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        mesh = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
         place = _Place.here(runtime, endpoint.identity.name, host)
         group, event = await _on(mesh, place, endpoint.identity.job, epoch, how, piece_bytes)
     if on_event is not None and rank == 0:
@@ -92,7 +92,7 @@ async def form_group(
 
 
 async def _on(
-    mesh: Mesh, place: _Place, job: str, epoch: int, how: str, piece_bytes: int
+    mesh: Communicator, place: _Place, job: str, epoch: int, how: str, piece_bytes: int
 ) -> tuple[Group, GroupEvent]:
     """Of ranks that meet first, and say where they are; after an error the mesh is closed."""
     await mesh.meet()
@@ -130,7 +130,9 @@ class _Place:
 class _Former:
     """Forms a group of ranks that have met, and know where all are."""
 
-    def __init__(self, mesh: Mesh, job: str, epoch: int, places: Sequence[_Place], piece_bytes: int) -> None:
+    def __init__(
+        self, mesh: Communicator, job: str, epoch: int, places: Sequence[_Place], piece_bytes: int
+    ) -> None:
         self._mesh = mesh
         self._job = job
         self._epoch = epoch
@@ -171,7 +173,7 @@ class _Former:
 
     async def _join(self, ranks: Sequence[int], purpose: str) -> SharedGroup:
         mesh = self._mesh
-        party = Party(
+        party = RendezvousMembers(
             self._job, [mesh.names[rank] for rank in ranks], ranks.index(mesh.rank), self._epoch, purpose
         )
         return await SharedGroup.join(mesh.runtime, party, deadline_s=mesh.silence_s)

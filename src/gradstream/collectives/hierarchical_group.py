@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.memory import Span, Vector
@@ -33,7 +33,7 @@ class HierarchicalGroup:
 
     shares_memory = False
 
-    def __init__(self, mesh: Mesh, inside: Group, between: MessageGroup, whole: MessageGroup) -> None:
+    def __init__(self, mesh: Communicator, inside: Group, between: MessageGroup, whole: MessageGroup) -> None:
         self.rank, self.size = mesh.rank, mesh.size
         self.names: Sequence[str] = mesh.names
         self._mesh = mesh

@@ -9,11 +9,11 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import torch
 
-from gradstream.collectives.autotune import Figures
-from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.autotune import MeasuredCosts
+from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
 from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import Plan
+from gradstream.collectives.plan import DependencyPlan
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.runtime.base import Work
 
@@ -29,7 +29,9 @@ _FIGURES = struct.Struct("<4d")
 _SECONDS = struct.Struct("<d")
 
 
-async def measure(mesh: Mesh, long_elems: int | None = None, piece_elems: int | None = None) -> Figures:
+async def measure(
+    mesh: Communicator, long_elems: int | None = None, piece_elems: int | None = None
+) -> MeasuredCosts:
     """Pings of two sizes round a ring, a short one to everybody at once, and a sum.
 
     Every rank gets the same figures: those of the rank at which they are highest, since all wait for
@@ -44,7 +46,7 @@ async def measure(mesh: Mesh, long_elems: int | None = None, piece_elems: int | 
         PeerLostError, DeadlineError: naming a rank; the mesh is broken.
     """
     if mesh.size == 1:
-        return Figures(0.0, 0.0, 0.0, 0.0)
+        return MeasuredCosts(0.0, 0.0, 0.0, 0.0)
     around = _around(mesh.rank, mesh.size)
     await _exchange_s(mesh, _everybody(mesh.rank, mesh.size), 2)  # the first message takes longer
     alpha_s = await _exchange_s(mesh, around(SHORT_ELEMS), TIMES)
@@ -58,10 +60,10 @@ async def measure(mesh: Mesh, long_elems: int | None = None, piece_elems: int | 
         max(0.0, crowd_s - alpha_s) / max(1, mesh.size - 2),
     )
     figures = [_FIGURES.unpack(word) for word in await mesh.swap(_FIGURES.pack(*own))]
-    return Figures(*(max(column) for column in zip(*figures, strict=True)))
+    return MeasuredCosts(*(max(column) for column in zip(*figures, strict=True)))
 
 
-async def _bearable(mesh: Mesh, around: Callable[[int], Schedule]) -> tuple[int, int]:
+async def _bearable(mesh: Communicator, around: Callable[[int], Schedule]) -> tuple[int, int]:
     """Elements of a long message, and how often: fewer where the network is slow."""
     first_s = max(await _swap_s(mesh, await _exchange_s(mesh, around(FIRST_ELEMS), 2)))
     return (LONG_ELEMS, 6) if first_s < PATIENCE_S else (FIRST_ELEMS, 4)
@@ -82,8 +84,10 @@ def _everybody(rank: int, size: int) -> Schedule:
     ]
 
 
-async def _exchange_s(mesh: Mesh, schedule: Schedule, times: int, piece_elems: int | None = None) -> float:
-    plan, everybody = Plan.of(schedule), range(mesh.size)
+async def _exchange_s(
+    mesh: Communicator, schedule: Schedule, times: int, piece_elems: int | None = None
+) -> float:
+    plan, everybody = DependencyPlan.of(schedule), range(mesh.size)
     elems = max(step.stop for step in schedule)
     tensor = _zeros(mesh, elems)
     operation = Operation(0, 0, "measuring")
@@ -104,7 +108,7 @@ def _typical(took_s: Sequence[float]) -> float:
     return statistics.median(map(statistics.mean, pairs))
 
 
-async def _sum_s(mesh: Mesh) -> float:
+async def _sum_s(mesh: Communicator) -> float:
     runtime = mesh.runtime
     vector = _zeros(mesh, 2 * LONG_ELEMS)
     into, part = vector[:LONG_ELEMS], vector[LONG_ELEMS:]
@@ -118,16 +122,16 @@ async def _sum_s(mesh: Mesh) -> float:
     )
 
 
-def _zeros(mesh: Mesh, elems: int) -> torch.Tensor:
+def _zeros(mesh: Communicator, elems: int) -> torch.Tensor:
     """Not from the node's memory: its bill is of what lasts."""
     return torch.zeros(elems, device="meta" if mesh.runtime.memory.phantom else "cpu")
 
 
-async def _timed_s(mesh: Mesh, work: Callable[[], Awaitable[object]]) -> float:
+async def _timed_s(mesh: Communicator, work: Callable[[], Awaitable[object]]) -> float:
     begun_ns = mesh.runtime.now()
     await work()
     return (mesh.runtime.now() - begun_ns) / 1e9
 
 
-async def _swap_s(mesh: Mesh, seconds: float) -> list[float]:
+async def _swap_s(mesh: Communicator, seconds: float) -> list[float]:
     return [_SECONDS.unpack(word)[0] for word in await mesh.swap(_SECONDS.pack(seconds))]

@@ -10,13 +10,13 @@ from functools import lru_cache
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
-from gradstream.collectives.autotune import Choice, Figures
-from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.autotune import Choice, MeasuredCosts
+from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.measuring import measure
 from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import Plan
+from gradstream.collectives.plan import DependencyPlan
 from gradstream.collectives.schedule import Schedule
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector
@@ -55,7 +55,7 @@ class MessageGroup:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: Communicator,
         *,
         algorithm: str = "ring",
         choice: Choice | None = None,
@@ -115,7 +115,7 @@ class MessageGroup:
             raise ConfigError(f"broadcast from rank {root} of a group of {self.size}")
         await self._carry_out(f"broadcast from rank {root}", str(root), span)
 
-    async def measure(self, elems: int) -> Figures:
+    async def measure(self, elems: int) -> MeasuredCosts:
         """What messages and sums cost now, on the very links of this group. All ranks call it at once.
 
         Args:
@@ -153,7 +153,9 @@ class MessageGroup:
                 plan = _plan(verb, how, self.rank, self.size, len(span), self._hosts)
                 await self._mesh.guarded(self._play(operation, plan, tensor, weight), streams_alone=True)
 
-    async def _play(self, operation: Operation, plan: Plan, tensor: torch.Tensor, weight: float) -> None:
+    async def _play(
+        self, operation: Operation, plan: DependencyPlan, tensor: torch.Tensor, weight: float
+    ) -> None:
         if weight != 1.0:
             work = Work("reduce", elems=len(tensor))
             await self._runtime.compute(lambda _: _scale(tensor, weight), work=work, lane="exchange")
@@ -171,8 +173,10 @@ def _scale(tensor: torch.Tensor, weight: float) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _plan(verb: str, how: str, rank: int, size: int, elems: int, hosts: tuple[tuple[int, ...], ...]) -> Plan:
-    return Plan.of(_schedule(verb, how, rank, size, elems, hosts))
+def _plan(
+    verb: str, how: str, rank: int, size: int, elems: int, hosts: tuple[tuple[int, ...], ...]
+) -> DependencyPlan:
+    return DependencyPlan.of(_schedule(verb, how, rank, size, elems, hosts))
 
 
 def _schedule(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from gradstream.collectives.schedule import Recv, Schedule, Send, Step
 
-__all__ = ["Plan"]
+__all__ = ["DependencyPlan"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DependencyPlan:
     """A schedule, ready to be carried out.
 
     Args:
@@ -28,7 +28,7 @@ class Plan:
     recvs: Mapping[int, Sequence[int]]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Plan:
+    def of(cls, schedule: Schedule) -> DependencyPlan:
         """Looks at each pair of steps once, from the later one backwards."""
         steps = [step for step in schedule if step.stop > step.start]
         return cls(

@@ -12,10 +12,10 @@ from functools import partial
 from gradstream.errors import DeadlineError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
-from gradstream.transport.silence import Bell
+from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 
-__all__ = ["Meeting"]
+__all__ = ["Rendezvous"]
 
 WINDOW = 16  # chunks that a rank holds of each other one at most
 RETRY_S = 0.02  # after a peer that has not come yet
@@ -23,12 +23,12 @@ NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}
 """What a peer answers that is not in the group yet."""
 
 
-class Meeting:
+class Rendezvous:
     """One rank's part of it.
 
     Args:
         runtime: of this node.
-        endpoint: see `Mesh`.
+        endpoint: see `Communicator`.
         names: of all nodes, by rank.
         rank: of this one.
         epoch: of the group.
@@ -60,7 +60,7 @@ class Meeting:
         self._silence_s = silence_s
         self._on_linked = on_linked
         self._served: dict[int, asyncio.Future[None]] = {}  # handlers that wait for the group's end
-        self._linked = Bell()
+        self._linked = Broadcast()
         self._is_over = False
 
     async def hold(self) -> None:

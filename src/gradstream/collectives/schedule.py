@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Cost", "MakeSchedule", "Recv", "Schedule", "Send", "Step", "cuts_of"]
+__all__ = ["MakeSchedule", "Recv", "Schedule", "ScheduleCost", "Send", "Step", "cuts_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def cuts_of(elems: int, parts: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class ScheduleCost:
     """What an algorithm costs on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ + crowd·o.
 
     Args:

@@ -20,10 +20,10 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 
-__all__ = ["Commons", "form_commons"]
+__all__ = ["SharedWindow", "form_commons"]
 
 
-class Commons(Protocol):
+class SharedWindow(Protocol):
     """Where vectors come from that all ranks have."""
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
@@ -48,7 +48,7 @@ async def form_commons(
     *,
     silence_s: float,
     on_event: Callable[[Event], None],
-) -> Commons:
+) -> SharedWindow:
     """All ranks come together; see `form_group`, which says what the arguments are and what it raises.
 
     Raises:
@@ -80,7 +80,7 @@ class _OneProcess:
         self._memory = memory
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """See `Commons`. Each node has a book of loans of its own: to collide is what the vector is for."""
+        """See `SharedWindow`. Each node has a book of loans of its own: to collide is what the vector is for."""
         made = _MADE.setdefault(asyncio.get_running_loop(), {})
         memory = self._memory if dtype.is_floating_point else Memory()  # words are there in a phantom, too
         tensor = made.get((self._job, name))
@@ -90,4 +90,4 @@ class _OneProcess:
         return Vector(name, tensor)
 
     async def close(self) -> None:
-        """See `Commons`."""
+        """See `SharedWindow`."""

@@ -1,4 +1,4 @@
-"""Carries out one rank's plan on sockets, on a thread of its own: as `Player` does, without an event loop.
+"""Carries out one rank's plan on sockets, on a thread of its own: as `ScheduleExecutor` does, without an event loop.
 
 All that need not wait goes on at once, piece by piece. In each round the thread sends what may go, reads what
 has arrived, and sums what is whole; it sleeps in the system's poll when there is nothing to do. So its time
@@ -10,16 +10,22 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Mapping
 
-from gradstream.collectives.plan import Plan
-from gradstream.collectives.socket_io import In, Lane, Line, Out, Passage
+from gradstream.collectives.plan import DependencyPlan
+from gradstream.collectives.socket_io import (
+    DataSocket,
+    PlanProgress,
+    SocketDirection,
+    SocketReader,
+    SocketWriter,
+)
 from gradstream.errors import InternalError
 
-__all__ = ["LinePlayer"]
+__all__ = ["SocketExecutor"]
 
 _HUNG = select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
-class LinePlayer:
+class SocketExecutor:
     """One operation, while it lasts.
 
     Args:
@@ -30,12 +36,16 @@ class LinePlayer:
     """
 
     def __init__(
-        self, passage: Passage, plan: Plan, lines: Mapping[int, Line], now: Callable[[], int]
+        self,
+        passage: PlanProgress,
+        plan: DependencyPlan,
+        lines: Mapping[int, DataSocket],
+        now: Callable[[], int],
     ) -> None:
         self._now = now
         self._text = passage.operation.text
-        self._ins = [In(passage, own, lines[peer]) for peer, own in plan.recvs.items()]
-        self._outs = [Out(passage, own, lines[peer]) for peer, own in plan.sends.items()]
+        self._ins = [SocketReader(passage, own, lines[peer]) for peer, own in plan.recvs.items()]
+        self._outs = [SocketWriter(passage, own, lines[peer]) for peer, own in plan.sends.items()]
 
     def play(self, patience_ms: int | None = None) -> bool:
         """Goes on until this rank has sent and received all that it is to. Blocks.
@@ -77,7 +87,9 @@ class _Watch:
         self._poll = select.poll()
         self._masks: dict[int, int] = {}
 
-    def ready(self, ins: Mapping[int, In], outs: Mapping[int, Out], patience_ms: int | None) -> list[Lane]:
+    def ready(
+        self, ins: Mapping[int, SocketReader], outs: Mapping[int, SocketWriter], patience_ms: int | None
+    ) -> list[SocketDirection]:
         """Lanes whose socket is ready within that time, by its number; those that receive first."""
         masks = dict.fromkeys(ins, select.POLLIN)
         for number in outs:

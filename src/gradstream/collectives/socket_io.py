@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import Plan
+from gradstream.collectives.plan import DependencyPlan
 from gradstream.collectives.schedule import Recv, Step
 from gradstream.errors import ConfigError, PeerLostError
 
-__all__ = ["In", "Lane", "Line", "Out", "Passage"]
+__all__ = ["DataSocket", "PlanProgress", "SocketDirection", "SocketReader", "SocketWriter"]
 
 _HEADER = struct.Struct("<QIIQ")
 """Number and digest of the operation, which message of it between the two ranks, bytes of its payload."""
 
 
-class Line:
+class DataSocket:
     """A socket to a rank, and memory for a piece that is to be added.
 
     That memory is kept, since new memory costs page faults.
@@ -48,7 +48,7 @@ class Line:
         return self._memory[:num_bytes].view(dtype)
 
 
-class Passage:
+class PlanProgress:
     """How far each step of a rank's plan is, in bytes of the vector, and how far it may go.
 
     Args:
@@ -58,7 +58,9 @@ class Passage:
         piece_bytes: the most that one system call moves, and one sum takes.
     """
 
-    def __init__(self, operation: Operation, plan: Plan, tensor: torch.Tensor, piece_bytes: int) -> None:
+    def __init__(
+        self, operation: Operation, plan: DependencyPlan, tensor: torch.Tensor, piece_bytes: int
+    ) -> None:
         self.operation = operation
         self.steps = plan.steps
         self.values = tensor.numpy()
@@ -78,7 +80,7 @@ class Passage:
         return low
 
 
-class Lane(ABC):
+class SocketDirection(ABC):
     """One direction.
 
     Args:
@@ -91,7 +93,7 @@ class Lane(ABC):
         is_done: there is nothing more to do.
     """
 
-    def __init__(self, passage: Passage, steps: Sequence[int], line: Line) -> None:
+    def __init__(self, passage: PlanProgress, steps: Sequence[int], line: DataSocket) -> None:
         self.number = line.socket.fileno()
         self.is_done = False
         self._passage = passage
@@ -142,7 +144,7 @@ class Lane(ABC):
         return PeerLostError(self._line.name, text)
 
 
-class Out(Lane):
+class SocketWriter(SocketDirection):
     """Sends.
 
     Attributes:
@@ -167,7 +169,7 @@ class Out(Lane):
         return self._edge - self._at
 
     def move(self) -> None:
-        """See `Lane.move`."""
+        """See `SocketDirection.move`."""
         room_bytes, head_bytes = self.room_bytes(), len(self._head)
         try:
             sent = self._line.socket.sendmsg(
@@ -183,10 +185,10 @@ class Out(Lane):
             self._advance(sent - head_bytes)
 
 
-class In(Lane):
+class SocketReader(SocketDirection):
     """Receives: where it belongs, or to be added piece by piece."""
 
-    def __init__(self, passage: Passage, steps: Sequence[int], line: Line) -> None:
+    def __init__(self, passage: PlanProgress, steps: Sequence[int], line: DataSocket) -> None:
         adds = [passage.steps[number] for number in steps if _adds(passage.steps[number])]
         longest_bytes = max((step.stop - step.start for step in adds), default=0) * passage.itemsize
         self._part = line.part(min(longest_bytes, passage.piece_bytes), passage.values.dtype)
@@ -210,7 +212,7 @@ class In(Lane):
         return room - self._filled if room == min(self._stop - self._at, piece_bytes) else 0
 
     def move(self) -> None:
-        """See `Lane.move`."""
+        """See `SocketDirection.move`."""
         room_bytes = self.room_bytes()
         if self._adds:
             payload = self._part_bytes[self._filled : self._filled + room_bytes]

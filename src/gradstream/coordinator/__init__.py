@@ -2,7 +2,7 @@
 
 from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, RunAbortedError, RunStoppedError
-from gradstream.coordinator.coordinator import Coordinator, Outcome
+from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.membership import Membership
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "EvictedError",
     "Member",
     "Membership",
-    "Outcome",
     "RunAbortedError",
+    "RunOutcome",
     "RunStoppedError",
 ]

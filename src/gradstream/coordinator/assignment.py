@@ -31,7 +31,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger, Unassigned
 from gradstream.data.queue_plan import QueuePlan
-from gradstream.data.shares import Speed, better
+from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
 
 __all__ = ["BatchAssignment"]
@@ -65,11 +65,11 @@ class BatchAssignment:
         self._plan = plan if isinstance(plan, QueuePlan) else None
         self._measures = isinstance(plan, QueuePlan) and plan.measured
         self._sizes: Sequence[int] = plan.sizes if isinstance(plan, QueuePlan) else (1,) * num_workers
-        self._speeds = [Speed() for _ in range(num_workers)]
+        self._speeds = [WorkerSpeed() for _ in range(num_workers)]
         self._only_first: set[int] = set()  # ranks of which no more than the first gradient is known
         self._denied_s: dict[int, float] = {}  # by rank, since when
 
-    def took(self, rank: int, stretch: Speed, present: Sequence[int]) -> SharesEvent | None:
+    def took(self, rank: int, stretch: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
         """A worker says how many units it did, in which time, since it said so last. Returns new sizes.
 
         What it says first is of its first gradient alone, which pays for much that no other does: that is
@@ -78,7 +78,7 @@ class BatchAssignment:
         if stretch.rounds:
             if rank in self._only_first:
                 self._only_first.remove(rank)
-                self._speeds[rank] = Speed()
+                self._speeds[rank] = WorkerSpeed()
             elif not self._speeds[rank].rounds:
                 self._only_first.add(rank)
             self._speeds[rank].measured(stretch)

@@ -6,24 +6,24 @@ None is the answer that has to wait: the coordinator asks again when something h
 from __future__ import annotations
 
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.balance import Balance
+from gradstream.coordinator.balance import ShareBalance
 from gradstream.coordinator.claims import Claims
 from gradstream.coordinator.instructions import Emit, Instruction, Refuse
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.participation import Turns
+from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.receipts import receipt_of
-from gradstream.coordinator.snapshot import Cuts
+from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.left_over import Epoch
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.wire import v1
 
-__all__ = ["Answers"]
+__all__ = ["AssignmentReplies"]
 
 
-class Answers:
+class AssignmentReplies:
     """Answers from what is known now.
 
     Args:
@@ -42,10 +42,10 @@ class Answers:
         ledger: Ledger | OpenLedger,
         nodes: Nodes,
         phases: Phases,
-        cuts: Cuts,
-        balance: Balance | None,
+        cuts: SnapshotRounds,
+        balance: ShareBalance | None,
         assignment: BatchAssignment | None,
-        turns: Turns | None,
+        turns: ParticipationSchedule | None,
         claims: Claims,
     ) -> None:
         self._ledger = ledger
@@ -72,7 +72,7 @@ class Answers:
         if request.number <= self._asked.get(who, 0):
             return []
         self._asked[who] = request.number
-        stretch = Speed(request.rounds, request.samples, request.seconds, request.squares)
+        stretch = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
         changed = self._assignment.took(node.rank, stretch, self._taking_part)
         return [] if changed is None else [Emit(changed)]
 
@@ -160,7 +160,7 @@ class Answers:
         if isinstance(node, Refuse) or self._balance is None:
             return []
         self._claims.check_took(who, node.rank, request)
-        stretch = Speed(request.rounds, request.samples, request.seconds, request.squares)
+        stretch = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
         self._balance.took(node.rank, (request.epoch, request.batch), stretch)
         return self.rebalance()
 

@@ -9,34 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradstream.data.base import Plan
+from gradstream.data.base import BatchPlan
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.data.shares import Speed, better
+from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
 
-__all__ = ["Balance"]
+__all__ = ["ShareBalance"]
 
 Round = tuple[int, int]
 """(data epoch, round of it)."""
 
 
-class Balance:
+class ShareBalance:
     """Decides who takes how much of a round.
 
     Args:
         plan: the coordinator's own: it is told what was decided, so that it knows who went through what.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BatchPlan) -> None:
         assert isinstance(plan, RoundPlan | JoinedPlan)
         self.sizes: Sequence[int] = plan.sizes(0, 0)
         self._plan = plan
-        self._speeds = [Speed() for _ in self.sizes]
+        self._speeds = [WorkerSpeed() for _ in self.sizes]
         self._asked: dict[int, Round] = {}  # by rank, before which round
         self._decided: Round | None = None
 
-    def took(self, rank: int, before: Round, stretch: Speed) -> None:
+    def took(self, rank: int, before: Round, stretch: WorkerSpeed) -> None:
         """A worker says what its gradients took since it said so last, and comes to this round.
 
         Saying it twice changes nothing.

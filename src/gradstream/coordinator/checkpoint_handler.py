@@ -9,19 +9,19 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from gradstream.checkpoint.elsewhere import PART_BYTES
-from gradstream.coordinator.checkpoint_writer import Keeper
+from gradstream.coordinator.checkpoint_writer import CheckpointWriter
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["KeepingDesk", "lies_in"]
+__all__ = ["CheckpointHandler", "lies_in"]
 
 WRITE_BYTES = 8 << 20
 """So much is gathered before it is written, and made durable, at once."""
 
 
-class KeepingDesk:
+class CheckpointHandler:
     """Serves "keep" and "kept".
 
     Args:
@@ -30,7 +30,7 @@ class KeepingDesk:
         keeper: knows the open drafts, and the checkpoint that the run goes on from.
     """
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, keeper: Keeper) -> None:
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, keeper: CheckpointWriter) -> None:
         self._runtime = runtime
         self._name = endpoint.identity.name
         self._keeper = keeper

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.checkpoint.folder import Draft, Place, prune, sweep
+from gradstream.checkpoint.folder import DraftSnapshot, VectorPlace, prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec
 from gradstream.checkpoint.manifest import Manifest, Resume
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.snapshot import Cut
+from gradstream.coordinator.snapshot import Snapshot
 from gradstream.errors import DataError
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Runtime, Work
@@ -23,11 +23,11 @@ from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
-__all__ = ["Keeper", "Keeping"]
+__all__ = ["CheckpointOptions", "CheckpointWriter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeping:
+class CheckpointOptions:
     """What is kept, and for how long.
 
     Args:
@@ -55,14 +55,14 @@ class Keeping:
 class _Open:
     """A draft, and what belongs into it."""
 
-    draft: Draft
+    draft: DraftSnapshot
     holders: Sequence[str]  # who writes into it
     own: Mapping[str, OwnState]
     frozen: Buffers
     rounds: int
 
 
-class Keeper:
+class CheckpointWriter:
     """Carries out `Prepare`, `Commit` and `Discard`.
 
     Args:
@@ -73,7 +73,7 @@ class Keeper:
     """
 
     def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, membership: Membership, keeping: Keeping
+        self, runtime: Runtime, endpoint: Endpoint, membership: Membership, keeping: CheckpointOptions
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -110,7 +110,7 @@ class Keeper:
 
         await self._runtime.beside(work, work=Work("write"))
 
-    async def prepare(self, cut: Cut) -> tuple[Place, ...]:
+    async def prepare(self, cut: Snapshot) -> tuple[VectorPlace, ...]:
         """Opens a draft. Returns where vectors go.
 
         Raises:
@@ -129,7 +129,7 @@ class Keeper:
             )
             own = dict(zip(cut.workers, answers, strict=True))
         frozen = await self._frozen([spec for spec in fixed if not spec.same_as], cut.workers)
-        draft = Draft(
+        draft = DraftSnapshot(
             self._runtime.storage,
             step=cut.step,
             token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
@@ -143,7 +143,7 @@ class Keeper:
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
-    async def commit(self, cut: Cut) -> tuple[str, int]:
+    async def commit(self, cut: Snapshot) -> tuple[str, int]:
         """Makes a checkpoint of what all holders have written. Returns its folder, and its size.
 
         Raises:
@@ -212,7 +212,7 @@ class Keeper:
         elems = len(cut.places) * spec.elems
         return await self._runtime.beside(write, work=Work("commit", elems=elems)), opened.draft.size_bytes
 
-    async def discard(self, cut: Cut) -> None:
+    async def discard(self, cut: Snapshot) -> None:
         """Removes what was written of a cut."""
         opened = self._open.pop(cut.number, None)
         self._left_over = True
@@ -234,7 +234,7 @@ def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
     return [of_spec(tensor) for tensor in tensors]
 
 
-def _check_reports(cut: Cut, num_chunks: int, num_pieces: Sequence[int]) -> None:
+def _check_reports(cut: Snapshot, num_chunks: int, num_pieces: Sequence[int]) -> None:
     """Raises DataError where a holder has told of more or fewer chunks or pieces than it has."""
     count = len(cut.shards)
     for rank, (who, theirs) in enumerate(zip(cut.shards, num_pieces, strict=True)):

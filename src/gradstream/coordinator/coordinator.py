@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.coordinator.checkpoint_handler import KeepingDesk
-from gradstream.coordinator.checkpoint_writer import Keeper, Keeping
+from gradstream.coordinator.checkpoint_handler import CheckpointHandler
+from gradstream.coordinator.checkpoint_writer import CheckpointOptions, CheckpointWriter
 from gradstream.coordinator.event_gate import EventGate
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare, Refuse
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation_driver import Driver
-from gradstream.coordinator.stopping import Goal
+from gradstream.coordinator.participation_driver import ParticipationDriver
+from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.bell import Bell
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.wakeup import Wakeup
 from gradstream.telemetry.events import Event, FailedEvent, RefusedEventsEvent, encode
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["Coordinator", "Outcome"]
+__all__ = ["Coordinator", "RunOutcome"]
 
 WHY_BYTES = 100
 """Of the reason in a `refused_events` event, which has at most 256 bytes in all."""
@@ -39,7 +39,7 @@ REASON_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: `failed` is None when every sample is accounted for."""
 
     notice: v1.Notice
@@ -60,7 +60,7 @@ class _Attendance:
         self.gate = gate
         self.refusals = refusals
         self.incarnation = stream.opened.incarnation
-        self.bell = Bell()  # rings when it is to be told something
+        self.bell = Wakeup()  # rings when it is to be told something
         self.heard = 0  # number of its last beat
         self.attempt = 0  # to resume
 
@@ -89,10 +89,10 @@ class Coordinator:
         *,
         on_events: Callable[[bytes], None],
         deadlines: Deadlines,
-        keeping: Keeping | None = None,
+        keeping: CheckpointOptions | None = None,
         earlier_s: float = 0.0,
-        goal: Goal | None = None,
-        drive: Callable[[Driver], Awaitable[None]] | None = None,
+        goal: StoppingCriterion | None = None,
+        drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
         num_samples: int | None = None,
     ) -> None:
         self._runtime = runtime
@@ -103,17 +103,17 @@ class Coordinator:
         self._training_ns: int | None = None
         self._attending: dict[str, _Attendance] = {}
         self._reasons: dict[str, str] = {}  # why nodes were lost
-        self._askers: dict[Bell, None] = {}
-        self._ended = Bell()
+        self._askers: dict[Wakeup, None] = {}
+        self._ended = Wakeup()
         self._failed: FailedEvent | None = None
         self._endpoint = endpoint
         self._earlier_s = earlier_s
         self._goal = goal
         self._drive = drive
-        self._driver: Driver | None = None
+        self._driver: ParticipationDriver | None = None
         self._driving: asyncio.Task[None] | None = None
         if drive is not None:
-            self._driver = Driver(
+            self._driver = ParticipationDriver(
                 runtime,
                 membership,
                 self._carry_out,
@@ -121,9 +121,9 @@ class Coordinator:
                 num_samples=num_samples,
                 look_s=deadlines.notice_s,
             )
-        self._keeper = None if keeping is None else Keeper(runtime, endpoint, membership, keeping)
+        self._keeper = None if keeping is None else CheckpointWriter(runtime, endpoint, membership, keeping)
         if self._keeper is not None:
-            KeepingDesk(runtime, endpoint, self._keeper)
+            CheckpointHandler(runtime, endpoint, self._keeper)
         self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("alive", self._serve_alive, model=False)
@@ -137,7 +137,7 @@ class Coordinator:
         """Adds a record of the coordinator's own."""
         self._on_events(encode(event, node=self._runtime.node, time_s=self._time_s()))
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Returns when the run is over and every member has left, or had a lease's time to."""
         deadline = self._runtime.expire_after(
             self._deadlines.join_s, lambda: self._carry_out(self._membership.overdue())
@@ -154,7 +154,7 @@ class Coordinator:
         while self._attending and await self._ended.rung(self._runtime, self._deadlines.lease_s):
             pass
         await self._runtime.gather(*self._jobs)
-        return Outcome(self._membership.notice, self._failed)
+        return RunOutcome(self._membership.notice, self._failed)
 
     def stop(self) -> None:
         """Asks the run to stop, with a checkpoint if there is anything to keep; `run` returns then."""
@@ -314,7 +314,7 @@ class Coordinator:
         decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | v1.TakenOver | Refuse | None],
     ) -> None:
         """Answers once there is a decision; until then says for whom it has to wait."""
-        who, bell = stream.opened.sender, Bell()
+        who, bell = stream.opened.sender, Wakeup()
         self._askers[bell] = None
         try:
             while (answer := decide()) is None:

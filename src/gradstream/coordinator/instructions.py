@@ -9,7 +9,7 @@ from gradstream.telemetry.events import Event
 from gradstream.wire import v1
 
 if TYPE_CHECKING:
-    from gradstream.coordinator.snapshot import Cut
+    from gradstream.coordinator.snapshot import Snapshot
 
 __all__ = ["Commit", "Discard", "Emit", "Instruction", "Notify", "Prepare", "Refuse"]
 
@@ -38,21 +38,21 @@ class Emit:
 class Prepare:
     """All workers stand still: open a draft and ask them for their own state, then `prepared`."""
 
-    cut: Cut
+    cut: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Everything is written: make it a checkpoint, then `committed`."""
 
-    cut: Cut
+    cut: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
     """Nothing will come of this cut: remove what was written of it."""
 
-    cut: Cut
+    cut: Snapshot
 
 
 Instruction = Notify | Refuse | Emit | Prepare | Commit | Discard

@@ -17,23 +17,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradstream.checkpoint.folder import Place
+from gradstream.checkpoint.folder import VectorPlace
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.assignment_replies import Answers
-from gradstream.coordinator.balance import Balance
+from gradstream.coordinator.assignment_replies import AssignmentReplies
+from gradstream.coordinator.balance import ShareBalance
 from gradstream.coordinator.claims import Claims
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.participation import Turns
+from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import Phases
-from gradstream.coordinator.progress import Tally
-from gradstream.coordinator.snapshot import Cut, Cuts, Limits
+from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.snapshot import Snapshot, SnapshotLimits, SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
-from gradstream.telemetry.events import DriveEvent, JoinedEvent, LeftEvent, StartedEvent
+from gradstream.telemetry.events import JoinedEvent, LeftEvent, ParticipationEvent, StartedEvent
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
@@ -89,11 +89,11 @@ class Membership:
         policy: Policy | None = None,
         together: bool = False,
         resume: Resume | None = None,
-        limits: Limits | None = None,
-        balance: Balance | None = None,
+        limits: SnapshotLimits | None = None,
+        balance: ShareBalance | None = None,
         assignment: BatchAssignment | None = None,
         quorum: int | None = None,
-        turns: Turns | None = None,
+        turns: ParticipationSchedule | None = None,
         allow_lost: bool = False,
     ) -> None:
         self._started = started
@@ -101,8 +101,8 @@ class Membership:
         self.turns = turns
         self.nodes = Nodes(started.workers, started.servers)
         self.admission = Admission(self.nodes, software, resume)
-        self.tally = Tally(ledger, started.num_samples, resume)
-        self.cuts = Cuts(
+        self.tally = SampleProgress(ledger, started.num_samples, resume)
+        self.cuts = SnapshotRounds(
             ledger,
             policy or Policy(),
             together=together,
@@ -123,7 +123,7 @@ class Membership:
         )
         first_round = resume.rounds if resume is not None else 0
         self._claims = Claims(ledger, started.workers, first_round=first_round, quorum=quorum is not None)
-        self.answers = Answers(
+        self.answers = AssignmentReplies(
             ledger, self.nodes, self.phases, self.cuts, balance, assignment, turns, self._claims
         )
 
@@ -264,15 +264,15 @@ class Membership:
 
     # ---- cuts ---------------------------------------------------------------------------
 
-    def prepared(self, cut: Cut, places: Sequence[Place], at_s: float) -> list[Instruction]:
-        """See `Cuts.prepared`."""
+    def prepared(self, cut: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
+        """See `SnapshotRounds.prepared`."""
         return self.cuts.prepared(cut, places, at_s) + self._after_cut()
 
-    def committed(self, cut: Cut, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
-        """See `Cuts.committed`."""
+    def committed(self, cut: Snapshot, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
+        """See `SnapshotRounds.committed`."""
         return self.cuts.committed(cut, folder, size_bytes, at_s, *self._names) + self._after_cut()
 
-    def cut_failed(self, cut: Cut, who: str, why: str, at_s: float) -> list[Instruction]:
+    def cut_failed(self, cut: Snapshot, who: str, why: str, at_s: float) -> list[Instruction]:
         """The coordinator could not open or commit a draft."""
         if cut is not self.cuts.current:
             return []
@@ -306,7 +306,7 @@ class Membership:
     def _driven(self) -> list[Instruction]:
         """Says who takes part now."""
         assert self.turns is not None
-        event = DriveEvent(
+        event = ParticipationEvent(
             phase=self.turns.phase,
             engaged=self.turns.engaged,
             held=self.turns.held,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gradstream.data.ledger import Ledger
 from gradstream.wire import v1
 
-__all__ = ["Turns"]
+__all__ = ["ParticipationSchedule"]
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Turn:
     stands: bool = True
 
 
-class Turns:
+class ParticipationSchedule:
     """Whose turn it is.
 
     Args:

@@ -11,17 +11,17 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from gradstream.coordinator.instructions import Instruction
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation import Turns
+from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, GradstreamError, UserCodeError
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.bell import Bell
+from gradstream.runtime.wakeup import Wakeup
 
-__all__ = ["Driver"]
+__all__ = ["ParticipationDriver"]
 
 
-class Driver:
-    """Implements `strategies.verbs.Drive`.
+class ParticipationDriver:
+    """Implements `strategies.api.Participation`.
 
     Args:
         runtime: time.
@@ -45,14 +45,14 @@ class Driver:
         assert membership.turns is not None
         self._runtime = runtime
         self._membership = membership
-        self._turns: Turns = membership.turns
+        self._turns: ParticipationSchedule = membership.turns
         self._carry_out = carry_out
         self._time_s = time_s
         self._num_samples = num_samples
         self._look_s = look_s
-        self._news = Bell()
+        self._news = Wakeup()
 
-    async def run(self, drive: Callable[[Driver], Awaitable[None]]) -> None:
+    async def run(self, drive: Callable[[ParticipationDriver], Awaitable[None]]) -> None:
         """Carries a strategy's drive out to its end; what it raises ends the run."""
         try:
             await drive(self)
@@ -72,34 +72,34 @@ class Driver:
 
     @property
     def workers(self) -> list[str]:
-        """See `Drive`."""
+        """See `Participation`."""
         return self._membership.nodes.worker_names
 
     @property
     def num_samples(self) -> int:
-        """See `Drive`."""
+        """See `Participation`."""
         return self._counted(self._num_samples)
 
     @property
     def total_samples(self) -> int:
-        """See `Drive`."""
+        """See `Participation`."""
         ledger = self._membership.tally.ledger
         assert isinstance(ledger, Ledger)
         return self._counted(ledger.total_samples) + self._membership.tally.num_samples_before
 
     @property
     def samples(self) -> int:
-        """See `Drive`."""
+        """See `Participation`."""
         return self._counted(self._membership.tally.num_samples)
 
     async def engage(self, count: int, phase: str = "") -> None:
-        """See `Drive`."""
+        """See `Participation`."""
         self._carry_out(self._membership.engage(count, phase))
         while self._turns.awaited:
             await self._news.rung(self._runtime, self._look_s)
 
     async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
-        """See `Drive`."""
+        """See `Participation`."""
         while not self._passed(samples, seconds):
             self._check_engaged("drive() waits for progress")
             left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._time_s())

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.participation import Turns
-from gradstream.coordinator.progress import Tally
-from gradstream.coordinator.snapshot import Cuts
+from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.errors import PeerLostError
 from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
@@ -47,9 +47,9 @@ class Phases:
         self,
         started: StartedEvent,
         nodes: Nodes,
-        tally: Tally,
-        cuts: Cuts,
-        turns: Turns | None,
+        tally: SampleProgress,
+        cuts: SnapshotRounds,
+        turns: ParticipationSchedule | None,
         *,
         survives_worker_loss: bool,
         quorum: int | None,

@@ -9,14 +9,14 @@ from gradstream.coordinator.receipts import ref_of
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.left_over import Epoch
-from gradstream.data.open_ledger import Loss, OpenLedger
+from gradstream.data.open_ledger import LostSamples, OpenLedger
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.wire import v1
 
-__all__ = ["Tally"]
+__all__ = ["SampleProgress"]
 
 
-class Tally:
+class SampleProgress:
     """The ledger's figures together with those of before, where the run is resumed.
 
     Args:
@@ -171,7 +171,7 @@ class Tally:
         return self.ledger.plan.done.count(self._num_samples, epoch)
 
 
-def _told(loss: Loss) -> LeftOverEvent:
+def _told(loss: LostSamples) -> LeftOverEvent:
     who = f"worker-{loss.rank}"
     lost = f"{who} was lost when {loss.steps:,} of its steps were in the model"
     if loss.missing == 0:

@@ -19,25 +19,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gradstream.checkpoint.folder import Place
+from gradstream.checkpoint.folder import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated, Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["Cut", "Cuts", "Limits"]
+__all__ = ["Snapshot", "SnapshotLimits", "SnapshotRounds"]
 
 ERROR_BYTES = 1024
 """Of what a node says of its failure to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SnapshotLimits:
     """How long a cut may take.
 
     Args:
@@ -50,7 +50,7 @@ class Limits:
 
 
 @dataclass(slots=True, eq=False)
-class Cut:
+class Snapshot:
     """One cut.
 
     Args:
@@ -76,9 +76,9 @@ class Cut:
     stop_at: dict[str, int] = field(default_factory=dict)
     versions: dict[str, Sequence[int]] = field(default_factory=dict)
     sums: dict[str, Sequence[int]] = field(default_factory=dict)
-    places: tuple[Place, ...] = ()
+    places: tuple[VectorPlace, ...] = ()
     held_s: float = 0.0  # when workers went on
-    done: Done = field(default_factory=Done)
+    done: DataProgress = field(default_factory=DataProgress)
     step: int = 0
     reached: set[str] = field(default_factory=set)
     ordered: v1.Cut.Phase | None = None  # the phase that an instruction was given in
@@ -137,7 +137,7 @@ class Cut:
         )
 
 
-class Cuts:
+class SnapshotRounds:
     """Begins cuts when they are due, leads one at a time to its end, and says what became of it.
 
     Args:
@@ -158,11 +158,11 @@ class Cuts:
         *,
         together: bool,
         resume: Resume | None = None,
-        limits: Limits | None = None,
+        limits: SnapshotLimits | None = None,
         enabled: bool = True,
         verdicts: bool = False,
     ) -> None:
-        self.current: Cut | None = None
+        self.current: Snapshot | None = None
         self.kept = resume.folder if resume is not None else ""  # the newest checkpoint
         self.evaluated: Evaluated | None = None
         self.stopping = False
@@ -173,7 +173,7 @@ class Cuts:
         self._policy = policy
         self._together = together
         self._first_step = resume.step if resume is not None else 0
-        self._limits = limits or Limits()
+        self._limits = limits or SnapshotLimits()
         self._count = 0
         self._last_step = self._first_step
         self._last_epochs = ledger.num_complete
@@ -239,7 +239,9 @@ class Cuts:
         """PAUSE."""
         self._count += 1
         self._last_step, self._last_epochs, self._last_s = self.step, self._ledger.num_complete, at_s
-        self.current = Cut(self._count, workers, shards, self._together, self.stopping, at_s, self.finishing)
+        self.current = Snapshot(
+            self._count, workers, shards, self._together, self.stopping, at_s, self.finishing
+        )
         return [Notify()]
 
     def report(self, who: str, report: v1.CutReport, at_s: float) -> list[Instruction]:
@@ -252,7 +254,7 @@ class Cuts:
         cut.take(who, report)
         return self._advance(cut, at_s)
 
-    def prepared(self, cut: Cut, places: Sequence[Place], at_s: float) -> list[Instruction]:
+    def prepared(self, cut: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
         """The draft is open, and the workers' own state is here: shards may hold their ranges."""
         if cut is not self.current:
             return [Discard(cut)]
@@ -261,7 +263,7 @@ class Cuts:
 
     def committed(
         self,
-        cut: Cut,
+        cut: Snapshot,
         folder: str,
         size_bytes: int,
         at_s: float,
@@ -316,7 +318,7 @@ class Cuts:
         cut, self.current = self.current, None
         return [] if cut is None or cut.ends else [Discard(cut)]
 
-    def _advance(self, cut: Cut, at_s: float) -> list[Instruction]:
+    def _advance(self, cut: Snapshot, at_s: float) -> list[Instruction]:
         if cut.awaited or (cut.phase == v1.Cut.STOP and self._unheard_of(cut)):
             return []
         match cut.phase:
@@ -339,12 +341,12 @@ class Cuts:
             case _:
                 return self._order(cut, Commit(cut))
 
-    def _unheard_of(self, cut: Cut) -> bool:
+    def _unheard_of(self, cut: Snapshot) -> bool:
         """Whether the verdict on a round that workers have gone through is still on its way."""
         return self._verdicts and self._ledger.num_rounds < max(cut.stop_at.values(), default=0)
 
     @staticmethod
-    def _order(cut: Cut, instruction: Instruction) -> list[Instruction]:
+    def _order(cut: Snapshot, instruction: Instruction) -> list[Instruction]:
         """Once in a phase: nodes may say a thing twice."""
         if cut.ordered == cut.phase:
             return []

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Goal", "Until", "until"]
+__all__ = ["StoppingCriterion", "Until", "until"]
 
 MEMORY = 0.95
 FEWEST = 20
@@ -65,7 +65,7 @@ def until(
     return Until(accuracy=accuracy, loss=loss, seconds=seconds, samples=samples)
 
 
-class Goal:
+class StoppingCriterion:
     """Follows a run, and says why it has done enough.
 
     Each method returns the reason, or "" while there is none.

@@ -2,7 +2,7 @@
 
 A minibatch has a name, `BatchRef`, and what is in it is a pure function of that name and the run's
 seed: any worker, simulation or resumed run can make any minibatch without having made the ones
-before. How a name becomes samples is for two objects to say: a `Plan` cuts each epoch into
+before. How a name becomes samples is for two objects to say: a `BatchPlan` cuts each epoch into
 minibatches, a `Feed` reads them. Data sets whose samples have ids get both from here
 (`data.feed.plan_of`, `feed_of`); a stream, whose samples have none, brings its own.
 """
@@ -15,15 +15,24 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 from gradstream.model.batch import Batch
 
-__all__ = ["DEFAULT_BATCH_SIZE", "BatchRef", "DataCut", "Dataset", "Division", "Feed", "Ids", "Plan"]
+__all__ = [
+    "DEFAULT_BATCH_SIZE",
+    "BatchPlan",
+    "BatchRef",
+    "DataCut",
+    "Dataset",
+    "Feed",
+    "Ids",
+    "PartitionSpec",
+]
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 DataCut: TypeAlias = Literal["rounds", "queue", "partitions"]
-"""How data is divided among workers; see `Division`."""
+"""How data is divided among workers; see `PartitionSpec`."""
 
 DEFAULT_BATCH_SIZE = 32
 """Samples per minibatch of one worker, where nobody says another number."""
@@ -76,7 +85,7 @@ class BatchRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
+class PartitionSpec:
     """How a run divides its data.
 
     Args:
@@ -98,10 +107,10 @@ class Division:
     shares: Sequence[float] | Literal["measured"] | None
     epochs: int | None
     steps: int | None
-    done: Done = field(default_factory=Done)
+    done: DataProgress = field(default_factory=DataProgress)
 
 
-class Plan(Protocol):
+class BatchPlan(Protocol):
     """Cuts each epoch into partitions and those into minibatches. Pure. `data.line.Line` is a base for it."""
 
     @property
@@ -125,7 +134,7 @@ class Plan(Protocol):
         ...
 
     @property
-    def done(self) -> Done:
+    def done(self) -> DataProgress:
         """What is in the model already, and in no minibatch of this plan: a resumed run."""
         ...
 
@@ -145,7 +154,7 @@ class Plan(Protocol):
         """Its k-th minibatch (from 0), counted over the epochs."""
         ...
 
-    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
         """What is in the model with all of `num_epochs` epochs and these minibatches of later ones."""
         ...
 

@@ -14,7 +14,7 @@ from typing import Any
 from gradstream.errors import ConfigError
 from gradstream.untrusted import check_value
 
-__all__ = ["Done", "Run", "merged"]
+__all__ = ["DataProgress", "Run", "merged"]
 
 MAX_DIGITS = 15
 
@@ -23,7 +23,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class DataProgress:
     """Samples that are in the model.
 
     Args:
@@ -63,7 +63,7 @@ class Done:
         return {"epochs": self.epochs, "parts": parts}
 
     @classmethod
-    def of_json(cls, record: Mapping[str, Any]) -> Done:
+    def of_json(cls, record: Mapping[str, Any]) -> DataProgress:
         """What `as_json` has made. Raises ConfigError for anything else."""
         try:
             check_value(dict(record), Mapping[str, int | Mapping[str, Sequence[Run]]], "done")

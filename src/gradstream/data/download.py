@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from gradstream.errors import DataError
 
-__all__ = ["Part", "RemoteFile", "body_begins_at", "download", "range_headers"]
+__all__ = ["DownloadPart", "RemoteFile", "body_begins_at", "download", "range_headers"]
 
 READ_BYTES = 1 << 18
 SILENCE_S = 30.0
@@ -54,7 +54,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DownloadPart:
     """What an earlier try has left: its length, and the version it is a part of ("" if unknown)."""
 
     num_bytes: int = 0
@@ -72,7 +72,7 @@ class _InterruptedError(Exception):
 # ---- deciding -------------------------------------------------------------------------------
 
 
-def range_headers(part: Part) -> dict[str, str]:
+def range_headers(part: DownloadPart) -> dict[str, str]:
     """What to ask for: the rest of the version that `part` is of, or all of whichever there is now."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "gradstream"}
     if part.num_bytes:
@@ -88,7 +88,9 @@ def validator_of(headers: Mapping[str, str]) -> str:
     return etag if etag and not etag.startswith("W/") else headers.get("Last-Modified", "")
 
 
-def body_begins_at(status: int, headers: Mapping[str, str], part: Part, file: RemoteFile) -> int | None:
+def body_begins_at(
+    status: int, headers: Mapping[str, str], part: DownloadPart, file: RemoteFile
+) -> int | None:
     """Where in the file an answer's body belongs: 0 or `part.num_bytes`; None if it fits nowhere.
 
     Raises:
@@ -170,12 +172,14 @@ class _Partial:
         self.path = to.with_name(to.name + ".part")
         self._about = to.with_name(to.name + ".part.json")
 
-    def read(self) -> Part:
+    def read(self) -> DownloadPart:
         """What is there; nothing if it does not fit together."""
         try:
-            return Part(self.path.stat().st_size, str(json.loads(self._about.read_text())["validator"]))
+            return DownloadPart(
+                self.path.stat().st_size, str(json.loads(self._about.read_text())["validator"])
+            )
         except (OSError, ValueError, KeyError, TypeError):
-            return Part()
+            return DownloadPart()
 
     def begin(self, validator: str) -> None:
         """Forgets what is there; a version begins."""
@@ -234,7 +238,7 @@ def _try(file: RemoteFile, partial: _Partial, on_progress: Progress, silence_s: 
     part = partial.read()
     if part.num_bytes > file.num_bytes:
         partial.drop()
-        part = Part()
+        part = DownloadPart()
     request = urllib.request.Request(file.url, headers=range_headers(part))
     with _open(request, silence_s, partial) as answer:
         start = body_begins_at(answer.status, answer.headers, part, file)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradstream.data.base import BatchRef, DataCut, Dataset, Division, Feed, Plan
+from gradstream.data.base import BatchPlan, BatchRef, DataCut, Dataset, Feed, PartitionSpec
 from gradstream.data.plan import EpochPlan, Order, PartitionPlan, RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import ConfigError, InternalError
@@ -13,11 +13,11 @@ from gradstream.model.batch import Batch
 __all__ = ["IdFeed", "feed_of", "plan_of", "plan_samples"]
 
 
-def plan_of(data: Dataset, division: Division) -> Plan:
+def plan_of(data: Dataset, division: PartitionSpec) -> BatchPlan:
     """How a run divides a data set. Raises ConfigError where the numbers do not fit."""
     own = getattr(data, "plan", None)
     if own is not None:
-        plan: Plan = own(division)
+        plan: BatchPlan = own(division)
         return plan
     if data.num_samples is None:
         raise ConfigError(f"data set {data.name!r} does not say how many samples it has, nor has it a plan()")
@@ -25,7 +25,7 @@ def plan_of(data: Dataset, division: Division) -> Plan:
 
 
 def plan_samples(
-    num_samples: int, division: Division, *, order: Order | None = None, drop_last: bool = False
+    num_samples: int, division: PartitionSpec, *, order: Order | None = None, drop_last: bool = False
 ) -> EpochPlan:
     """The plan of a data set whose samples have ids: rounds, a queue, or a partition for each worker."""
     return _KINDS[division.cut](
@@ -40,7 +40,7 @@ def plan_samples(
     )
 
 
-def feed_of(data: Dataset, plan: Plan, rank: int, seed: int) -> Feed:
+def feed_of(data: Dataset, plan: BatchPlan, rank: int, seed: int) -> Feed:
     """What reads the minibatches of worker `rank`."""
     own = getattr(data, "feed", None)
     if own is not None:
@@ -59,7 +59,7 @@ _KINDS: Mapping[DataCut, type[EpochPlan]] = {
 class IdFeed:
     """Reads samples by id, as the plan says which."""
 
-    def __init__(self, data: Dataset, plan: Plan) -> None:
+    def __init__(self, data: Dataset, plan: BatchPlan) -> None:
         if not isinstance(plan, EpochPlan):
             raise InternalError(f"{data.name!r} has its own plan, {plan!r}, but no feed() to read it")
         self._data = data

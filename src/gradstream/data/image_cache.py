@@ -27,7 +27,7 @@ from gradstream.data.archive import is_inside
 from gradstream.data.lock import machine_lock
 from gradstream.errors import DataError
 
-__all__ = ["Bytes", "ImageCache", "Manifest", "open_cache"]
+__all__ = ["Bytes", "ImageCache", "ImageManifest", "open_cache"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -37,7 +37,7 @@ WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ImageManifest:
     """What a cache was made from, and what is in it.
 
     Args:
@@ -65,7 +65,7 @@ class Manifest:
 class ImageCache:
     """An open cache. `images` is uint8 (n, 3, size, size), memory-mapped for reading."""
 
-    manifest: Manifest
+    manifest: ImageManifest
     images: Bytes
 
 
@@ -131,7 +131,7 @@ def _make(folder: Path, source: Path, size: int, last: str) -> None:
         raise
 
 
-def _fill(path: Path, source: Path, size: int, last: str) -> Manifest:
+def _fill(path: Path, source: Path, size: int, last: str) -> ImageManifest:
     """Decodes every image of `source` into its row of a new .npy file."""
     rows, skipped = {}, []
     for name, _ in _files(source, contents=False):
@@ -152,7 +152,7 @@ def _fill(path: Path, source: Path, size: int, last: str) -> Manifest:
             images[rows[name]] = _decoded(data, size, f"{source}: {name}")
     images.flush()  # msync: on disk before the rename that makes it visible
     source_bytes, source_sha256 = _identity(source)
-    return Manifest(
+    return ImageManifest(
         source=source.name,
         source_bytes=source_bytes,
         source_sha256=source_sha256,
@@ -257,7 +257,7 @@ def _identity(source: Path) -> tuple[int, str]:
     return sum(sizes.values()), hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Path) -> ImageManifest:
     fields = json.loads(path.read_text(encoding="utf-8"))
     lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
-    return Manifest(**{**fields, **lists})
+    return ImageManifest(**{**fields, **lists})

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gradstream.data.base import BatchRef, Plan
-from gradstream.data.done import Done
-from gradstream.data.line import Line
+from gradstream.data.base import BatchPlan, BatchRef
+from gradstream.data.done import DataProgress
+from gradstream.data.line import BatchSequence
 from gradstream.data.plan import EpochPlan, RoundPlan
 
 __all__ = ["JoinedPlan", "ids_of", "parts_of", "unjoined"]
 
 
-class JoinedPlan(Line):
+class JoinedPlan(BatchSequence):
     """Minibatch b of an epoch and partition is those numbered kb to kb + k - 1 of another plan.
 
     Args:
@@ -25,26 +25,26 @@ class JoinedPlan(Line):
         k: how many are joined; the last of an epoch may have fewer.
     """
 
-    def __init__(self, plan: Plan, k: int) -> None:
+    def __init__(self, plan: BatchPlan, k: int) -> None:
         super().__init__(plan.num_partitions, plan.done)
         self.num_workers, self.per_step, self.seekable = plan.num_workers, plan.per_step, plan.seekable
         self.plan = plan
         self.k = k
 
     def batches_per_epoch(self, partition: int) -> int:
-        """See `Plan`."""
+        """See `BatchPlan`."""
         return -(-self.plan.batches_per_epoch(partition) // self.k)
 
     def batches_in(self, partition: int, epoch: int) -> int:
-        """See `Plan`."""
+        """See `BatchPlan`."""
         return -(-self.plan.batches_in(partition, epoch) // self.k)
 
-    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
-        """See `Plan`."""
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
+        """See `BatchPlan`."""
         return self.plan.done_with(num_epochs, (part for ref in refs for part in self.parts(ref)))
 
     def size(self, ref: BatchRef) -> int | None:
-        """See `Plan`; None where a part's is not known."""
+        """See `BatchPlan`; None where a part's is not known."""
         total = 0
         for part in self.parts(ref):
             size = self.plan.size(part)
@@ -54,7 +54,7 @@ class JoinedPlan(Line):
         return total
 
     def likely_size(self, ref: BatchRef) -> int:
-        """See `Plan`."""
+        """See `BatchPlan`."""
         return sum(self.plan.likely_size(part) for part in self.parts(ref))
 
     def allot(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
@@ -77,12 +77,12 @@ class JoinedPlan(Line):
         return f"{self.k} joined of {self.plan!r}"
 
 
-def parts_of(plan: Plan, ref: BatchRef) -> Sequence[BatchRef]:
+def parts_of(plan: BatchPlan, ref: BatchRef) -> Sequence[BatchRef]:
     """What has to be read for a minibatch: itself, or those that are joined in it."""
     return plan.parts(ref) if isinstance(plan, JoinedPlan) else [ref]
 
 
-def ids_of(plan: Plan, ref: BatchRef) -> list[int] | None:
+def ids_of(plan: BatchPlan, ref: BatchRef) -> list[int] | None:
     """The samples of a minibatch, in order; None where they have no numbers."""
     whole = unjoined(plan)
     if not isinstance(whole, EpochPlan):
@@ -90,6 +90,6 @@ def ids_of(plan: Plan, ref: BatchRef) -> list[int] | None:
     return [number for part in parts_of(plan, ref) for number in whole.ids(part).tolist()]
 
 
-def unjoined(plan: Plan) -> Plan:
+def unjoined(plan: BatchPlan) -> BatchPlan:
     """The plan that a feed has to know: the one behind a joined one."""
     return plan.plan if isinstance(plan, JoinedPlan) else plan

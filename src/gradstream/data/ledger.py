@@ -9,7 +9,7 @@ a lost worker had in hand without a receipt is handed out again.
 
 Receipts come in any order and more than once.
 
-A line's minibatches, over all epochs, have sequence numbers k (`Plan.nth`). What is kept is a low-water mark
+A line's minibatches, over all epochs, have sequence numbers k (`BatchPlan.nth`). What is kept is a low-water mark
 in the line and the few numbers received ahead of it, so the memory is that of the disorder and not of the
 length of the run.
 """
@@ -21,8 +21,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from gradstream.data.base import BatchRef, Plan
-from gradstream.data.done import Done
+from gradstream.data.base import BatchPlan, BatchRef
+from gradstream.data.done import DataProgress
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["Ledger", "Unassigned"]
@@ -111,7 +111,7 @@ class Ledger:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BatchPlan,
         *,
         epochs: int | None = None,
         steps: int | None = None,
@@ -404,7 +404,7 @@ class Ledger:
             total += samples
         return total
 
-    def done(self) -> Done:
+    def done(self) -> DataProgress:
         """What is in the model: the minibatches with a receipt, and what the plan left out."""
         last = max((epoch for epoch, count in self._received.items() if count), default=-1)
         refs = (

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Block", "Epoch", "LeftOver", "Steps"]
+__all__ = ["Block", "Epoch", "Reassignment", "Steps"]
 
 MOST_EPOCHS = 1 << 16
 """Epochs that a worker may begin, besides one for each of its steps: each takes memory."""
@@ -94,7 +94,7 @@ class _Loop:
     gap: bool = False  # others lie outside
 
 
-class LeftOver:
+class Reassignment:
     """Hands out what is left of lost workers' parts. No I/O.
 
     Args:

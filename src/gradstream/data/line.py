@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import Done
+from gradstream.data.done import DataProgress
 
-__all__ = ["Line"]
+__all__ = ["BatchSequence"]
 
 
-class Line(ABC):
+class BatchSequence(ABC):
     """Base of plans: what follows from how many minibatches each epoch has.
 
     Args:
@@ -24,11 +24,11 @@ class Line(ABC):
         done: what is in the model already, and in no minibatch of this plan.
     """
 
-    def __init__(self, num_partitions: int, done: Done | None = None) -> None:
+    def __init__(self, num_partitions: int, done: DataProgress | None = None) -> None:
         self.num_partitions = num_partitions
         self.num_workers = num_partitions
         self.per_step = 1
-        self.done = done or Done()
+        self.done = done or DataProgress()
         self._edges_by_partition: dict[int, Sequence[int]] = {}
 
     seekable = False
@@ -56,14 +56,14 @@ class Line(ABC):
         later, batch = divmod(k - edges[-1], self.batches_per_epoch(partition))
         return BatchRef(len(edges) - 1 + later, partition, batch)
 
-    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
         """What is in the model with all of `num_epochs` epochs and these minibatches of later ones.
 
         A plan that cannot tell samples apart goes on at the begin of an epoch: a resumed run then sees
         some samples of that epoch again.
         """
         del refs
-        return Done(num_epochs)
+        return DataProgress(num_epochs)
 
     def _edges_of(self, partition: int) -> Sequence[int]:
         """`batches_before` for each epoch up to the first of which nothing is done."""

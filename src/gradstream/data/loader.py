@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset, Division, Feed, Plan
+from gradstream.data.base import DEFAULT_BATCH_SIZE, BatchPlan, Dataset, Feed, PartitionSpec
 from gradstream.data.collated import check_targets
 from gradstream.data.feed import plan_samples
 from gradstream.data.isolation import Isolated
@@ -156,7 +156,7 @@ class LoaderDataset(MapDataset):
         if not self._num_drawn:
             raise DataError(f"data set {name!r}: its sampler draws no samples")
 
-    def plan(self, division: Division) -> EpochPlan:
+    def plan(self, division: PartitionSpec) -> EpochPlan:
         """The sampler's order, cut among the workers. Raises ConfigError for another batch size."""
         size = self.loader.batch_size
         given = division.batch_size
@@ -171,7 +171,7 @@ class LoaderDataset(MapDataset):
         order = None if self._shuffled else order_of(self.loader, self.num_samples, division.seed, self.name)
         return plan_samples(self._num_drawn, division, order=order, drop_last=self.loader.drop_last)
 
-    def feed(self, plan: Plan, rank: int, seed: int) -> Feed:
+    def feed(self, plan: BatchPlan, rank: int, seed: int) -> Feed:
         """Reads in this process, or ahead in processes of the loader's."""
         assert isinstance(plan, EpochPlan)
         if self.loader.num_workers:

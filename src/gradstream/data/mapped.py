@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gradstream.data.arrays import check_ids
-from gradstream.data.base import BatchRef, Dataset, Feed, Ids, Plan
+from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Ids
 from gradstream.data.collated import check_targets, collated
 from gradstream.data.feed import IdFeed
 from gradstream.data.randomness import seeded
@@ -58,7 +58,7 @@ class MapDataset:
         assert self._test is not None
         return self._test.batch(ids)
 
-    def feed(self, plan: Plan, rank: int, seed: int) -> Feed:
+    def feed(self, plan: BatchPlan, rank: int, seed: int) -> Feed:
         """Reads minibatches, each under a seed of its own: see `SeededFeed`."""
         return SeededFeed(self, plan, seed)
 
@@ -72,7 +72,7 @@ class SeededFeed(IdFeed):
     So what a sample is augmented to depends on the minibatch and not on who reads it.
     """
 
-    def __init__(self, data: Dataset, plan: Plan, seed: int) -> None:
+    def __init__(self, data: Dataset, plan: BatchPlan, seed: int) -> None:
         super().__init__(data, plan)
         self._seed = seed
 

@@ -1,7 +1,7 @@
 """The ledger of an open-ended run: how many minibatches there will be, nobody knows.
 
 Each worker goes through data of its own until it has no more, and then says how much that was. What a
-lost worker had left, others take over where they can tell what it was (see `LeftOver`); else the run is
+lost worker had left, others take over where they can tell what it was (see `Reassignment`); else the run is
 without it.
 
 In rounds, all workers must stop before the same round, though they run out of data at different
@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import Done
-from gradstream.data.left_over import LeftOver, Steps
+from gradstream.data.done import DataProgress
+from gradstream.data.left_over import Reassignment, Steps
 from gradstream.errors import InternalError
 
-__all__ = ["Loss", "OpenLedger"]
+__all__ = ["LostSamples", "OpenLedger"]
 
 
 BRIEF = 0.75
@@ -44,7 +44,7 @@ class _Line(Steps):
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostSamples:
     """What became of a lost worker's part.
 
     Args:
@@ -75,7 +75,7 @@ class OpenLedger:
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
         self._lines = [_Line() for _ in range(num_workers)]
         self._rounds = rounds
-        self.left_over = LeftOver(self._lines)
+        self.left_over = Reassignment(self._lines)
         self._held = -1  # the last round that a worker without data was told to take part in
 
     num_complete = 0
@@ -91,9 +91,9 @@ class OpenLedger:
         """How many each worker has, in the mean."""
         return self.num_receipts // len(self._lines)
 
-    def done(self) -> Done:
+    def done(self) -> DataProgress:
         """Nothing that has a number: how far each loop is, it says itself (see `checkpoint.own_state`)."""
-        return Done()
+        return DataProgress()
 
     @property
     def finished(self) -> bool:
@@ -142,13 +142,13 @@ class OpenLedger:
         self.left_over.lost(rank)
         return 0
 
-    def losses(self) -> list[Loss]:
+    def losses(self) -> list[LostSamples]:
         """What became of the parts of lost workers that had not done all of theirs. In rounds nobody asks."""
         if self._rounds:
             return []
         lost = [(rank, line) for rank, line in enumerate(self._lines) if line.lost]
         return [
-            Loss(rank, line.count, self.left_over.missing(rank))
+            LostSamples(rank, line.count, self.left_over.missing(rank))
             for rank, line in lost
             if line.total is None or line.low < line.total
         ]

@@ -8,7 +8,7 @@ A third one cuts it as workers ask: `queue_plan.py`. All give every sample to ex
 epoch. A round of `RoundPlan`, joined over its workers, is the minibatch that one node with batch size B would
 take. How many of it each worker takes may change from one round to the next (`allot`); B does not.
 
-A plan may begin in the middle (`Done`, from a checkpoint): what is left of an epoch's order is then
+A plan may begin in the middle (`DataProgress`, from a checkpoint): what is left of an epoch's order is then
 cut as a whole epoch's is. With the batch sizes of before, the rounds that are left are those of before.
 """
 
@@ -27,8 +27,8 @@ from typing import Literal
 import numpy as np
 
 from gradstream.data.base import BatchRef, Ids
-from gradstream.data.done import Done, Run, merged
-from gradstream.data.line import Line
+from gradstream.data.done import DataProgress, Run, merged
+from gradstream.data.line import BatchSequence
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, InternalError
 
@@ -54,7 +54,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Ids:
     return order
 
 
-class EpochPlan(Line):
+class EpochPlan(BatchSequence):
     """Who goes through which sample when: what `RoundPlan` and `PartitionPlan` have in common.
 
     Args:
@@ -86,7 +86,7 @@ class EpochPlan(Line):
         shares: Sequence[float] | Literal["measured"] | None = None,
         order: Order | None = None,
         drop_last: bool = False,
-        done: Done | None = None,
+        done: DataProgress | None = None,
     ) -> None:
         self.num_samples = _whole("num_samples", num_samples, least=1)
         super().__init__(_whole("number of workers", num_workers, least=1), done)
@@ -184,13 +184,13 @@ class EpochPlan(Line):
                 out.append(run)
         return out
 
-    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
         """What is in the model, sample by sample."""
         parts = {epoch: list(runs) for epoch, runs in self.done.parts.items() if epoch >= num_epochs}
         for ref in refs:
             parts.setdefault(ref.epoch, []).extend(self.runs(ref))
         runs = {epoch: merged(found) for epoch, found in sorted(parts.items())}
-        return Done(num_epochs, {epoch: found for epoch, found in runs.items() if found})
+        return DataProgress(num_epochs, {epoch: found for epoch, found in runs.items() if found})
 
     def _known(self, ref: BatchRef) -> tuple[int, int]:
         inside = ref.epoch >= 0 and 0 <= ref.partition < self.num_partitions

@@ -5,7 +5,7 @@
     minibatch       count units in a row  worker i takes sizes[i] of them, so sizes[i]·U samples
 
 Which samples a minibatch has follows from its name alone. Which worker takes it is decided while the run goes
-on, by the coordinator (`membership.assignment`): a fast worker takes more of each epoch. Guided
+on, by the coordinator (`coordinator.assignment`): a fast worker takes more of each epoch. Guided
 self-scheduling of loops does the same (Polychronopoulos and Kuck, 1987).
 
 Where all minibatches are of one size, a unit is a minibatch.

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MEASURED", "Speed", "begins_stretch", "better", "dealt", "stretch_end"]
+__all__ = ["MEASURED", "WorkerSpeed", "begins_stretch", "better", "dealt", "stretch_end"]
 
 MEASURED: Literal["measured"] = "measured"
 """What a job says instead of numbers."""
@@ -49,7 +49,7 @@ def begins_stretch(batch: int) -> bool:
 
 
 @dataclass(slots=True)
-class Speed:
+class WorkerSpeed:
     """How fast a worker goes through samples, and how sure that is.
 
     Args:
@@ -72,7 +72,7 @@ class Speed:
             self.seconds += seconds
             self.squares += seconds * seconds / samples
 
-    def measured(self, stretch: Speed) -> None:
+    def measured(self, stretch: WorkerSpeed) -> None:
         """Takes in what was measured since. Of what came before, the last `MEMORY` rounds count half."""
         kept = 0.5 ** (stretch.rounds / MEMORY)
         self.rounds = kept * self.rounds + stretch.rounds
@@ -116,7 +116,7 @@ def dealt(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def better(sizes: Sequence[int], speeds: Mapping[int, Speed]) -> tuple[int, ...]:
+def better(sizes: Sequence[int], speeds: Mapping[int, WorkerSpeed]) -> tuple[int, ...]:
     """Sizes by which all workers are done at about the same time; those given, unless others gain enough.
 
         sᵢ = samples / seconds         T(b) = maxᵢ bᵢ / sᵢ, how long a round computes

@@ -18,8 +18,8 @@ __all__ = [
     "CALTECH101",
     "FASHION_MNIST",
     "SOURCES",
+    "DataSource",
     "Packed",
-    "Source",
     "cache_home",
     "fetch",
     "find",
@@ -53,7 +53,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class DataSource:
     """A data set's origin.
 
     Args:
@@ -73,7 +73,7 @@ class Source:
     packed: Packed | None = None
 
 
-CALTECH101 = Source(
+CALTECH101 = DataSource(
     name="caltech101",
     what="8,677 photographs of objects of 101 categories, 31 to 800 of each",
     licence="CC BY 4.0",
@@ -96,7 +96,7 @@ CALTECH101 = Source(
     ),
 )
 
-FASHION_MNIST = Source(
+FASHION_MNIST = DataSource(
     name="fashion-mnist",
     what="5,000 + 1,000 grey images of clothes in 10 classes: a subset that comes with the package",
     licence="MIT, (c) 2017 Zalando SE",
@@ -123,13 +123,13 @@ def cache_home() -> Path:
         raise ConfigError(f"{error}: set XDG_CACHE_HOME to a folder that you may write to") from error
 
 
-def stored_at(source: Source, home: Path | None = None) -> Path:
+def stored_at(source: DataSource, home: Path | None = None) -> Path:
     """Where `fetch` puts the file of a data set."""
     assert source.packed is not None
     return (home or cache_home()) / "data" / source.name / source.packed.member
 
 
-def find(source: Source, root: str | os.PathLike[str] | None = None) -> Path | None:
+def find(source: DataSource, root: str | os.PathLike[str] | None = None) -> Path | None:
     """The archive or the extracted folder of a data set, if this machine has it.
 
     Args:
@@ -154,7 +154,7 @@ def find(source: Source, root: str | os.PathLike[str] | None = None) -> Path | N
 
 
 def fetch(
-    source: Source,
+    source: DataSource,
     *,
     home: Path | None = None,
     url: str | None = None,

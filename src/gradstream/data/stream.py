@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from gradstream.data.base import BatchRef, Dataset, Division, Feed, Ids, Plan
+from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Ids, PartitionSpec
 from gradstream.data.collated import check_targets, collated
 from gradstream.data.mapped import held_out_of
 from gradstream.data.randomness import seeded_iterator
@@ -74,7 +74,7 @@ class StreamDataset:
             raise DataError(f"data set {self.name!r} holds no samples out")
         return self._test.batch(ids)
 
-    def plan(self, division: Division) -> StreamPlan:
+    def plan(self, division: PartitionSpec) -> StreamPlan:
         """Counts batches: those declared, or `steps` where none are.
 
         Raises:
@@ -100,7 +100,7 @@ class StreamDataset:
             done=division.done,
         )
 
-    def _counts(self, division: Division) -> tuple[int, ...]:
+    def _counts(self, division: PartitionSpec) -> tuple[int, ...]:
         workers = division.workers
         if self._batches is None:
             assert division.steps is not None
@@ -114,7 +114,7 @@ class StreamDataset:
             )
         return tuple(len(range(rank, self._batches, workers)) for rank in range(workers))
 
-    def feed(self, plan: Plan, rank: int, seed: int) -> Feed:
+    def feed(self, plan: BatchPlan, rank: int, seed: int) -> Feed:
         """Reads the stream."""
         assert isinstance(plan, StreamPlan)
         return StreamFeed(self.name, self._stream, plan, seed, self._take)

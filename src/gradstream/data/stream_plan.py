@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import Done, Run
-from gradstream.data.line import Line
+from gradstream.data.done import DataProgress, Run
+from gradstream.data.line import BatchSequence
 
 __all__ = ["StreamPlan"]
 
 
-class StreamPlan(Line):
+class StreamPlan(BatchSequence):
     """How many minibatches each partition has; how large they are is known once they are read.
 
     Its samples have no numbers, so what is done is told in batches: a resumed run goes on behind those
@@ -33,7 +33,7 @@ class StreamPlan(Line):
         rounds: int | None,
         endless: bool,
         typical_size: int,
-        done: Done | None = None,
+        done: DataProgress | None = None,
     ) -> None:
         super().__init__(len(counts), done)
         self.counts = counts
@@ -63,7 +63,7 @@ class StreamPlan(Line):
         """A minibatch by its number in the whole epoch."""
         return BatchRef(ref.epoch, ref.partition, ref.batch + self._num_done(ref.epoch))
 
-    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> Done:
+    def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
         """See `Plan`: of each epoch, the batches up to the first that some partition has not gone through."""
         there = set(refs)
         parts: dict[int, tuple[Run]] = {}
@@ -76,7 +76,7 @@ class StreamPlan(Line):
                     lengths.append(gone)
             if epoch >= num_epochs and lengths:
                 parts[epoch] = ((0, self._num_done(epoch) + min(lengths)),)
-        return Done(num_epochs, {epoch: runs for epoch, runs in parts.items() if runs[0][1]})
+        return DataProgress(num_epochs, {epoch: runs for epoch, runs in parts.items() if runs[0][1]})
 
     def _num_done(self, epoch: int) -> int:
         return self.done.parts[epoch][0][1] if epoch in self.done.parts else 0

@@ -19,7 +19,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 
-__all__ = ["GROUPS", "HOUSE", "Offer", "choose", "installed", "key_of"]
+__all__ = ["GROUPS", "HOUSE", "Plugin", "choose", "installed", "key_of"]
 
 GROUPS = {
     "strategy": "gradstream.strategies",
@@ -35,7 +35,7 @@ HOUSE = "gradstream"
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Plugin:
     """One member of a family, by name.
 
     Args:
@@ -73,18 +73,18 @@ class Offer:
         return found
 
 
-def installed(kind: str) -> list[Offer]:
+def installed(kind: str) -> list[Plugin]:
     """What installed packages offer of a family, sorted by name and place."""
     offers = []
     for entry in importlib.metadata.entry_points(group=GROUPS[kind]):
         package = entry.dist
         origin = f"{package.name} {package.version}" if package is not None else "an unnamed package"
         place = entry.value.partition("[")[0].strip().replace(" ", "")
-        offers.append(Offer(kind, entry.name, place, origin))
+        offers.append(Plugin(kind, entry.name, place, origin))
     return sorted(offers, key=lambda offer: (key_of(offer.name), offer.place, offer.origin))
 
 
-def choose(kind: str, house: Mapping[str, str], name: str) -> Offer | None:
+def choose(kind: str, house: Mapping[str, str], name: str) -> Plugin | None:
     """The member of this name: the house's own, or a plugin; None if there is none.
 
     Args:
@@ -95,7 +95,7 @@ def choose(kind: str, house: Mapping[str, str], name: str) -> Offer | None:
     Raises:
         ConfigError: several have this name; says which, and how to name each of them.
     """
-    own = [Offer(kind, key, place, HOUSE) for key, place in house.items()]
+    own = [Plugin(kind, key, place, HOUSE) for key, place in house.items()]
     found = [offer for offer in (*own, *installed(kind)) if key_of(offer.name) == key_of(name)]
     if len(found) > 1:
         both = " and ".join(map(str, found))

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.job.plugins import GROUPS, HOUSE, Offer, choose, installed
+from gradstream.job.plugins import GROUPS, HOUSE, Plugin, choose, installed
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.strategies.base import Strategy
@@ -148,9 +148,9 @@ def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset
     return cast(Dataset, found)
 
 
-def catalogue(kind: str) -> list[Offer]:
+def catalogue(kind: str) -> list[Plugin]:
     """All members of a family that have a name: the house's own, then those of installed packages."""
-    own = [Offer(kind, name, place, HOUSE) for name, place in FAMILIES[kind].items()]
+    own = [Plugin(kind, name, place, HOUSE) for name, place in FAMILIES[kind].items()]
     return [*own, *installed(kind)]
 
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import GradientError
 from gradstream.model.base import Layout, Slot
-from gradstream.model.factors import Kept, KeptLayers
+from gradstream.model.factors import FactorPair, KeptLayers
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
@@ -54,7 +54,7 @@ class Sink:
 
     __slots__ = ("kept", "of", "ready", "view", "written")
 
-    def __init__(self, view: torch.Tensor, of: Pass, kept: Kept | None = None) -> None:
+    def __init__(self, view: torch.Tensor, of: Pass, kept: FactorPair | None = None) -> None:
         self.view = view
         self.of = of
         self.kept = kept

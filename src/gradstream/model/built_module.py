@@ -15,7 +15,7 @@ from torch import nn
 from gradstream.errors import ConfigError
 from gradstream.model.backprop import Backprop
 from gradstream.model.base import Layout, Slot
-from gradstream.model.factors import OuterLayer
+from gradstream.model.factors import FactoredLayer
 from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 
 __all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
@@ -83,12 +83,12 @@ class BuiltModule:
         self._training = on
 
     @property
-    def outer_layers(self) -> list[OuterLayer]:
+    def outer_layers(self) -> list[FactoredLayer]:
         """Weights of wide linear layers that have one name: no other layer uses them."""
         linear = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Linear)}
         num_names = Counter(self.names.values())
         return [
-            OuterLayer(slot.name, slot.start, *slot.shape)
+            FactoredLayer(slot.name, slot.start, *slot.shape)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
             if _is_wide(slot) and id(parameter) in linear and num_names[slot.name] == 1
         ]

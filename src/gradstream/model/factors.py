@@ -14,11 +14,11 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Kept", "KeptLayers", "OuterLayer", "outer_layers_of"]
+__all__ = ["FactorPair", "FactoredLayer", "KeptLayers", "outer_layers_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class OuterLayer:
+class FactoredLayer:
     """A weight (M, Q) whose gradient may be the product of two factors.
 
     Args:
@@ -51,7 +51,7 @@ class OuterLayer:
         return flat[self.start : self.stop].view(self.outputs, self.inputs)
 
 
-class Kept:
+class FactorPair:
     """Where the factors of one layer's gradient land, of one minibatch.
 
     Args:
@@ -66,7 +66,7 @@ class Kept:
 
     __slots__ = ("delta", "layer", "state", "x")
 
-    def __init__(self, layer: OuterLayer, delta: torch.Tensor, x: torch.Tensor) -> None:
+    def __init__(self, layer: FactoredLayer, delta: torch.Tensor, x: torch.Tensor) -> None:
         self.layer = layer
         self.delta = delta
         self.x = x
@@ -98,11 +98,11 @@ class Kept:
         self.x.zero_()
 
 
-KeptLayers = Mapping[str, Kept]
+KeptLayers = Mapping[str, FactorPair]
 """By name of the weight."""
 
 
-def outer_layers_of(model: object) -> Sequence[OuterLayer]:
+def outer_layers_of(model: object) -> Sequence[FactoredLayer]:
     """The layers whose factors a model can keep, in the order of the flat vector."""
-    found: Sequence[OuterLayer] = getattr(model, "outer_layers", ())
+    found: Sequence[FactoredLayer] = getattr(model, "outer_layers", ())
     return found

@@ -17,7 +17,7 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
-from gradstream.model.factors import KeptLayers, OuterLayer
+from gradstream.model.factors import FactoredLayer, KeptLayers
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
@@ -121,7 +121,7 @@ class TorchModel:
         return self._module().layout
 
     @property
-    def outer_layers(self) -> Sequence[OuterLayer]:
+    def outer_layers(self) -> Sequence[FactoredLayer]:
         """Wide linear layers with a weight of their own: see `model.factors`."""
         return self._module().outer_layers if self.keeps_factors else ()
 

@@ -28,14 +28,14 @@ from gradstream.optim._check import not_negative
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.decay import without_l2
 
-__all__ = ["Group", "GroupedRule", "Range", "groups_of"]
+__all__ = ["GroupedRule", "ParameterGroup", "Range", "groups_of"]
 
 BLOCK_ELEMS = 64
 """Ranges that begin at multiples of this have the bits of the whole; chunks begin at such."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ParameterGroup:
     """What some parameters have of their own.
 
     Args:
@@ -53,7 +53,7 @@ class Group:
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
 
-def groups_of(given: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> tuple[Group, ...]:
+def groups_of(given: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> tuple[ParameterGroup, ...]:
     """Groups as a job has them, checked against the update rule.
 
     Raises:
@@ -75,7 +75,7 @@ def groups_of(given: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> tuple
         if scale is not None:
             not_negative(where, "lr_scale", scale)
         _rule_with(optimizer, settings, where)
-        groups.append(Group(tuple(patterns), scale, settings))
+        groups.append(ParameterGroup(tuple(patterns), scale, settings))
     return tuple(groups)
 
 
@@ -135,7 +135,7 @@ class GroupedRule:
     """
 
     def __init__(
-        self, optimizer: Optimizer, groups: Sequence[Group], tensors: Iterable[tuple[str, int, int]]
+        self, optimizer: Optimizer, groups: Sequence[ParameterGroup], tensors: Iterable[tuple[str, int, int]]
     ) -> None:
         tensors = list(tensors)
         names = [name for name, _, _ in tensors]

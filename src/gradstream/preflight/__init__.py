@@ -14,19 +14,19 @@ from pathlib import Path
 
 from gradstream.job.job import Job, is_script
 from gradstream.preflight.estimates import estimate, samples_per_s
-from gradstream.preflight.job import JobTrial
-from gradstream.preflight.results import Finding, carry_out
-from gradstream.preflight.script import ScriptTrial
+from gradstream.preflight.job import JobDryRun
+from gradstream.preflight.results import CheckResult, carry_out
+from gradstream.preflight.script import ScriptDryRun
 
-__all__ = ["Finding", "dry_run", "estimate", "samples_per_s"]
+__all__ = ["CheckResult", "dry_run", "estimate", "samples_per_s"]
 
 
-def dry_run(job: Job) -> list[Finding]:
+def dry_run(job: Job) -> list[CheckResult]:
     """Checks a job by running a little of it. Leaves nothing behind, whatever comes of it.
 
     Returns:
         What was found, in order; only the last can be a failure.
     """
-    kind = ScriptTrial if is_script(job) else JobTrial
+    kind = ScriptDryRun if is_script(job) else JobDryRun
     with tempfile.TemporaryDirectory(prefix="gradstream-") as folder, ExitStack() as stack:
         return carry_out(kind(job, Path(folder) / "run", stack).checks)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.collectives.autotune import Choice, Figures
+from gradstream.collectives.autotune import Choice, MeasuredCosts
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
 from gradstream.collectives.message_group import MessageGroup
@@ -98,7 +98,7 @@ class _Rank:
         if isinstance(event, GroupEvent):
             self._chosen = event
 
-    async def _times_s(self, group: Group) -> tuple[list[float], Figures | None]:
+    async def _times_s(self, group: Group) -> tuple[list[float], MeasuredCosts | None]:
         """Seconds of each repetition; and of messages what they cost, before and after, in the mean."""
         vector = group.allocate(self._plan.elements, torch.float32, "bench")
         vector.tensor.fill_(group.rank + 1.0)
@@ -117,9 +117,11 @@ class _Rank:
         after = await self._figures(group)
         if before is None or after is None:
             return times_s, None
-        return times_s, Figures(*map(statistics.mean, zip(astuple(before), astuple(after), strict=True)))
+        return times_s, MeasuredCosts(
+            *map(statistics.mean, zip(astuple(before), astuple(after), strict=True))
+        )
 
-    async def _figures(self, group: Group) -> Figures | None:
+    async def _figures(self, group: Group) -> MeasuredCosts | None:
         """Of messages as long as those of a ring, on the links of this group; None where it sends none."""
         if not isinstance(group, MessageGroup):
             return None
@@ -130,7 +132,9 @@ class _Rank:
             return await group.allreduce(span, algorithm=self._plan.algorithm)
         return await group.allreduce(span)
 
-    def _carried_out(self, group: Group, figures: Figures | None, carriers: Sequence[str]) -> dict[str, Any]:
+    def _carried_out(
+        self, group: Group, figures: MeasuredCosts | None, carriers: Sequence[str]
+    ) -> dict[str, Any]:
         """Kind, algorithm, carriers, figures and prediction; rank 0 alone is told of them."""
         formed = self._chosen
         if formed is None:

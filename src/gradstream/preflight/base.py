@@ -19,20 +19,20 @@ from gradstream.preflight.results import Check
 from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.nodes import Cast
+from gradstream.run.nodes import RunPlan
 from gradstream.run.plan import cast_of
 from gradstream.run.reopen import kept_parameters
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_disk_bytes
 
-__all__ = ["Trial"]
+__all__ = ["DryRun"]
 
 STEPS = 1
 """Minibatches of each worker before the run is asked to stop. This one warms up, and is not measured; by the
 time that the run stops, each has at least begun the next."""
 
 
-class Trial(ABC):
+class DryRun(ABC):
     """The checks of one job, and what they share.
 
     Args:
@@ -53,7 +53,7 @@ class Trial(ABC):
         """By name, in the order in which they are made."""
 
     @cached_property
-    def cast(self) -> Cast:
+    def cast(self) -> RunPlan:
         """The job, as its nodes will play it. Raises ConfigError for what is wrong with it."""
         return cast_of(self.job, "dry-run")
 

@@ -10,7 +10,7 @@ from gradstream._simulate import simulate
 from gradstream.job.job import Job
 from gradstream.model.base import Model
 from gradstream.report.summary import EventDict
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 
 __all__ = ["by_role", "count", "estimate", "quiet", "samples_per_s"]
 
@@ -21,7 +21,7 @@ def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
     In a phantom world the real nodes run with memory that has sizes and no elements.
     """
     little = dataclasses.replace(quiet(job), model=model, epochs=None, steps=1)
-    run = simulate(little, world=World(phantom=True))
+    run = simulate(little, world=SimulationConfig(phantom=True))
     return {
         event["node"]: dict(event["vectors_bytes"])
         for event in run.events

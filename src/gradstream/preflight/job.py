@@ -12,7 +12,7 @@ from gradstream.errors import PreflightError
 from gradstream.job.job import Job, build_model
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
-from gradstream.preflight.base import Trial
+from gradstream.preflight.base import DryRun
 from gradstream.preflight.estimates import by_role, count, estimate
 from gradstream.preflight.results import Check
 from gradstream.report.units import size_text, time_text
@@ -20,7 +20,7 @@ from gradstream.run.plan import metrics_of
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_memory_bytes
 
-__all__ = ["JobTrial"]
+__all__ = ["JobDryRun"]
 
 TEST_SAMPLES = 64
 """How many held-out samples are looked at."""
@@ -29,12 +29,12 @@ PROCESS_BYTES = 200_000_000
 """Python, torch and gRPC in each process, beside its vectors."""
 
 
-class JobTrial(Trial):
-    """See `Trial`."""
+class JobDryRun(DryRun):
+    """See `DryRun`."""
 
     @property
     def checks(self) -> Mapping[str, Check]:
-        """See `Trial`."""
+        """See `DryRun`."""
         return {
             "configuration": self.configuration,
             "model": self._look_at_model,
@@ -58,7 +58,7 @@ class JobTrial(Trial):
         return self.cast.chunk_elems_of(self._model.layout)
 
     def tried(self) -> Job:
-        """See `Trial`."""
+        """See `DryRun`."""
         return dataclasses.replace(super().tried(), model=self._model)
 
     def _look_at_model(self) -> str:

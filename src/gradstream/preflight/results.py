@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from gradstream.errors import UserCodeError
 
-__all__ = ["Check", "Finding", "carry_out"]
+__all__ = ["Check", "CheckResult", "carry_out"]
 
 Check = Callable[[], str]
 """Returns its figures, or raises what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """What one check has found.
 
     Args:
@@ -34,22 +34,24 @@ class Finding:
     trace: str = ""
 
 
-def carry_out(checks: Mapping[str, Check]) -> list[Finding]:
+def carry_out(checks: Mapping[str, Check]) -> list[CheckResult]:
     """All checks in turn, up to the first that fails."""
     findings = []
     for name, check in checks.items():
         begun_s = time.perf_counter()
         try:
             detail = check()
-            findings.append(Finding(name, True, detail, time.perf_counter() - begun_s))
+            findings.append(CheckResult(name, True, detail, time.perf_counter() - begun_s))
         except Exception as error:
             findings.append(_failure(name, error, time.perf_counter() - begun_s))
             break
     return findings
 
 
-def _failure(name: str, error: Exception, seconds: float) -> Finding:
+def _failure(name: str, error: Exception, seconds: float) -> CheckResult:
     ours = hasattr(error, "exit_status")
     own_code = isinstance(error, UserCodeError) or not ours
     trace = getattr(error, "traceback_text", "") or (traceback.format_exc() if own_code else "")
-    return Finding(name, False, str(error) if ours else f"{type(error).__name__}: {error}", seconds, trace)
+    return CheckResult(
+        name, False, str(error) if ours else f"{type(error).__name__}: {error}", seconds, trace
+    )

@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gradstream.errors import PreflightError
-from gradstream.preflight.base import Trial
+from gradstream.preflight.base import DryRun
 from gradstream.preflight.estimates import by_role
 from gradstream.preflight.results import Check
 from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.runtime.resources import free_memory_bytes
 
-__all__ = ["ScriptTrial"]
+__all__ = ["ScriptDryRun"]
 
 
-class ScriptTrial(Trial):
-    """See `Trial`."""
+class ScriptDryRun(DryRun):
+    """See `DryRun`."""
 
     @property
     def checks(self) -> Mapping[str, Check]:
-        """See `Trial`."""
+        """See `DryRun`."""
         return {
             "configuration": self.configuration,
             "processes": self.processes,
@@ -37,11 +37,11 @@ class ScriptTrial(Trial):
         }
 
     def rule(self) -> str:
-        """See `Trial`."""
+        """See `DryRun`."""
         return "the script's optimizer"
 
     def processes(self) -> str:
-        """See `Trial`."""
+        """See `DryRun`."""
         self._free_bytes = free_memory_bytes()
         return super().processes()
 

@@ -1,11 +1,11 @@
 """What a run leaves behind so that it can be repeated: in which order its shards took what came."""
 
 from gradstream.recording.entries import (
-    Asked,
     Changed,
     Closed,
     Decided,
     Entry,
+    FetchAsked,
     Handed,
     Pushed,
     Read,
@@ -13,21 +13,21 @@ from gradstream.recording.entries import (
     Summed,
     Turned,
 )
-from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogReader, Part, read_log
+from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogPart, LogReader, read_log
 from gradstream.recording.origin import differences, origin_of
 
 __all__ = [
     "FOLDER",
     "JOB_FILE",
-    "Asked",
     "Changed",
     "Closed",
     "Decided",
     "Entry",
+    "FetchAsked",
     "Handed",
     "Log",
+    "LogPart",
     "LogReader",
-    "Part",
     "Pushed",
     "Read",
     "Stood",

@@ -18,11 +18,11 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
 __all__ = [
-    "Asked",
     "Changed",
     "Closed",
     "Decided",
     "Entry",
+    "FetchAsked",
     "Handed",
     "Pushed",
     "Read",
@@ -59,7 +59,7 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FetchAsked:
     """A fetch came that changes something by itself: what a chunk's sum holds is applied (shard).
 
     `number` is 0 where the shard itself asked: at a cut, and `rank` is its own then.
@@ -94,7 +94,7 @@ class Changed:
     """Somebody takes part that did not, or no longer does (shard).
 
     Args:
-        kind, ranks, clock: see `server.order.Change`.
+        kind, ranks, clock: see `server.shard.event_schedule.Change`.
         told: the clock that who enters was told.
         moments: of all chunks of the shard: (chunk, moment).
     """
@@ -169,7 +169,7 @@ class Closed:
     """The run was over: nothing is missing behind this (shard)."""
 
 
-Entry: TypeAlias = Pushed | Asked | Read | Summed | Handed | Stood | Closed | Changed | Turned | Decided
+Entry: TypeAlias = Pushed | FetchAsked | Read | Summed | Handed | Stood | Closed | Changed | Turned | Decided
 
 PUSHED, ASKED, READ, SUMMED, HANDED, STOOD, CLOSED, CHANGED, TURNED, DECIDED = range(1, 11)
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
@@ -193,7 +193,7 @@ def encode(entry: Entry) -> bytes:
                 entry.version + 1,
             )
             return _bytes(kind, numbers)
-        case Asked():
+        case FetchAsked():
             return _bytes(ASKED, (entry.chunk, entry.rank, entry.number, entry.moment))
         case Read():
             head = (entry.chunk, entry.rank, entry.number, entry.attempt, entry.moment)
@@ -243,7 +243,7 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             return Pushed(chunk, rank, sequence, moment, basis, version, first, second), at
         case 2:
             (chunk, rank, number, moment), at = _numbers(data, at, 4)
-            return Asked(chunk, rank, number, moment), at
+            return FetchAsked(chunk, rank, number, moment), at
         case 3:
             (chunk, rank, number, attempt, moment, clock), at = _numbers(data, at, 6)
             return Read(chunk, rank, number, attempt, moment, clock), at

@@ -21,7 +21,7 @@ from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
 from gradstream.untrusted import parse_json, say
 
-__all__ = ["FOLDER", "JOB_FILE", "Log", "LogReader", "Part", "read_log"]
+__all__ = ["FOLDER", "JOB_FILE", "Log", "LogPart", "LogReader", "read_log"]
 
 FOLDER = "recording"
 """In a run directory: a folder for each part of the run, named by the id of its nodes."""
@@ -100,7 +100,7 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LogPart:
     """One node's part, as it was read.
 
     Args:
@@ -157,7 +157,7 @@ class LogReader:
             at = stop
 
 
-def read_log(data: bytes, name: str) -> Part:
+def read_log(data: bytes, name: str) -> LogPart:
     """One node's part of a recording; what was torn off at its end is counted.
 
     Args:
@@ -182,4 +182,4 @@ def read_log(data: bytes, name: str) -> Part:
     if number != FORMAT:
         raise DataError(f"{name} has format {number}, this gradstream reads {FORMAT}")
     entries = [entry for block in blocks for entry in decode(block)]
-    return Part(node, header, entries, reader.torn_bytes)
+    return LogPart(node, header, entries, reader.torn_bytes)

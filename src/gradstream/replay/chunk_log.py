@@ -7,32 +7,32 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gradstream.recording import Asked, Changed, Decided, Entry, Part, Pushed, Read, Summed
-from gradstream.server.quorum import Verdict
+from gradstream.recording import Changed, Decided, Entry, FetchAsked, LogPart, Pushed, Read, Summed
+from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.event_schedule import Change, Go, Updating
 
-__all__ = ["ChunkCourse", "Coming", "Together", "course_of", "moment_of"]
+__all__ = ["ChunkLog", "Coming", "ShardLog", "course_of", "moment_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Together:
+class ShardLog:
     """What is for all chunks at once: at these moments."""
 
-    event: Verdict | Change
+    event: QuorumDecision | Change
     moments: Mapping[int, int]
 
 
-Coming: TypeAlias = Pushed | Asked | Together
+Coming: TypeAlias = Pushed | FetchAsked | ShardLog
 """What is let in at a moment of a chunk."""
 
 
 def moment_of(coming: Coming, chunk: int) -> int:
     """When that is."""
-    return coming.moments[chunk] if isinstance(coming, Together) else coming.moment
+    return coming.moments[chunk] if isinstance(coming, ShardLog) else coming.moment
 
 
 @dataclass(slots=True)
-class ChunkCourse:
+class ChunkLog:
     """What is left to happen to a chunk, and what waits for it.
 
     Args:
@@ -60,9 +60,9 @@ class ChunkCourse:
     letting_in: bool = False
 
 
-def course_of(part: Part) -> tuple[defaultdict[int, ChunkCourse], defaultdict[int, deque[int]]]:
+def course_of(part: LogPart) -> tuple[defaultdict[int, ChunkLog], defaultdict[int, deque[int]]]:
     """By chunk, what is to happen to it; and by worker, the clocks that it was told when it came back."""
-    chunks: defaultdict[int, ChunkCourse] = defaultdict(ChunkCourse)
+    chunks: defaultdict[int, ChunkLog] = defaultdict(ChunkLog)
     entered: defaultdict[int, deque[int]] = defaultdict(deque)
     for entry in part.entries:
         if isinstance(entry, Changed) and entry.kind == "enter":
@@ -74,29 +74,29 @@ def course_of(part: Part) -> tuple[defaultdict[int, ChunkCourse], defaultdict[in
     return chunks, entered
 
 
-def _order(chunks: defaultdict[int, ChunkCourse], entries: Iterable[Entry]) -> None:
+def _order(chunks: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> None:
     asked: set[tuple[int, int, int]] = set()
     for entry in entries:
         if isinstance(entry, Pushed):
             chunks[entry.chunk].ordered.append(entry)
-        elif isinstance(entry, Asked):
+        elif isinstance(entry, FetchAsked):
             key = (entry.chunk, entry.rank, entry.number)
             if entry.number == 0 or key not in asked:  # a second try does nothing more
                 asked.add(key)
                 chunks[entry.chunk].ordered.append(entry)
         elif isinstance(entry, Decided):
-            _together(chunks, Together(Verdict(entry.round, entry.ranks), dict(entry.moments)))
+            _together(chunks, ShardLog(QuorumDecision(entry.round, entry.ranks), dict(entry.moments)))
         elif isinstance(entry, Changed):
             change = Change(entry.kind, entry.ranks, entry.clock)
-            _together(chunks, Together(change, dict(entry.moments)))
+            _together(chunks, ShardLog(change, dict(entry.moments)))
 
 
-def _together(chunks: defaultdict[int, ChunkCourse], event: Together) -> None:
+def _together(chunks: defaultdict[int, ChunkLog], event: ShardLog) -> None:
     for chunk in event.moments:
         chunks[chunk].ordered.append(event)
 
 
-def _read(chunks: defaultdict[int, ChunkCourse], entries: Iterable[Entry]) -> None:
+def _read(chunks: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> None:
     attempts: dict[tuple[int, int, int], int] = {}
     for entry in entries:
         if isinstance(entry, Read):

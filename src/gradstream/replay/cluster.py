@@ -20,14 +20,14 @@ from gradstream.coordinator.client.member import Member
 from gradstream.data.base import Dataset
 from gradstream.errors import DivergedError
 from gradstream.model.base import Model
-from gradstream.recording import Asked, Closed, Part, Pushed
-from gradstream.replay.membership import Roster, ScriptedMember
-from gradstream.replay.schedule import Script, Told
-from gradstream.replay.update import Update
-from gradstream.replay.update_assembler import Book
-from gradstream.run.nodes import Cast, shard_name, worker_name
+from gradstream.recording import Closed, FetchAsked, LogPart, Pushed
+from gradstream.replay.membership import ReplayedMember, ReplayedMembers
+from gradstream.replay.schedule import ReplayListener, ReplaySchedule
+from gradstream.replay.update import ReplayedUpdate
+from gradstream.replay.update_assembler import UpdateAssembler
+from gradstream.run.nodes import RunPlan, shard_name, worker_name
 from gradstream.runtime.base import Storage
-from gradstream.runtime.simulation import Link, Network, World
+from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.server.chunks import ChunkMap
@@ -37,9 +37,9 @@ from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwor
 from gradstream.wire import v1
 from gradstream.worker.node import WorkerNode
 
-__all__ = ["Stage"]
+__all__ = ["ReplayCluster"]
 
-INSTANT = World(costs={}, network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-6)))
+INSTANT = SimulationConfig(costs={}, network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-6)))
 """Nothing takes time: order is all."""
 
 LOOK_EVERY_S = 5.0
@@ -47,7 +47,7 @@ STUCK_S = 30.0
 """Of virtual time, in which all that can happen has happened a million times over."""
 
 
-class Stage(Told):
+class ReplayCluster(ReplayListener):
     """A replay that is under way.
 
     Args:
@@ -62,10 +62,10 @@ class Stage(Told):
 
     def __init__(
         self,
-        cast: Cast,
+        cast: RunPlan,
         model: Model,
         data: Dataset,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, LogPart],
         ids: Callable[..., Any],
         storage: Storage | None,
         *,
@@ -76,8 +76,8 @@ class Stage(Told):
         self._network = MemoryNetwork(self._virtual)
         layout = model.layout
         self._chunk_map = ChunkMap(layout.elems, cast.chunk_elems_of(layout), cast.servers)
-        self._book = Book(self._chunk_map, layout.dtype, model.tree, ids, keep=keep)
-        self._scripts = [Script(parts[shard_name(rank)], self) for rank in range(cast.servers)]
+        self._book = UpdateAssembler(self._chunk_map, layout.dtype, model.tree, ids, keep=keep)
+        self._scripts = [ReplaySchedule(parts[shard_name(rank)], self) for rank in range(cast.servers)]
         self._shards: list[ShardNode] = []
         self._num_moved = 0
         self._news = asyncio.Event()
@@ -89,7 +89,7 @@ class Stage(Told):
 
     # ---- from outside -------------------------------------------------------------------
 
-    def next(self) -> Update | None:
+    def next(self) -> ReplayedUpdate | None:
         """The next update; None when there is none left.
 
         Raises:
@@ -146,23 +146,23 @@ class Stage(Told):
     # ---- what shards tell ---------------------------------------------------------------
 
     def moved(self) -> None:
-        """See `Told`."""
+        """See `ReplayListener`."""
         self._num_moved += 1
         if all(script.over for script in self._scripts):
             self._end()
 
     def updates(self, updating: Updating) -> None:
-        """See `Told`."""
+        """See `ReplayListener`."""
         self._book.begins(updating)
 
     def updated(self, updating: Updating) -> None:
-        """See `Told`."""
+        """See `ReplayListener`."""
         self._book.done(updating)
         if self._book.whole:
             self._news.set()
 
     def diverged(self, error: DivergedError) -> None:
-        """See `Told`."""
+        """See `ReplayListener`."""
         self.failures.setdefault("", error)
         self._end()
         raise error
@@ -174,7 +174,7 @@ class Stage(Told):
     # ---- nodes --------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        roster = Roster(self._notice())
+        roster = ReplayedMembers(self._notice())
         for rank in range(self._cast.servers):
             name = shard_name(rank)
             config = replace(self._cast.shard_config(rank, self._model), order=self._scripts[rank])
@@ -207,14 +207,16 @@ class Stage(Told):
                 task.cancel()
             await director.sleep(1e-3)
 
-    async def _place(self, name: str, roster: Roster) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
+    async def _place(
+        self, name: str, roster: ReplayedMembers
+    ) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
         runtime = self._virtual.runtime(name)
         endpoint = MemoryEndpoint(self._cast.identity(name, incarnation=1), runtime, self._network)
         await endpoint.start()
         part = self._parts.get(name)
         entries = () if part is None else part.entries
         keeps = name == self._keeper
-        member = ScriptedMember(runtime, endpoint, roster, entries, self._failed, keeps=keeps)
+        member = ReplayedMember(runtime, endpoint, roster, entries, self._failed, keeps=keeps)
         return runtime, endpoint, member
 
     async def _live(self, name: str, node: Coroutine[Any, Any, None]) -> None:
@@ -263,7 +265,7 @@ class Stage(Told):
             entry.rank
             for script in self._scripts
             for entry in self._parts[script.node].entries
-            if isinstance(entry, Asked)
+            if isinstance(entry, FetchAsked)
         ]
         return worker_name(asked[-1]) if asked else ""
 

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable
 
 from gradstream.errors import ConfigError
-from gradstream.replay.update import Update
+from gradstream.replay.update import ReplayedUpdate
 
 __all__ = ["JUMP", "Found", "at_chunk_version", "at_update", "loss_jump", "not_finite", "of_step"]
 
-Found = Callable[[Update], bool]
+Found = Callable[[ReplayedUpdate], bool]
 
 JUMP = 3.0
 """A loss jumps that is so many times the median of those before it."""
@@ -40,7 +40,7 @@ def at_chunk_version(version: int, chunk: int = 0) -> Found:
     if version < 1 or chunk < 0:
         raise ConfigError(f"version={version}, chunk={chunk}: expected at least 1, and a chunk from 0 on")
 
-    def found(update: Update) -> bool:
+    def found(update: ReplayedUpdate) -> bool:
         if chunk >= len(update.applied_at):
             raise ConfigError(f"chunk={chunk}: the model has chunks 0 to {len(update.applied_at) - 1}")
         return update.applied_at[chunk] == version - 1
@@ -57,7 +57,7 @@ def loss_jump(times: float = JUMP) -> Found:
     """The first whose loss is `times` the median of the 32 before it; that of the minibatch, as it is."""
     recent: deque[float] = deque(maxlen=RECENT)
 
-    def found(update: Update) -> bool:
+    def found(update: ReplayedUpdate) -> bool:
         loss = update.loss
         jumps = len(recent) >= FIRST and loss > times * statistics.median(recent)
         if math.isfinite(loss):

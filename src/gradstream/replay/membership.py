@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gradstream.coordinator.client.member import Assigned, Member
 from gradstream.data.base import BatchRef
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.recording import Entry, Handed, Stood, Turned
 from gradstream.runtime.base import Runtime
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["Roster", "ScriptedMember"]
+__all__ = ["ReplayedMember", "ReplayedMembers"]
 
 Failed = Callable[[str, BaseException], None]
 
 
-class Roster:
+class ReplayedMembers:
     """Who was in, and the model, once a worker has registered it.
 
     Args:
@@ -40,7 +40,7 @@ class Roster:
         return self.notice
 
 
-class ScriptedMember(Member):
+class ReplayedMember(Member):
     """A member of a run that was.
 
     Args:
@@ -55,7 +55,7 @@ class ScriptedMember(Member):
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        roster: Roster,
+        roster: ReplayedMembers,
         entries: Iterable[Entry],
         on_failed: Failed,
         *,
@@ -146,7 +146,7 @@ class ScriptedMember(Member):
         """See `Member`."""
         self._on_failed(self.node.name, error)
 
-    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
         """What the coordinator had answered. It never answers what it had not."""
         if not self._answers:
             await asyncio.get_running_loop().create_future()

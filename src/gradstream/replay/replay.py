@@ -17,11 +17,11 @@ from gradstream.data.joined import ids_of
 from gradstream.errors import ConfigError, DivergedError, GradstreamError
 from gradstream.job.files import digest_of
 from gradstream.job.job import Job, build_model
-from gradstream.recording import FOLDER, JOB_FILE, Part, differences, origin_of, read_log
-from gradstream.replay.cluster import Stage
-from gradstream.replay.update import Update
+from gradstream.recording import FOLDER, JOB_FILE, LogPart, differences, origin_of, read_log
+from gradstream.replay.cluster import ReplayCluster
+from gradstream.replay.update import ReplayedUpdate
 from gradstream.run.files import read_record
-from gradstream.run.nodes import Cast, shard_name
+from gradstream.run.nodes import RunPlan, shard_name
 from gradstream.run.plan import cast_of
 from gradstream.run.reopen import job_of_run, spec_of_run
 from gradstream.run.result import Run
@@ -41,7 +41,7 @@ class Replay:
         torn: nodes whose recording was torn at its end, as by a kill.
     """
 
-    def __init__(self, stage: Stage, model: Any, torn: Sequence[str]) -> None:
+    def __init__(self, stage: ReplayCluster, model: Any, torn: Sequence[str]) -> None:
         self._stage = stage
         self._model = model
         self._torn = torn
@@ -49,10 +49,10 @@ class Replay:
         self.num_updates = 0
         self.ended = ""
 
-    def __iter__(self) -> Iterator[Update]:
+    def __iter__(self) -> Iterator[ReplayedUpdate]:
         return self
 
-    def __next__(self) -> Update:
+    def __next__(self) -> ReplayedUpdate:
         """The next update.
 
         Raises:
@@ -137,7 +137,7 @@ class _Found:
 
     job: Job
     resume: Resume | None
-    parts: Mapping[str, Part]
+    parts: Mapping[str, LogPart]
     storage: Storage | None
 
 
@@ -179,7 +179,7 @@ def replay(
     for rank in range(cast.servers):
         if shard_name(rank) not in found.parts:
             raise ConfigError(f"{shard_name(rank)} has recorded nothing: was the run on several machines?")
-    stage = Stage(
+    stage = ReplayCluster(
         cast, model, found.job.data, found.parts, partial(ids_of, cast.plan()), found.storage, keep=keep
     )
     return Replay(stage, model, [part.node for part in found.parts.values() if part.torn_bytes])
@@ -216,20 +216,20 @@ def _in_memory(run: Run, job: Job | None) -> _Found:
     return _Found(job, None, parts, None)
 
 
-def _resume_of(parts: Mapping[str, Part]) -> Resume | None:
+def _resume_of(parts: Mapping[str, LogPart]) -> Resume | None:
     """Where the recorded part of a run went on; None where it began."""
     found = next((part.header["resume"] for part in parts.values()), None)
     return None if found is None else Resume.of_json(found)
 
 
-def _parts(storage: Storage, job: str) -> dict[str, Part]:
+def _parts(storage: Storage, job: str) -> dict[str, LogPart]:
     folder = f"{FOLDER}/{job}"
     files = [f"{folder}/{name}" for name in storage.names(folder) if name.endswith(".rec")]
     parts = [read_log(storage.read(file), file) for file in files]
     return {part.node: part for part in parts}
 
 
-def _check(parts: Mapping[str, Part], anyway: bool) -> None:
+def _check(parts: Mapping[str, LogPart], anyway: bool) -> None:
     """Raises ConfigError where the arithmetic is another than it was."""
     for part in parts.values():
         here = origin_of(part.node, "")["arithmetic"]
@@ -245,7 +245,7 @@ def _check(parts: Mapping[str, Part], anyway: bool) -> None:
         raise ConfigError(f"nodes had different numbers of arithmetic threads ({told}): bits may differ")
 
 
-def _cast(found: _Found, reduction: Any) -> Cast:
+def _cast(found: _Found, reduction: Any) -> RunPlan:
     """That of the run, without what only its coordinator did."""
     try:
         cast = cast_of(found.job, "replay", resume=found.resume, keeps=False)

@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 
 from gradstream.errors import DivergedError
-from gradstream.recording import Asked, Part, Pushed
-from gradstream.replay.chunk_log import Coming, Together, course_of, moment_of
-from gradstream.server.aggregation import Contribution, FetchTerms
-from gradstream.server.quorum import Verdict
+from gradstream.recording import FetchAsked, LogPart, Pushed
+from gradstream.replay.chunk_log import Coming, ShardLog, course_of, moment_of
+from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.event_schedule import Change, Chunks, Fetched, Go, Updating
 from gradstream.server.shard.recorder import crc_of
 
-__all__ = ["Script", "Told"]
+__all__ = ["ReplayListener", "ReplaySchedule"]
 
 
-class Told:
+class ReplayListener:
     """Told of what happens in a replay. Does nothing."""
 
     def moved(self) -> None:
@@ -39,7 +39,7 @@ class Told:
         """This is another run."""
 
 
-class Script:
+class ReplaySchedule:
     """Implements `Order`.
 
     Args:
@@ -47,7 +47,7 @@ class Script:
         told: of what happens.
     """
 
-    def __init__(self, part: Part, told: Told) -> None:
+    def __init__(self, part: LogPart, told: ReplayListener) -> None:
         self.node = part.node
         self._told = told
         self._shard: Chunks | None = None  # until the model is registered
@@ -73,7 +73,7 @@ class Script:
         for chunk, state in self._chunks.items():
             unread = state.unread[state.done] if state.next else set()
             head = state.ordered[0] if state.ordered else None
-            if head is not None and not isinstance(head, Together) and not unread:
+            if head is not None and not isinstance(head, ShardLog) and not unread:
                 what = f"push {head.sequence}" if isinstance(head, Pushed) else f"fetch {head.number}"
                 yield f"{self.node}, chunk {chunk}: {what} of worker-{head.rank}"
             for rank, number in sorted(unread):
@@ -85,7 +85,7 @@ class Script:
 
     # ---- what comes ---------------------------------------------------------------------
 
-    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
         """See `Order`."""
 
         def come(entry: Coming) -> None:
@@ -105,7 +105,7 @@ class Script:
         """See `Order`: it waits for its turn alone."""
         none = FetchTerms(terms.sender, terms.incarnation, flush=terms.flush, beside=terms.beside)
         if fetch.acts and fetch.number:
-            self._hold(chunk, (Asked, fetch.rank, fetch.number), lambda entry: go(none))
+            self._hold(chunk, (FetchAsked, fetch.rank, fetch.number), lambda entry: go(none))
         else:
             go(none)
 
@@ -124,12 +124,12 @@ class Script:
             head = state.ordered[0]
             if moment_of(head, chunk) < self._moment(chunk):
                 self._diverge(chunk, f"update {state.done} should have waited for {head}")
-            if isinstance(head, Together):
+            if isinstance(head, ShardLog):
                 if not self._happen(head):
                     break
                 continue
             number = head.sequence if isinstance(head, Pushed) else head.number
-            if isinstance(head, Asked) and not number:
+            if isinstance(head, FetchAsked) and not number:
                 assert self._shard is not None
                 self._shard.flush_sum(chunk)
                 state.ordered.popleft()
@@ -143,7 +143,7 @@ class Script:
         state.letting_in = False
         self._go_on(chunk)
 
-    def _happen(self, event: Together) -> bool:
+    def _happen(self, event: ShardLog) -> bool:
         """What is for all chunks at once happens when it is its turn on each."""
         for chunk, moment in event.moments.items():
             ordered = self._chunks[chunk].ordered
@@ -152,7 +152,7 @@ class Script:
         for chunk in event.moments:
             self._chunks[chunk].ordered.popleft()
         assert self._shard is not None
-        if isinstance(event.event, Verdict):
+        if isinstance(event.event, QuorumDecision):
             self._shard.decide(event.event)
         else:
             self._shard.change(event.event)
@@ -193,7 +193,7 @@ class Script:
         answers = self._entered[change.ranks[0]] if change.kind == "enter" else None
         return answers.popleft() if answers else change.clock
 
-    def decide(self, verdict: Verdict, go: Go) -> None:
+    def decide(self, verdict: QuorumDecision, go: Go) -> None:
         """See `Order`: what is decided is in the recording."""
 
     # ---- updates ------------------------------------------------------------------------

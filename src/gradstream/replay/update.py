@@ -11,13 +11,13 @@ import torch
 
 from gradstream.data.base import BatchRef
 
-__all__ = ["Update"]
+__all__ = ["ReplayedUpdate"]
 
 Tree = Callable[[torch.Tensor], Mapping[str, np.ndarray[Any, Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class ReplayedUpdate:
     """What a worker has pushed at once, applied to every chunk.
 
     Chunks are applied each for itself, so other updates may lie between: `before` and `after` have each

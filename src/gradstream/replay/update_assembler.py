@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.replay.update import Tree, Update
+from gradstream.replay.update import ReplayedUpdate, Tree
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.event_schedule import Updating
 from gradstream.server.update import Update as Push
-from gradstream.worker.observer import Watch
+from gradstream.worker.observer import Observer
 
-__all__ = ["Book"]
+__all__ = ["UpdateAssembler"]
 
 Ids = Callable[[BatchRef], Sequence[int] | None]
 
@@ -34,7 +34,7 @@ class _Open:
     after: torch.Tensor | None = None
 
 
-class Book(Watch):
+class UpdateAssembler(Observer):
     """Hears of everything that workers and shards of a replay do.
 
     Args:
@@ -46,7 +46,7 @@ class Book(Watch):
     """
 
     def __init__(self, chunks: ChunkMap, dtype: torch.dtype, tree: Tree, ids: Ids, *, keep: bool) -> None:
-        self.whole: deque[Update] = deque()  # and not fetched from here yet
+        self.whole: deque[ReplayedUpdate] = deque()  # and not fetched from here yet
         self.num_updates = 0
         self._chunks = chunks
         self._dtype = dtype
@@ -61,11 +61,11 @@ class Book(Watch):
     # ---- workers ------------------------------------------------------------------------
 
     def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
-        """See `Watch`."""
+        """See `Observer`."""
         self._gradients[rank, ref] = (step, loss)
 
     def handed_over(self, rank: int, update: Push) -> None:
-        """See `Watch`."""
+        """See `Observer`."""
         if update.refs:
             self._handed[rank].append(update)
 
@@ -113,7 +113,7 @@ class Book(Watch):
         losses = [loss for step, loss in known if step >= 0]
         self.num_updates += 1
         self.whole.append(
-            Update(
+            ReplayedUpdate(
                 number=self.num_updates,
                 worker=rank,
                 sequence=sequence,

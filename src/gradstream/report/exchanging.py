@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradstream.report.cause import BUSY, FULL, NOTABLE, Reason, share_for, waited_for
-from gradstream.report.figures import Figures, ShardFigures
+from gradstream.report.figures import RunFigures, ShardFigures
 from gradstream.report.worker_figures import WorkerFigures
 
 __all__ = ["for_exchange", "for_network_of_one"]
@@ -24,7 +24,9 @@ ITEMSIZE_BYTES = 4
 LONGER = "a longer period between exchanges (push_every, fetch_every)"
 
 
-def for_network_of_one(figures: Figures, workers: Sequence[WorkerFigures], shards: set[str]) -> Reason | None:
+def for_network_of_one(
+    figures: RunFigures, workers: Sequence[WorkerFigures], shards: set[str]
+) -> Reason | None:
     """One worker whose contributions come later than all others', by as much as the others wait for it.
 
     Who is the last to get through a link that all share comes after the others only by its own turn.
@@ -46,7 +48,7 @@ def for_network_of_one(figures: Figures, workers: Sequence[WorkerFigures], shard
 
 
 def for_exchange(
-    figures: Figures, workers: Sequence[WorkerFigures], share: float, cores: int | None, *, processes: bool
+    figures: RunFigures, workers: Sequence[WorkerFigures], share: float, cores: int | None, *, processes: bool
 ) -> Reason:
     """Workers wait for the exchange, and for nobody's computing.
 
@@ -85,7 +87,7 @@ def for_exchange(
     return _for_way(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")
 
 
-def _for_way(figures: Figures, waited: str) -> Reason:
+def _for_way(figures: RunFigures, waited: str) -> Reason:
     """What it all goes through is what is left."""
     carriers = sorted({carrier for node in figures.nodes for carrier in node.carriers})
     in_place = str(figures.summary.get("group") or "").startswith("shared")
@@ -99,7 +101,7 @@ def _for_way(figures: Figures, waited: str) -> Reason:
     return Reason("network", f"The network: {waited}", f"A faster network, or {LONGER}.")
 
 
-def _for_chunks(figures: Figures, waited_s: float, share: float, moved_bytes: int) -> Reason | None:
+def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes: int) -> Reason | None:
     """Chunks are so small that each costs its message and not its bytes; None where they are not."""
     elems, total = figures.summary.get("chunk_elems"), figures.summary.get("num_parameters")
     if not figures.shards or not elems or not total:
@@ -115,7 +117,7 @@ def _for_chunks(figures: Figures, waited_s: float, share: float, moved_bytes: in
     )
 
 
-def _moved_bytes(figures: Figures) -> int:
+def _moved_bytes(figures: RunFigures) -> int:
     if figures.links:
         return sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
     # A group of workers tells of its bytes without saying between whom.

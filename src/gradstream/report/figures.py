@@ -21,9 +21,9 @@ from gradstream.report.summary import EventDict, begin_s, carriers_of, summary_o
 from gradstream.report.worker_figures import WorkerFigures, workers_of
 
 __all__ = [
-    "Figures",
     "LinkFigures",
     "NodeFigures",
+    "RunFigures",
     "ShardFigures",
     "WorkerFigures",
     "cost_of",
@@ -84,7 +84,7 @@ class NodeFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunFigures:
     """A run by who. Tuples are in the order of ranks; times count from the begin of training.
 
     `imbalance_s` is how long workers would have waited for one another had only computing taken time:
@@ -115,7 +115,7 @@ class Figures:
         return max(0.0, self.end_s - self.begin_s)
 
 
-def figures_of(events: Sequence[EventDict]) -> Figures:
+def figures_of(events: Sequence[EventDict]) -> RunFigures:
     """All figures of a run by who. Of a run without steps most of them are empty."""
     by_kind: defaultdict[str, list[EventDict]] = defaultdict(list)
     for event in events:
@@ -124,7 +124,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
     steps = by_kind["step"] = attributed(by_kind["step"])
     end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
     held = held_of(by_kind["drive"], end_s)
-    return Figures(
+    return RunFigures(
         summary=summary_of(events),
         status=status_of(events),
         begin_s=begin_s(steps),
@@ -143,7 +143,7 @@ def figures_of(events: Sequence[EventDict]) -> Figures:
     )
 
 
-def cost_of(figures: Figures, price_per_machine_hour: float) -> tuple[float, int]:
+def cost_of(figures: RunFigures, price_per_machine_hour: float) -> tuple[float, int]:
     """(cost, machines): every machine that hosted a node, from the begin of training to its end."""
     machines = max(1, len(figures.hosts))
     return price_per_machine_hour * machines * figures.end_s / 3600, machines

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradstream.report.cause import FULL, Reason
-from gradstream.report.figures import Figures
+from gradstream.report.figures import RunFigures
 from gradstream.report.worker_figures import WorkerFigures
 
 __all__ = ["for_cores", "for_reading", "lost_share", "why_slow"]
@@ -33,7 +33,13 @@ def lost_share(workers: Sequence[WorkerFigures]) -> float:
 
 
 def why_slow(
-    figures: Figures, one: WorkerFigures, slowness: float, about: str, *, processes: bool, cores: int | None
+    figures: RunFigures,
+    one: WorkerFigures,
+    slowness: float,
+    about: str,
+    *,
+    processes: bool,
+    cores: int | None,
 ) -> Reason | None:
     """What its machine does to a worker that computes `slowness` times slower; None for nothing.
 
@@ -71,7 +77,7 @@ def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
 
 
 def for_cores(
-    figures: Figures,
+    figures: RunFigures,
     workers: Sequence[WorkerFigures],
     *,
     processes: bool,
@@ -131,7 +137,7 @@ def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:
     return any(one.load and one.cores and one.load >= CROWDED * one.cores for one in workers)
 
 
-def _used(figures: Figures, workers: Sequence[WorkerFigures]) -> float | None:
+def _used(figures: RunFigures, workers: Sequence[WorkerFigures]) -> float | None:
     """Cores that the nodes of this run used, on the machines of these workers; None where nobody knows."""
     names = {one.name for one in workers}
     hosts = {node.host for node in figures.nodes if node.name in names}

@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
 
-from gradstream.report.figures import Figures
-from gradstream.report.timeline import REST, Band, Lane, StepSpan, Timeline, pieces
+from gradstream.report.figures import RunFigures
+from gradstream.report.timeline import REST, Band, StepSpan, Timeline, TimelineLane, pieces
 from gradstream.report.units import time_text
 from gradstream.telemetry.events import GROUP
 
@@ -29,7 +29,7 @@ Styles = Mapping[str, str]
 """Class of a rectangle by who was waited for."""
 
 
-def styles_of(figures: Figures) -> dict[str, str]:
+def styles_of(figures: RunFigures) -> dict[str, str]:
     """Workers that are waited for most have a colour each; shards have one in common."""
     waited: Counter[str] = Counter()
     names = [worker.name for worker in figures.workers]
@@ -41,7 +41,7 @@ def styles_of(figures: Figures) -> dict[str, str]:
     return {**found, REST: "rest"}
 
 
-def keys(figures: Figures, styles: Styles) -> str:
+def keys(figures: RunFigures, styles: Styles) -> str:
     """What the colours mean: those that one can see."""
     least_s = NOTICED * sum(worker.total_s for worker in figures.workers)
     waited: Counter[str] = Counter()
@@ -100,7 +100,7 @@ def timeline_html(timeline: Timeline, styles: Styles) -> str:
     )
 
 
-def lane_paths(lane: Lane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
+def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
     """The rectangles of one worker as SVG paths, one path for each class.
 
     Waits lie over computing: where a pixel holds many steps, their colours mix rightly.
@@ -146,7 +146,7 @@ def _by_style(span: StepSpan, me: str, styles: Styles) -> StepSpan:
     return dataclasses.replace(span, waited_for=tuple(waited.items()))
 
 
-def _data(lane: Lane, origin_s: float) -> dict[str, object]:
+def _data(lane: TimelineLane, origin_s: float) -> dict[str, object]:
     steps = [
         [
             round(span.begin_s - origin_s, 6),

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from gradstream.report import sections
-from gradstream.report.figures import Figures, cost_of, figures_of
+from gradstream.report.figures import RunFigures, cost_of, figures_of
 from gradstream.report.lanes import keys, styles_of, timeline_html
 from gradstream.report.reason import Reason, reason_of
 from gradstream.report.summary import EventDict
@@ -17,11 +17,11 @@ from gradstream.report.timeline import lanes_of
 from gradstream.report.units import time_text, value_text
 from gradstream.untrusted import escaped
 
-__all__ = ["Source", "page"]
+__all__ = ["PageSource", "page"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PageSource:
     """What a report is made of.
 
     Args:
@@ -45,7 +45,7 @@ class Source:
         return None if machine is None or self.info.get("simulated") else machine.get("cores")
 
 
-def page(source: Source) -> str:
+def page(source: PageSource) -> str:
     """The report as HTML."""
     figures = figures_of(source.events)
     cores = source.cores if len(figures.hosts) <= 1 else None
@@ -100,7 +100,7 @@ def _drawn(title: str, draw: Callable[[], str]) -> str:
         return sections.section(title, f'<p class="note">The events of this run do not fit: {said}</p>')
 
 
-def _header(source: Source, figures: Figures) -> str:
+def _header(source: PageSource, figures: RunFigures) -> str:
     s = figures.summary
     state = {
         "finished": '<span class="good">finished</span>',

@@ -2,7 +2,7 @@
 
 Workers' time is either computing or waiting; and they wait because others compute longer, or because
 of the exchange. Waiting for another worker is the former as far as gradients of one step differ in length
-(`Figures.imbalance_s`); for the rest of it, that worker's contribution was on its way.
+(`RunFigures.imbalance_s`); for the rest of it, that worker's contribution was on its way.
 
     others compute    one worker is slower; or each is by turns, where durations vary
     the exchange      one worker's network is slow; or the cores of the one machine are full; or chunks are
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from gradstream.report.cause import NOTABLE, SLOWER, Reason, share_for, waited_for
 from gradstream.report.exchanging import for_exchange, for_network_of_one
-from gradstream.report.figures import Figures
+from gradstream.report.figures import RunFigures
 from gradstream.report.host import for_cores, for_reading, lost_share, why_slow
 from gradstream.report.worker_figures import WorkerFigures
 
@@ -37,7 +37,7 @@ OF_CORES = ("busy host", "machine")
 """Causes that all workers of a machine have in common."""
 
 
-def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = True) -> Reason:
+def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool = True) -> Reason:
     """What holds a run up most.
 
     Args:
@@ -81,7 +81,7 @@ def reason_of(figures: Figures, cores: int | None = None, *, processes: bool = T
 class _Machine:
     """What the workers ran on; the arguments are those of `reason_of`."""
 
-    figures: Figures
+    figures: RunFigures
     workers: Sequence[WorkerFigures]
     processes: bool
     cores: int | None
@@ -112,7 +112,7 @@ class _Machine:
         return why_slow(self.figures, one, slowness, about, processes=self.processes, cores=self.cores)
 
 
-def _standing(figures: Figures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
+def _standing(figures: RunFigures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
     """What keeps workers from taking steps, if that takes longest; `waiting` is a share of the steps."""
     seconds = figures.seconds
     if not seconds:
@@ -147,7 +147,7 @@ def _slowness(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | N
     return one.compute_s_per_sample / statistics.median(known)
 
 
-def _for_evaluation(figures: Figures, workers: Sequence[WorkerFigures], one: WorkerFigures) -> Reason:
+def _for_evaluation(figures: RunFigures, workers: Sequence[WorkerFigures], one: WorkerFigures) -> Reason:
     share = one.evaluate_s / figures.seconds
     held_up = max(
         share_for(one, workers), statistics.median(_idle(figures, w) for w in workers if w is not one)
@@ -223,7 +223,7 @@ def _computing(machine: _Machine, total_s: float) -> Reason:
     )
 
 
-def _idle(figures: Figures, worker: WorkerFigures) -> float:
+def _idle(figures: RunFigures, worker: WorkerFigures) -> float:
     """Of the run, what lies outside of a worker's steps."""
     used_s = worker.total_s + worker.held_s
     return max(0.0, 1 - used_s / figures.seconds) if figures.seconds > 0 else 0.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from gradstream.report import curves
 from gradstream.report.charts import Curve, histogram, line_chart, shares, sparkline
-from gradstream.report.figures import Figures, LinkFigures, WorkerFigures
+from gradstream.report.figures import LinkFigures, RunFigures, WorkerFigures
 from gradstream.report.lanes import Styles
 from gradstream.report.staleness import MEMORY, StalenessRow
 from gradstream.report.summary import EventDict
@@ -150,7 +150,7 @@ def _over_both(name: str, drawn: Sequence[tuple[str, Sequence[curves.Point], boo
 # ---- workers ----------------------------------------------------------------------------
 
 
-def workers(figures: Figures, styles: Styles) -> str:
+def workers(figures: RunFigures, styles: Styles) -> str:
     """Where each worker's time went."""
     rows, seconds = [], figures.seconds or 1.0
     shards = {shard.name for shard in figures.shards}
@@ -223,7 +223,7 @@ def _waits(worker: WorkerFigures, shards: set[str]) -> str:
 # ---- staleness and links ----------------------------------------------------------------
 
 
-def staleness(figures: Figures) -> str:
+def staleness(figures: RunFigures) -> str:
     """Histograms by worker and shard: how many updates came between a gradient's version and its own."""
     if figures.summary["group"] is not None:
         about = "None: workers sum their gradients among themselves, and all go on from the same parameters."
@@ -284,7 +284,7 @@ def _stale(counts: Mapping[int, int], title: str) -> str:
     return f'{histogram(counts, title=f"Staleness, {title}: {said}")}<span class="quiet">{said}</span>'
 
 
-def links(figures: Figures) -> str:
+def links(figures: RunFigures) -> str:
     """Bytes up and down between workers and shards."""
     names, shards = _sides(figures.links)
     shown = shards if len(figures.links) <= MAX_CELLS else []
@@ -316,7 +316,7 @@ def _rate(links: Sequence[LinkFigures], seconds: float) -> str:
 # ---- nodes ------------------------------------------------------------------------------
 
 
-def nodes(figures: Figures) -> str:
+def nodes(figures: RunFigures) -> str:
     """CPU and memory of each process, and when it came and went."""
     rows = []
     for node in figures.nodes:
@@ -352,7 +352,7 @@ def nodes(figures: Figures) -> str:
     return section("Nodes", _table(head, rows, about) if rows else "")
 
 
-def story(figures: Figures) -> str:
+def story(figures: RunFigures) -> str:
     """Who joined late, left, was lost or failed."""
     begin_s = max(figures.begin_s, TOGETHER_S)
     late = [one for one in figures.story if one.what == "joined" and one.time_s > begin_s]

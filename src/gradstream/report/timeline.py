@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from gradstream.report.held import held_of
 from gradstream.report.summary import EventDict, begin_s
 
-__all__ = ["MAX_STEPS", "Band", "Lane", "Piece", "StepSpan", "Timeline", "lanes_of", "pieces"]
+__all__ = ["MAX_STEPS", "Band", "StepSpan", "Timeline", "TimelineLane", "TimelinePiece", "lanes_of", "pieces"]
 
 MAX_STEPS = 12_000
 """Drawn one by one, over all workers."""
@@ -27,7 +27,7 @@ REST = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TimelinePiece:
     """A part of a step: from when to when, what part of the height (0 is the top), and for whom.
 
     `name` is the node that was waited for, or REST.
@@ -67,7 +67,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TimelineLane:
     """A worker's time."""
 
     name: str
@@ -91,7 +91,7 @@ class Timeline:
 
     begin_s: float
     end_s: float
-    lanes: tuple[Lane, ...]
+    lanes: tuple[TimelineLane, ...]
     merged: int
     left_out: int
 
@@ -128,7 +128,7 @@ def lanes_of(
     end_s = max([*(step["time_s"] for step in every), *looked], default=0.0)
     held = held_of(turns, end_s)
     lanes = [
-        Lane(
+        TimelineLane(
             name,
             tuple(_merge(steps[rank], merged)),
             tuple(_fewer(bands[name, "push"], merged)),
@@ -166,7 +166,7 @@ def _fewer(bands: Sequence[Band], size: int) -> Iterator[Band]:
         yield Band(part[0].begin_s, max(band.end_s for band in part))
 
 
-def pieces(span: StepSpan, me: str) -> list[Piece]:
+def pieces(span: StepSpan, me: str) -> list[TimelinePiece]:
     """The waits of a step of the worker `me`. What they leave free of the step is computing."""
     rest_s = max(0.0, span.wait_s - sum(seconds for _, seconds in span.waited_for))
     named = [pair for pair in (*span.waited_for, (REST, rest_s)) if pair[1] > 0]
@@ -176,7 +176,7 @@ def pieces(span: StepSpan, me: str) -> list[Piece]:
             return []
         edges = list(itertools.accumulate((seconds / length_s for _, seconds in named), initial=0.0))
         return [
-            Piece(span.begin_s, span.end_s, top, min(1.0, bottom), name)
+            TimelinePiece(span.begin_s, span.end_s, top, min(1.0, bottom), name)
             for (name, _), top, bottom in zip(named, edges, edges[1:], strict=False)
         ]
     gaps = [(span.begin_s, span.compute_at_s), (span.compute_at_s + span.compute_s, span.end_s)]
@@ -188,14 +188,14 @@ def pieces(span: StepSpan, me: str) -> list[Piece]:
     ]
 
 
-def _fill(gaps: Sequence[tuple[float, float]], named: Sequence[tuple[str, float]]) -> Iterator[Piece]:
+def _fill(gaps: Sequence[tuple[float, float]], named: Sequence[tuple[str, float]]) -> Iterator[TimelinePiece]:
     """Fills gaps with waits, one after the other."""
     left = [pair for pair in gaps if pair[0] < pair[1]]
     for name, needed_s in named:
         while needed_s > 0 and left:
             begin, end = left[0]
             taken_s = min(needed_s, end - begin)
-            yield Piece(begin, begin + taken_s, 0.0, 1.0, name)
+            yield TimelinePiece(begin, begin + taken_s, 0.0, 1.0, name)
             needed_s -= taken_s
             left[0] = (begin + taken_s, end)
             if left[0][0] >= end:

@@ -46,7 +46,7 @@ from gradstream.run.local.machine import git_commit
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals
 from gradstream.run.node import NodeSpec, play
-from gradstream.run.nodes import COORDINATOR, Cast, worker_name
+from gradstream.run.nodes import COORDINATOR, RunPlan, worker_name
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import FINAL_MODEL
@@ -58,7 +58,7 @@ from gradstream.transport.proof import new_secret
 from gradstream.untrusted import escaped, say
 
 if TYPE_CHECKING:
-    from gradstream.run.remote.machine_rendezvous import Gathering
+    from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
 __all__ = ["Launcher", "OnAddress", "OnEvent"]
 
@@ -79,7 +79,7 @@ class Launcher:
     def __init__(
         self,
         job: Job,
-        cast: Cast,
+        cast: RunPlan,
         run_dir: Path,
         earlier: tuple[Path, ...],
         on_event: OnEvent | None,
@@ -102,7 +102,7 @@ class Launcher:
         self._earlier = earlier
         self._as_threads = as_threads
         self._listening = listening
-        self._gathering: Gathering | None = None
+        self._gathering: MachineRendezvous | None = None
         self._on_address = on_address  # where somebody else starts the workers
         self._handed_out: Path | None = None  # the file of credentials that they read
         self._begins_again = False  # the script would not go on where it was
@@ -250,10 +250,10 @@ class Launcher:
             yield
             return
         # gRPC starts threads, and the forkserver is a process of its own: it may be imported now.
-        from gradstream.run.remote.machine_rendezvous import Gathering
+        from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
         spec = dataclasses.asdict(self._spec(()))
-        with Gathering(
+        with MachineRendezvous(
             self._listening, self._job, spec, self._cast.servers, self._cluster.post, self._events.emit
         ) as gathering:
             self._gathering = gathering

@@ -36,7 +36,7 @@ from gradstream.job.registry import describe, find_optimizer, find_strategy
 from gradstream.run.files import read_record
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
-from gradstream.run.nodes import COORDINATOR, Cast
+from gradstream.run.nodes import COORDINATOR, RunPlan
 from gradstream.run.plan import cast_of
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
@@ -109,7 +109,7 @@ class NodeSpec:
     def of(
         cls,
         job: Job,
-        cast: Cast,
+        cast: RunPlan,
         *,
         run_dir: Path,
         earlier: tuple[Path, ...],
@@ -386,7 +386,7 @@ def _on_sigterm(stop: Callable[[], None]) -> None:
 
 
 async def _coordinate(
-    cast: Cast, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
+    cast: RunPlan, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
 ) -> int:
     log = EventLog(
         runtime.storage, EVENTS, node=COORDINATOR, now=runtime.now, tell=lambda text: say(disk=text)

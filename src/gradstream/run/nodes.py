@@ -1,6 +1,6 @@
 """The nodes of a run, put together: the same for processes on machines and for a simulation.
 
-A `Cast` is what all nodes of a run agree on. It makes each role out of a runtime and an endpoint;
+A `RunPlan` is what all nodes of a run agree on. It makes each role out of a runtime and an endpoint;
 whether those are real or virtual is for `cluster/` and `simulate/` to say.
 """
 
@@ -16,16 +16,16 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.balance import Balance
-from gradstream.coordinator.checkpoint_writer import Keeping
+from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation import Turns
-from gradstream.coordinator.snapshot import Limits
-from gradstream.coordinator.stopping import Goal, Until
-from gradstream.data.base import DataCut, Dataset, Division, Plan
-from gradstream.data.done import Done
+from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.snapshot import SnapshotLimits
+from gradstream.coordinator.stopping import StoppingCriterion, Until
+from gradstream.data.base import BatchPlan, DataCut, Dataset, PartitionSpec
+from gradstream.data.done import DataProgress
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
@@ -36,7 +36,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.model.base import Layout, Model, Reduction
 from gradstream.optim.base import Optimizer
-from gradstream.optim.groups import Group, GroupedRule
+from gradstream.optim.groups import GroupedRule, ParameterGroup
 from gradstream.optim.merge import Outer, Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.runtime.base import Runtime
@@ -57,7 +57,7 @@ from gradstream.worker.node import WorkerNode
 from gradstream.worker.replica.loop import OwnData
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = ["COORDINATOR", "Cast", "shard_name", "worker_name"]
+__all__ = ["COORDINATOR", "RunPlan", "shard_name", "worker_name"]
 
 COORDINATOR = "coordinator"
 
@@ -73,7 +73,7 @@ def worker_name(rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
+class RunPlan:
     """What all nodes of a run agree on.
 
     Args:
@@ -118,7 +118,7 @@ class Cast:
     num_parameters: int
     reduction: Reduction
     assignment: Literal["queue", "partitions"] | None = None
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ParameterGroup, ...] = ()
     accumulate: int = 1
     clip: Clip = field(default_factory=Clip)
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
@@ -144,9 +144,9 @@ class Cast:
         shards = [shard_name(rank) for rank in range(self.servers)]
         return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
 
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
-        division = Division(
+        division = PartitionSpec(
             cut=self._cut,
             batch_size=self.batch_size,
             workers=self.workers,
@@ -154,7 +154,7 @@ class Cast:
             shares=self.shares,
             epochs=self.epochs,
             steps=self.steps and self.steps * self.accumulate,
-            done=self.resume.done if self.resume is not None else Done(),
+            done=self.resume.done if self.resume is not None else DataProgress(),
         )
         plan = plan_of(self.data, division)
         if self.assignment == "queue" and not isinstance(plan, QueuePlan):
@@ -186,7 +186,7 @@ class Cast:
         """Whether sizes follow the measured speed of the workers."""
         return self.shares == MEASURED
 
-    def _check_balanced(self, plan: Plan, joined: Plan) -> None:
+    def _check_balanced(self, plan: BatchPlan, joined: BatchPlan) -> None:
         """Raises unless a round can be divided anew; a resumed run goes on with the shares it had."""
         if isinstance(plan, QueuePlan):
             return
@@ -235,13 +235,17 @@ class Cast:
             policy=self.policy,
             together=rounds,
             resume=self.resume,
-            limits=Limits(hold_s=self.deadlines.cut_s),
+            limits=SnapshotLimits(hold_s=self.deadlines.cut_s),
             quorum=self.strategy.quorum(self.workers),
-            balance=Balance(ledger.plan) if rounds and self.balanced and isinstance(ledger, Ledger) else None,
+            balance=ShareBalance(ledger.plan)
+            if rounds and self.balanced and isinstance(ledger, Ledger)
+            else None,
             assignment=None
             if rounds or isinstance(ledger, OpenLedger)
             else BatchAssignment(ledger, self.workers, 2 * self.deadlines.lease_s),
-            turns=Turns(ledger, self.workers) if driven and isinstance(ledger, Ledger) else None,
+            turns=ParticipationSchedule(ledger, self.workers)
+            if driven and isinstance(ledger, Ledger)
+            else None,
             allow_lost=self.allow_lost,
         )
         return Coordinator(
@@ -252,7 +256,7 @@ class Cast:
             deadlines=self.deadlines,
             keeping=None if self.policy is None else self._keeping(started, self.policy),
             earlier_s=self._earlier_s,
-            goal=None if self.until is None else Goal(self.until),
+            goal=None if self.until is None else StoppingCriterion(self.until),
             drive=self.strategy.drive if driven else None,
             num_samples=self.data.num_samples,
         )
@@ -263,12 +267,12 @@ class Cast:
             return 0
         return earlier + ledger.num_planned // (self.workers if self.strategy.cut == "rounds" else 1)
 
-    def _keeping(self, started: StartedEvent, policy: Policy) -> Keeping:
+    def _keeping(self, started: StartedEvent, policy: Policy) -> CheckpointOptions:
         template = Manifest(
             step=0,
             rounds=0,
             steps={},
-            done=Done(),
+            done=DataProgress(),
             versions=(),
             model={},
             optimizer=started.optimizer,
@@ -279,7 +283,7 @@ class Cast:
             num_samples=started.num_samples,
             software=self.software,
         )
-        return Keeping(
+        return CheckpointOptions(
             template=template,
             states=self._states,
             open_ended=self.open_ended,

@@ -10,7 +10,7 @@ from gradstream.job.job import Job, is_open_ended
 from gradstream.job.registry import find_function, find_optimizer, find_strategy, optimizer_of_text
 from gradstream.job.validation import check, check_resumed, check_strategy, whole
 from gradstream.optim.groups import groups_of
-from gradstream.run.nodes import Cast
+from gradstream.run.nodes import RunPlan
 from gradstream.server.chunks import CHUNK_ELEMS
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import shares_memory
@@ -20,7 +20,7 @@ from gradstream.worker.gradient import Clip
 __all__ = ["cast_of", "metrics_of", "num_servers", "policy_of"]
 
 
-def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> Cast:
+def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:
     """The run that a job asks for, with its strategy and update rule found and its data planned.
 
     Args:
@@ -38,7 +38,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     check_strategy(job, strategy, optimizer)
     model = job.model
-    cast = Cast(
+    cast = RunPlan(
         job=run_id,
         software=__version__,
         strategy=strategy,
@@ -75,7 +75,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
 
 
 def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | None:
-    """See `Cast.chunk_elems`. A checkpoint's versions are those of its chunks, so these stay as they are."""
+    """See `RunPlan.chunk_elems`. A checkpoint's versions are those of its chunks, so these stay as they are."""
     if job.chunk_elems is not None:
         return job.chunk_elems
     if resume is not None:

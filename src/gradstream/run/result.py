@@ -18,7 +18,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Model
 from gradstream.model.buffers import with_buffers
 from gradstream.report.notebook import run_html
-from gradstream.report.page import Source, page
+from gradstream.report.page import PageSource, page
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.straggler import straggler_text
 from gradstream.report.summary import EventDict, evaluations_of, history_of, summary_of
@@ -148,7 +148,7 @@ class Run:
             path: of the file; an existing one is overwritten.
             price: of one machine for an hour, in any currency: says what the run cost.
         """
-        source = Source(
+        source = PageSource(
             events=self.events,
             title=self.path.resolve().name if self.path else "run",
             config=read_config(self.path / "config.toml") if self.path else "",

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from gradstream.coordinator import Coordinator, Outcome
+from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.data.base import Dataset
 from gradstream.model.base import Model
-from gradstream.run.nodes import COORDINATOR, Cast, shard_name, worker_name
+from gradstream.run.nodes import COORDINATOR, RunPlan, shard_name, worker_name
 from gradstream.runtime.base import Storage
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 
@@ -36,10 +36,10 @@ class SimulatedCluster:
 
     def __init__(
         self,
-        cast: Cast,
+        cast: RunPlan,
         model: Model,
         data: Dataset,
-        world: World,
+        world: SimulationConfig,
         on_events: Callable[[bytes], None],
         storage: Storage | None = None,
     ) -> None:
@@ -53,9 +53,9 @@ class SimulatedCluster:
         self._on_events = on_events
         self._address = ""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._outcome: Outcome | None = None
+        self._outcome: RunOutcome | None = None
 
-    def run(self, script: Script | None = None) -> Outcome | None:
+    def run(self, script: Script | None = None) -> RunOutcome | None:
         """Runs until every node has ended.
 
         Args:

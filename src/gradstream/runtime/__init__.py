@@ -1,40 +1,40 @@
 """Time, tasks, compute, randomness and storage behind one `Runtime`, real and virtual."""
 
-from gradstream.runtime.base import Progress, Report, Runtime, Storage, Timer, Work
+from gradstream.runtime.base import ComputeProgress, Report, Runtime, Storage, Timer, Work
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.simulation import (
-    Constant,
     Cost,
     Exponential,
+    Jitter,
     Link,
     LogNormal,
     Network,
+    NoJitter,
     Partition,
-    Spread,
+    SimulationConfig,
     Trace,
-    World,
 )
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster, VirtualRuntime
 
 __all__ = [
-    "Constant",
+    "ComputeProgress",
     "Cost",
     "DeadlockError",
     "Exponential",
+    "Jitter",
     "Link",
     "LogNormal",
     "Network",
+    "NoJitter",
     "Partition",
-    "Progress",
     "RealRuntime",
     "Report",
     "Runtime",
-    "Spread",
+    "SimulationConfig",
     "Storage",
     "Timer",
     "Trace",
     "VirtualCluster",
     "VirtualRuntime",
     "Work",
-    "World",
 ]

@@ -17,7 +17,17 @@ from gradstream.memory import Memory, Span
 from gradstream.runtime.stalls import Stalls
 from gradstream.telemetry.events import Event
 
-__all__ = ["Buffer", "Lane", "Progress", "Report", "Runtime", "Storage", "Timer", "Work", "awaited_later"]
+__all__ = [
+    "Buffer",
+    "ComputeProgress",
+    "Lane",
+    "Report",
+    "Runtime",
+    "Storage",
+    "Timer",
+    "Work",
+    "awaited_later",
+]
 
 T = TypeVar("T")
 
@@ -237,7 +247,7 @@ def _seen(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
-class Progress:
+class ComputeProgress:
     """A number that only grows, and tasks that wait for it: elements ready, chunks landed.
 
     `fail` wakes all waiters, present and future, with an exception.

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["Lateness", "OwnMemory", "load_of_machine", "own_bytes", "queued_s"]
+__all__ = ["LoopLag", "OwnMemory", "load_of_machine", "own_bytes", "queued_s"]
 
 
-class Lateness:
+class LoopLag:
     """How late timers fire. Ten samples a second: each wakes the process."""
 
     PERIOD_S = 0.1

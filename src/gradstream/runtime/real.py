@@ -22,7 +22,7 @@ from typing import TypeVar
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
-from gradstream.runtime.process_metrics import Lateness, OwnMemory, load_of_machine, queued_s
+from gradstream.runtime.process_metrics import LoopLag, OwnMemory, load_of_machine, queued_s
 from gradstream.runtime.stalls import StallWatch
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
@@ -61,7 +61,7 @@ class RealRuntime(Tasks):
         self.seed = seed
         self.memory = Memory() if memory is None else memory
         self.storage: Storage = MemoryStorage() if root is None else DiskStorage(root, durable=durable)
-        self.lateness = Lateness()
+        self.lateness = LoopLag()
         self._watch = StallWatch(self.stalls, self.now)
         self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work

@@ -1,4 +1,4 @@
-"""The `World` that a simulation runs in: how long computing takes, and what the network is like."""
+"""The `SimulationConfig` that a simulation runs in: how long computing takes, and what the network is like."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.runtime.base import Work
 
 __all__ = [
-    "Constant",
     "Cost",
     "Exponential",
+    "Jitter",
     "Link",
     "LogNormal",
     "Network",
+    "NoJitter",
     "Partition",
-    "Spread",
+    "SimulationConfig",
     "Trace",
-    "World",
 ]
 
 
@@ -33,7 +33,7 @@ def _at_least_0(owner: Any, *names: str) -> None:
             raise ConfigError(f"{given}: expected a finite number of at least 0")
 
 
-class Spread(Protocol):
+class Jitter(Protocol):
     """A random factor around a cost."""
 
     def draw(self, rng: random.Random, count: int) -> float:
@@ -42,7 +42,7 @@ class Spread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class NoJitter:
     """Always the same factor."""
 
     factor: float = 1.0
@@ -93,7 +93,7 @@ class Cost:
     base_s: float = 0.0
     per_sample_s: float = 0.0
     per_elem_s: float = 0.0
-    spread: Spread = Constant()
+    spread: Jitter = NoJitter()
 
     def __post_init__(self) -> None:
         _at_least_0(self, "base_s", "per_sample_s", "per_elem_s")
@@ -221,7 +221,7 @@ def _no_costs() -> Mapping[str, Cost]:
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class SimulationConfig:
     """Everything that a simulation assumes about machines and network.
 
     Args:

@@ -22,7 +22,7 @@ from gradstream.errors import InternalError
 from gradstream.memory import Memory, Span, borrow_all
 from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.nesting import standing_still
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, MemoryEvent
@@ -128,9 +128,11 @@ class VirtualCluster:
         storage: the disk; an empty one if None.
     """
 
-    def __init__(self, seed: int = 0, world: World | None = None, storage: Storage | None = None) -> None:
+    def __init__(
+        self, seed: int = 0, world: SimulationConfig | None = None, storage: Storage | None = None
+    ) -> None:
         self.seed = seed
-        self.world = world or World()
+        self.world = world or SimulationConfig()
         self.clock = Clock(self.random("schedule"))
         self.storage: Storage = MemoryStorage() if storage is None else storage
         self._runtimes: dict[str, VirtualRuntime] = {}

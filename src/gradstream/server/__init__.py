@@ -1,6 +1,6 @@
 """The sharded parameter server: chunk map, shard state machine, service, client, rules."""
 
-from gradstream.server.aggregation import Contribution, Gathered, Immediate, Rule
+from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush, PushHeader
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.client.client import ServerClient
@@ -11,13 +11,13 @@ from gradstream.server.shard.state import ShardState
 from gradstream.server.update import Update
 
 __all__ = [
+    "AggregationRule",
     "Arrival",
     "ChunkMap",
-    "Contribution",
     "Correction",
-    "Gathered",
-    "Immediate",
-    "Rule",
+    "EveryN",
+    "EveryPush",
+    "PushHeader",
     "ServerClient",
     "ShardConfig",
     "ShardService",

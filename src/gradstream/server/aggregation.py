@@ -1,14 +1,14 @@
-"""The `Rule`: what a shard does with a push, and when a fetch may be answered.
+"""The `AggregationRule`: what a shard does with a push, and when a fetch may be answered.
 
 A rule is the server half of a strategy, and pure: it looks at a chunk's version and at the
 contributions that have arrived for it, and says which of them form the next update, in which order
 and with which weights. Arithmetic, waiting and talking are the shard's.
 
-What is due need not be applied at once. A rule that has `completes` (`Gathering`) lets contributions be
+What is due need not be applied at once. A rule that has `completes` (`GrowingSumRule`) lets contributions be
 summed on the shard as they come: each is acknowledged once it is in the sum, so that nobody keeps it for
 the server to wait with; the chunk's version goes up when the sum is applied.
 
-A rule that waits for every worker has `among` (`Waiting`): the shard knows who takes part.
+A rule that waits for every worker has `among` (`WaitingRule`): the shard knows who takes part.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Protocol
 from gradstream.errors import ConfigError
 
 __all__ = [
-    "Contribution",
+    "AggregationRule",
+    "EveryN",
+    "EveryPush",
     "FetchTerms",
-    "Gathered",
-    "Gathering",
-    "Immediate",
-    "Rule",
-    "Waiting",
+    "GrowingSumRule",
+    "PushHeader",
+    "WaitingRule",
     "among",
     "by_round",
     "completes_of",
@@ -41,7 +41,7 @@ _NAME = re.compile(r"[a-z]+-([0-9]{1,7})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class PushHeader:
     """One chunk of one push, without its elements.
 
     Args:
@@ -110,18 +110,18 @@ class FetchTerms:
     min_clock: int = 0
 
 
-class Rule(Protocol):
+class AggregationRule(Protocol):
     """The server half of a strategy."""
 
-    def drops(self, version: int, new: Contribution) -> bool:
+    def drops(self, version: int, new: PushHeader) -> bool:
         """Whether a contribution comes too late to be used (an expected outcome, not an error)."""
         ...
 
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         """Those contributions that form the next update now, in the order of summation; or none."""
         ...
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """The factor of each contribution in the sum Σ weight·elements that the optimizer is given.
 
         Args:
@@ -130,18 +130,18 @@ class Rule(Protocol):
         """
         ...
 
-    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
         """Names of the senders whose contributions the next update waits for."""
         ...
 
 
-Completes = Callable[[int, int, Sequence[Contribution]], bool]
+Completes = Callable[[int, int, Sequence[PushHeader]], bool]
 
 
-class Gathering(Rule, Protocol):
+class GrowingSumRule(AggregationRule, Protocol):
     """A rule whose updates are sums that grow on the shard."""
 
-    def completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:
+    def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
         """Whether the chunk's sum is applied now that these contributions are added; else it goes on.
 
         Args:
@@ -152,21 +152,21 @@ class Gathering(Rule, Protocol):
         ...
 
 
-class Waiting(Rule, Protocol):
+class WaitingRule(AggregationRule, Protocol):
     """A rule whose updates wait for workers, and which others must not wait for."""
 
-    def among(self, present: frozenset[int]) -> Rule:
+    def among(self, present: frozenset[int]) -> AggregationRule:
         """The same rule, which waits for none but these ranks: the others are lost, or have nothing to do."""
         ...
 
 
-def among(rule: Rule, present: frozenset[int]) -> Rule:
+def among(rule: AggregationRule, present: frozenset[int]) -> AggregationRule:
     """A rule of those who take part; one that does not ask who does is as it was."""
-    found: Callable[[frozenset[int]], Rule] | None = getattr(rule, "among", None)
+    found: Callable[[frozenset[int]], AggregationRule] | None = getattr(rule, "among", None)
     return rule if found is None else found(present)
 
 
-def in_step(rule: Rule) -> bool:
+def in_step(rule: AggregationRule) -> bool:
     """Whether a rule has `in_step = True`: an update is the sum of one clock's contributions.
 
     It is applied once every worker that takes part has brought its own: see `clocks.py`.
@@ -174,7 +174,7 @@ def in_step(rule: Rule) -> bool:
     return bool(getattr(rule, "in_step", False))
 
 
-def by_round(rule: Rule) -> bool:
+def by_round(rule: AggregationRule) -> bool:
     """Whether a rule has `by_round = True`: the version of a chunk is the number of its round.
 
     A command that changes parameters leaves it as it is then; else it counts as an update.
@@ -182,47 +182,47 @@ def by_round(rule: Rule) -> bool:
     return bool(getattr(rule, "by_round", False))
 
 
-def completes_of(rule: Rule) -> Completes:
+def completes_of(rule: AggregationRule) -> Completes:
     """A rule's `completes`; of one that has none, each update that is due is applied at once."""
     found: Completes = getattr(rule, "completes", _always)
     return found
 
 
-def _always(version: int, summed: int, update: Sequence[Contribution]) -> bool:
+def _always(version: int, summed: int, update: Sequence[PushHeader]) -> bool:
     return True
 
 
 @dataclass(frozen=True, slots=True)
-class Immediate:
+class EveryPush:
     """Every contribution is an update of its own, applied as it comes: asynchronous SGD."""
 
-    def drops(self, version: int, new: Contribution) -> bool:
+    def drops(self, version: int, new: PushHeader) -> bool:
         """Never."""
         return False
 
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         """The oldest."""
         return parked[:1]
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1."""
         return (1.0,)
 
-    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
         """Nobody."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered(Immediate):
+class EveryN(EveryPush):
     """Contributions are summed as they come, and every `count` of them are an update.
 
     Args:
-        count: at least 1, which is `Immediate` itself.
+        count: at least 1, which is `EveryPush` itself.
     """
 
     count: int
 
-    def completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:
+    def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
         """Once there are `count`."""
         return summed + len(update) >= self.count

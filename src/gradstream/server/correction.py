@@ -20,7 +20,7 @@ import torch
 
 from gradstream.errors import UserCodeError
 from gradstream.memory import Memory, Span, Vector
-from gradstream.server.aggregation import Contribution
+from gradstream.server.aggregation import PushHeader
 from gradstream.server.chunks import ChunkMap
 
 __all__ = ["MOST_COPIES", "Correction", "SenderStates"]
@@ -98,7 +98,7 @@ class SenderStates:
         places[version] = free
         return self._span(copies[free], chunk)
 
-    def spans(self, one: Contribution, chunk: int) -> list[Span]:
+    def spans(self, one: PushHeader, chunk: int) -> list[Span]:
         """Everything that `corrected` writes.
 
         Raises:
@@ -120,7 +120,7 @@ class SenderStates:
         return [self._span(vector, chunk) for vector in vectors]
 
     def corrected(
-        self, one: Contribution, chunk: int, gradient: torch.Tensor, parameters: torch.Tensor
+        self, one: PushHeader, chunk: int, gradient: torch.Tensor, parameters: torch.Tensor
     ) -> torch.Tensor:
         """What is used in the place of a contribution's elements: good until `used`. Raises as `spans`."""
         basis, *state = (span.tensor for span in self.spans(one, chunk))
@@ -129,7 +129,7 @@ class SenderStates:
         named = dict(zip(self._correction.state_names, state, strict=True))
         return self._correction.correct(gradient, parameters, basis, named)
 
-    def used(self, one: Contribution, chunk: int) -> None:
+    def used(self, one: PushHeader, chunk: int) -> None:
         """A contribution is done with; no gradient of an older version comes any more."""
         self._given[one.sender, chunk, one.basis] -= 1
         for version in list(self._places[one.sender, chunk]):

@@ -19,18 +19,18 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-__all__ = ["Judge", "Tally", "Verdict"]
+__all__ = ["QuorumDecision", "QuorumLeader", "QuorumVotes"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class QuorumDecision:
     """These workers' contributions, by rank, make the update of this round, and no others."""
 
     round: int
     ranks: tuple[int, ...]
 
 
-class Tally:
+class QuorumVotes:
     """Which contributions one shard holds whole.
 
     Args:
@@ -51,7 +51,7 @@ class Tally:
         chunks.add(chunk)
         return before < len(chunks) == self._num_chunks
 
-    def decided(self, verdict: Verdict) -> None:
+    def decided(self, verdict: QuorumDecision) -> None:
         """Rounds up to this one are of no interest any more."""
         self._decided = max(self._decided, verdict.round)
         for key in [key for key in self._came if key[0] <= self._decided]:
@@ -63,7 +63,7 @@ class Tally:
         return [key for key, chunks in self._came.items() if len(chunks) == self._num_chunks]
 
 
-class Judge:
+class QuorumLeader:
     """Decides which N contributions make each update.
 
     Args:
@@ -76,9 +76,9 @@ class Judge:
         self._num_shards = num_shards
         self._shards: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by (round, rank)
         self._ready: defaultdict[int, list[int]] = defaultdict(list)  # by round, in the order of coming
-        self.last: Verdict | None = None
+        self.last: QuorumDecision | None = None
 
-    def whole(self, shard: int, round: int, rank: int) -> Verdict | None:  # noqa: A002
+    def whole(self, shard: int, round: int, rank: int) -> QuorumDecision | None:  # noqa: A002
         """A shard holds a contribution whole; saying it twice changes nothing. Returns a new verdict."""
         if self.last is not None and round <= self.last.round:
             return None
@@ -89,7 +89,7 @@ class Judge:
             ready.append(rank)
         if len(ready) < self._needed:
             return None
-        self.last = Verdict(round, tuple(sorted(ready)))
+        self.last = QuorumDecision(round, tuple(sorted(ready)))
         self._shards.clear()
         self._ready.clear()
         return self.last

@@ -29,8 +29,8 @@ from gradstream.wire import v1
 __all__ = [
     "RowMap",
     "RowPart",
-    "Run",
-    "Table",
+    "RowRange",
+    "RowTable",
     "clipped",
     "joined",
     "pack",
@@ -44,7 +44,7 @@ NUMBER = torch.int32
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RowTable:
     """A row-sparse tensor: `num_rows` rows of `row_elems` elements, from `start` of the flat vector on."""
 
     start: int
@@ -58,7 +58,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRange:
     """Rows of one kind that follow one another in a chunk.
 
     Args:
@@ -104,7 +104,7 @@ class RowMap:
         block_elems: rows of what belongs to no table; a block ends where its chunk or a table begins.
     """
 
-    def __init__(self, chunks: ChunkMap, tables: Sequence[Table], block_elems: int) -> None:
+    def __init__(self, chunks: ChunkMap, tables: Sequence[RowTable], block_elems: int) -> None:
         self.chunks = chunks
         self.tables = tuple(tables)
         self.block_elems = block_elems
@@ -114,7 +114,7 @@ class RowMap:
     @classmethod
     def of(cls, chunks: ChunkMap, spec: v1.RowSpec) -> RowMap:
         """As the registered model says. Raises ConfigError where tables do not fit the vector."""
-        tables = [Table(table.start, table.rows, table.row_elems) for table in spec.tables]
+        tables = [RowTable(table.start, table.rows, table.row_elems) for table in spec.tables]
         edges = [edge for table in tables for edge in (table.start, table.stop)]
         if edges != sorted(edges) or any(edge > chunks.elems for edge in edges) or not spec.block_elems:
             raise ConfigError(
@@ -123,7 +123,7 @@ class RowMap:
             )
         return cls(chunks, tables, spec.block_elems)
 
-    def runs(self, chunk: int) -> tuple[Run, ...]:
+    def runs(self, chunk: int) -> tuple[RowRange, ...]:
         """What a chunk consists of, in order."""
         return self._runs[chunk]
 
@@ -166,7 +166,7 @@ class RowMap:
         begin = torch.maximum(begin, start)
         return begin, end - begin
 
-    def _cut(self, chunk: int) -> Iterable[Run]:
+    def _cut(self, chunk: int) -> Iterable[RowRange]:
         lower, upper = self.chunks.bounds(chunk)
         first = 0
         edges = [lower, upper]
@@ -182,15 +182,15 @@ class RowMap:
                 row = start - sum(t.stop - t.start for t in self.tables if t.stop <= start)
                 origin, width = start, self.block_elems
             num_rows = -(-(stop - origin) // width)
-            yield Run(first, num_rows, start - lower, stop - lower, origin - lower, width, index, row)
+            yield RowRange(first, num_rows, start - lower, stop - lower, origin - lower, width, index, row)
             first += num_rows
 
 
-def _column(run: Run) -> list[int]:
+def _column(run: RowRange) -> list[int]:
     return [run.first, run.start, run.stop, run.origin, run.row_elems]
 
 
-def clipped(run: Run, numbers: torch.Tensor, values: torch.Tensor) -> RowPart:
+def clipped(run: RowRange, numbers: torch.Tensor, values: torch.Tensor) -> RowPart:
     """Those rows of a run's table that lie in it, without what lies in another chunk. Copies nothing.
 
     Args:

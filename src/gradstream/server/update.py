@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
 from gradstream.memory import Span, Vector
-from gradstream.runtime.base import Progress
+from gradstream.runtime.base import ComputeProgress
 
-__all__ = ["Piece", "Update"]
+__all__ = ["Update", "UpdatePiece"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class UpdatePiece:
     """What is pushed of a chunk, where not all of every chunk is.
 
     Args:
@@ -59,7 +59,7 @@ class Update:
     basis: Sequence[int]
     num_gradients: int = 1
     round: int = 0
-    ready: Progress | None = None
+    ready: ComputeProgress | None = None
     on_done: Callable[[], None] | None = None
     assign: bool = False
     late: bool = False
@@ -68,5 +68,5 @@ class Update:
     sequence: int = 0
     refs: Sequence[BatchRef] = ()
     clock: int = 0
-    pieces: Callable[[], Awaitable[Mapping[int, Piece]]] | None = None
+    pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
     prompt: bool = False

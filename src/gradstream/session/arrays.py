@@ -10,8 +10,8 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.model.check import finite
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.session.binding import HeldArrays
-from gradstream.session.bridge import Handover
+from gradstream.session.binding import ArrayBinding
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.joint import JointArrays, JointVector
 
 __all__ = ["ArrayLoop", "LoneArrays", "rate_of"]
@@ -31,7 +31,7 @@ class LoneArrays:
 
     def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> Tree:
         """One step, in place. Returns the parameters."""
-        held = HeldArrays(parameters)
+        held = ArrayBinding(parameters)
         held.give(gradients)
         flat, gradient = (torch.empty(held.layout.elems, dtype=held.layout.dtype) for _ in range(2))
         held.init(0, flat)
@@ -55,25 +55,25 @@ class ArrayLoop:
         parameters: as of `Session.exchange`.
 
     Raises:
-        ConfigError: as `HeldArrays`.
+        ConfigError: as `ArrayBinding`.
     """
 
     def __init__(self, parameters: Tree) -> None:
-        self._arrays = HeldArrays(parameters)
+        self._arrays = ArrayBinding(parameters)
         self._alone = LoneArrays()
         layout = self._arrays.layout
         shapes = {slot.name: slot.shape for slot in layout.slots}
         self._vector = JointVector(shapes, 1, layout.dtype)
         self.held = JointArrays(self._arrays.by_name, self._vector, self._alone.state, self._alone.counts)
 
-    def hello(self, handover: Handover) -> None:
+    def hello(self, handover: LoopBridge) -> None:
         """A round without a gradient: returns when all workers are there."""
         vector = handover.open(1, silent=True).zero_()
         self._vector.finish(vector, [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
         handover.exchange(math.nan)
 
     def step(
-        self, handover: Handover, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int
+        self, handover: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int
     ) -> Tree:
         """One step of all workers. Returns the parameters.
 

@@ -22,10 +22,10 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.tree import Tree, leaves
 from gradstream.session.watch import ShownParameters
 
-__all__ = ["Held", "HeldArrays", "HeldModule"]
+__all__ = ["ArrayBinding", "ModuleBinding", "ParameterBinding"]
 
 
-class Held(ABC):
+class ParameterBinding(ABC):
     """Parameters of a loop of the user's, as a `Model` whose gradients come from elsewhere."""
 
     reduction: Reduction = "mean"
@@ -92,7 +92,7 @@ class Held(ABC):
         raise InternalError("the outputs of a loop of the user's are computed in the loop")
 
 
-class HeldModule(Held):
+class ModuleBinding(ParameterBinding):
     """Parameters of a module that an optimizer updates.
 
     Args:
@@ -130,7 +130,7 @@ class HeldModule(Held):
         self.watch = ShownParameters(module, self._parameters, self.layout)
 
     def unchanged(self, where: str) -> None:
-        """See `Held.unchanged`."""
+        """See `ParameterBinding.unchanged`."""
         self.watch.check(where)
 
     def ranges(self, groups: Sequence[Iterable[nn.Parameter]]) -> list[tuple[str, int, int]]:
@@ -145,24 +145,24 @@ class HeldModule(Held):
         return ranges
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
-        """See `Held.buffers`: the persistent ones."""
+        """See `ParameterBinding.buffers`: the persistent ones."""
         return {name: buffer.detach().numpy().copy() for name, buffer in self._buffers()}
 
     def load_buffers(self, buffers: Buffers) -> None:
-        """See `Held.load_buffers`."""
+        """See `ParameterBinding.load_buffers`."""
         for name, buffer in self._buffers():
             if name in buffers:
                 buffer.detach().copy_(torch.from_numpy(buffers[name]))
 
     def fixed(self) -> Fixed:
-        """See `Held.fixed`."""
+        """See `ParameterBinding.fixed`."""
         trained = self._names()
         second = {name: first for name, first in trained.items() if name != first}
         frozen = {name: as_numpy(p.detach()).copy() for name, p in self._state(True) if name not in trained}
         return Fixed(frozen, second)
 
     def load_fixed(self, frozen: Buffers) -> None:
-        """See `Held.load_fixed`."""
+        """See `ParameterBinding.load_fixed`."""
         for name, parameter in self._state(True):
             if name in frozen:
                 parameter.detach().copy_(torch.from_numpy(frozen[name]))
@@ -188,19 +188,19 @@ class HeldModule(Held):
         return [(name, tensor) for name, tensor in tensors if isinstance(tensor, nn.Parameter) is parameters]
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """See `Held.init`."""
+        """See `ParameterBinding.init`."""
         del seed
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             view.copy_(parameter.data)
 
     def show(self, parameters: torch.Tensor) -> None:
-        """See `Held.show`: views, without copying."""
+        """See `ParameterBinding.show`: views, without copying."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
         self.watch.note(parameters)
 
     def take(self, gradient: torch.Tensor) -> None:
-        """See `Held.take`."""
+        """See `ParameterBinding.take`."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(gradient), strict=True):
             if parameter.grad is None:
                 view.zero_()
@@ -209,7 +209,7 @@ class HeldModule(Held):
                 view.copy_(parameter.grad.to_dense() if sparse else parameter.grad)
 
 
-class HeldArrays(Held):
+class ArrayBinding(ParameterBinding):
     """numpy arrays that are updated in place.
 
     Args:
@@ -237,7 +237,7 @@ class HeldArrays(Held):
         self._shown = torch.empty(0)
 
     def unchanged(self, where: str) -> None:
-        """See `Held.unchanged`."""
+        """See `ParameterBinding.unchanged`."""
         for name, view in self.layout.views(self._shown) if len(self._shown) else ():
             if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
                 raise ConfigError(
@@ -279,19 +279,19 @@ class HeldArrays(Held):
         self._gradients = given
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """See `Held.init`."""
+        """See `ParameterBinding.init`."""
         del seed
         for name, view in self.layout.views(parameters):
             view.numpy()[...] = self._arrays[name]
 
     def show(self, parameters: torch.Tensor) -> None:
-        """See `Held.show`: copies."""
+        """See `ParameterBinding.show`: copies."""
         for name, view in self.layout.views(parameters):
             self._arrays[name][...] = view.numpy()
         self._shown = parameters
 
     def take(self, gradient: torch.Tensor) -> None:
-        """See `Held.take`."""
+        """See `ParameterBinding.take`."""
         for name, view in self.layout.views(gradient):
             view.numpy()[...] = self._gradients[name]
 

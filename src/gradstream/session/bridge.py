@@ -26,18 +26,18 @@ import torch
 from gradstream.data.left_over import Block, Epoch
 from gradstream.errors import ClosedError, UserCodeError
 from gradstream.model.buffers import Buffers
-from gradstream.session.binding import Held
+from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.replica.loop import LoopReplica, Round, Turn
 
-__all__ = ["Handover"]
+__all__ = ["LoopBridge"]
 
 T = TypeVar("T")
 
 
-class Handover:
-    """Implements `worker.loop.Loop` for a loop that runs in another thread.
+class LoopBridge:
+    """Implements `worker.replica.loop.Loop` for a loop that runs in another thread.
 
     Args:
         held: the parameters that the user holds.
@@ -48,7 +48,7 @@ class Handover:
 
     def __init__(
         self,
-        held: Held,
+        held: ParameterBinding,
         log: SessionLog | None = None,
         *,
         joint: bool = False,
@@ -83,7 +83,7 @@ class Handover:
         return self._ask(self._replica.newest())
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Says that the loop begins an epoch of a loader: see `LeftOver.begun`. From the user's thread."""
+        """Says that the loop begins an epoch of a loader: see `Reassignment.begun`. From the user's thread."""
         assert self._replica is not None and self._event_loop is not None
         say = partial(self._replica.endings.begun, epoch, step, unclear=unclear)
         with suppress(RuntimeError):  # the run is over: nobody needs to know
@@ -92,7 +92,7 @@ class Handover:
     def take_over(
         self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
     ) -> Block | None:
-        """Asks for what lost workers have left: see `LeftOver.take`. From the user's thread, between steps.
+        """Asks for what lost workers have left: see `Reassignment.take`. From the user's thread, between steps.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator is gone.
@@ -170,7 +170,7 @@ class Handover:
             self._wait()
 
     def step(self, samples: int, lr: float, loss: float) -> None:
-        """Hands over the gradient that `Held.take` finds, and waits for the next turn.
+        """Hands over the gradient that `ParameterBinding.take` finds, and waits for the next turn.
 
         Raises:
             ClosedError: the loop was ended before.

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError, UserCodeError
-from gradstream.session.bridge import Handover
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.joined import Joined
 from gradstream.session.joint import Digest, JointVector
 from gradstream.session.outgoing import Outgoing
@@ -55,7 +55,7 @@ class JointGradients:
         parameters: Sequence[nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer],
         vector: JointVector,
-        handover: Handover,
+        handover: LoopBridge,
         samples: Callable[[], int],
         forget: Callable[[], None],
         loss: Callable[[], float],

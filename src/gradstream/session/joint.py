@@ -29,8 +29,8 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
 from gradstream.model.buffers import Buffers
 from gradstream.model.fixed import Fixed
-from gradstream.session.binding import Held
-from gradstream.session.replica import Replica
+from gradstream.session.binding import ParameterBinding
+from gradstream.session.replica import LoopState
 
 __all__ = ["Digest", "JointArrays", "JointReplica", "JointVector", "layout_of"]
 
@@ -86,7 +86,7 @@ class JointVector:
         return [i for i, number in enumerate(checks) if not abs(means[i] - number % LIMIT) < 0.5]
 
 
-class JointReplica(Held):
+class JointReplica(ParameterBinding):
     """What the run knows of a loop whose own optimizers move its modules: their state, and the layout.
 
     Args:
@@ -94,7 +94,7 @@ class JointReplica(Held):
         vector: what a round carries.
     """
 
-    def __init__(self, replica: Replica, vector: JointVector) -> None:
+    def __init__(self, replica: LoopState, vector: JointVector) -> None:
         self.layout = vector.layout
         self._replica = replica
 
@@ -110,19 +110,19 @@ class JointReplica(Held):
         """It is there: hooks have written it."""
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
-        """See `Held.buffers`."""
+        """See `ParameterBinding.buffers`."""
         return self._replica.buffers()
 
     def keep(self) -> None:
-        """See `Held.keep`."""
+        """See `ParameterBinding.keep`."""
         self._replica.keep()
 
     def let_go(self) -> None:
-        """See `Held.let_go`."""
+        """See `ParameterBinding.let_go`."""
         self._replica.let_go()
 
     def load_buffers(self, buffers: Buffers) -> None:
-        """See `Held.load_buffers`."""
+        """See `ParameterBinding.load_buffers`."""
         self._replica.load_buffers(buffers)
 
     def fixed(self) -> Fixed:
@@ -134,7 +134,7 @@ class JointReplica(Held):
         return self._replica.extra()
 
     def load_fixed(self, frozen: Buffers) -> None:
-        """See `Held.load_fixed`; and what `extra` has given."""
+        """See `ParameterBinding.load_fixed`; and what `extra` has given."""
         self._replica.load(frozen)
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -143,7 +143,7 @@ class JointReplica(Held):
         return self._replica.saved()
 
 
-class JointArrays(Held):
+class JointArrays(ParameterBinding):
     """As `JointReplica`, of numpy arrays that the loop's own update rule moves.
 
     Args:
@@ -186,7 +186,7 @@ class JointArrays(Held):
         return {**state, **{f"{EXTRA}{name}": np.array(count) for name, count in self._counts.items()}}
 
     def load_fixed(self, frozen: Buffers) -> None:
-        """See `Held.load_fixed`."""
+        """See `ParameterBinding.load_fixed`."""
         for name, value in frozen.items():
             if name in self._arrays:
                 self._arrays[name][...] = value
@@ -235,7 +235,7 @@ class Digest:
         return whole, digest
 
 
-def layout_of(replica: Replica) -> tuple[list[str], JointVector]:
+def layout_of(replica: LoopState) -> tuple[list[str], JointVector]:
     """The names of all parameters, those with a place in the vector first; and the vector.
 
     What requires a gradient now has a place: the last one first, about the order in which a backward ends.

@@ -14,8 +14,8 @@ from gradstream.data.left_over import Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.loaders_divided import is_divided
 from gradstream.session.loaders_draw import EqualDraws
-from gradstream.session.loaders_part import Part, length_of
-from gradstream.session.loaders_takeover import EpochSteps, Order
+from gradstream.session.loaders_part import LoaderPart, length_of
+from gradstream.session.loaders_takeover import EpochSteps, TakeoverOrder
 
 __all__ = ["DealtBatches", "DealtLoader", "DealtStream", "part_of_loader"]
 
@@ -56,13 +56,13 @@ class DealtBatches:
             lost workers leave.
     """
 
-    def __init__(self, batches: Iterable[Any], part: Part, *, collated: bool) -> None:
+    def __init__(self, batches: Iterable[Any], part: LoaderPart, *, collated: bool) -> None:
         self._batches: Any = batches
         self._part = part
         self._collated = collated
         self._draws = EqualDraws(part.seed)
         self.drawn: Drawn | None = None
-        self.orders: dict[int, Order] = {}
+        self.orders: dict[int, TakeoverOrder] = {}
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is that of this epoch, from 0; each one after it that of the next."""
@@ -78,7 +78,7 @@ class DealtBatches:
         if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # else it may have no end
             while len(self.orders) >= MOST_ORDERS:
                 del self.orders[min(self.orders)]
-            order = self.orders[drawn.epoch] = Order()
+            order = self.orders[drawn.epoch] = TakeoverOrder()
             batches = order.noted(batches)
         for batch, count in self._part.taken(batches, self._cut, self._size):
             drawn.counts.append(count)
@@ -124,7 +124,7 @@ class DealtBatches:
 class DealtLoader(DataLoader[Any]):
     """A worker's part of a DataLoader. Made by `part_of_loader`; notes each minibatch that it gives."""
 
-    _part: Part
+    _part: LoaderPart
     _number: int  # of those whose minibatches are taken over, from 0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # notes what torch's iterator gives
@@ -187,7 +187,7 @@ class DealtLoader(DataLoader[Any]):
 class DealtStream(DataLoader[Any]):
     """A worker's part of a DataLoader of an IterableDataset. It goes through all of it."""
 
-    _part: Part
+    _part: LoaderPart
     _draws: EqualDraws | None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # leaves out what is of others
@@ -198,7 +198,7 @@ class DealtStream(DataLoader[Any]):
         return self._part.count(super().__len__())
 
 
-def part_of_loader(loader: DataLoader[Any], part: Part) -> DataLoader[Any]:
+def part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
     """The part of one worker.
 
     Raises:

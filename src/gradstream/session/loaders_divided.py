@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from gradstream.errors import ConfigError
-from gradstream.session.loaders_part import Part
+from gradstream.session.loaders_part import LoaderPart
 
 __all__ = ["is_divided"]
 
@@ -20,7 +20,7 @@ _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_
 """Of torch's and most samplers; of accelerate's; of mmengine's, and of what `datasets` keeps."""
 
 
-def is_divided(loader: DataLoader[Any], part: Part) -> bool:
+def is_divided(loader: DataLoader[Any], part: LoaderPart) -> bool:
     """Whether the loader gives this worker's part of the data, and not all of it.
 
     Raises:

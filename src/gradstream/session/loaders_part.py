@@ -11,11 +11,11 @@ import torch
 
 from gradstream.session.loaders_takeover import Takeover
 
-__all__ = ["Part", "cut_of", "length_of"]
+__all__ = ["LoaderPart", "cut_of", "length_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoaderPart:
     """One worker's part of the data.
 
     Args:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gradstream.data.left_over import Block, Epoch
-from gradstream.session.bridge import Handover
+from gradstream.session.bridge import LoopBridge
 
-__all__ = ["EpochSteps", "Order", "Takeover"]
+__all__ = ["EpochSteps", "Takeover", "TakeoverOrder"]
 
 
-class Order:
+class TakeoverOrder:
     """The minibatches of an epoch as their sampler has given them: most often lists of sample numbers.
 
     Attributes:
@@ -66,7 +66,7 @@ class Takeover:
 
     def __init__(self, steps: Callable[[], int | None]) -> None:
         self.steps = steps
-        self.handover: Handover | None = None
+        self.handover: LoopBridge | None = None
         self._num_loaders = 0
 
     def number(self) -> int:
@@ -97,7 +97,7 @@ class EpochSteps:
         self._look()
         self._given += 1
 
-    def take(self, parts: Callable[[int], list[int]], orders: dict[int, Order]) -> Block | None:
+    def take(self, parts: Callable[[int], list[int]], orders: dict[int, TakeoverOrder]) -> Block | None:
         """What to take over next; None where there is nothing.
 
         Args:
@@ -128,7 +128,7 @@ class EpochSteps:
         self._tell(unclear=True)
         return False
 
-    def _is_whole(self, orders: dict[int, Order], back: int) -> bool:
+    def _is_whole(self, orders: dict[int, TakeoverOrder], back: int) -> bool:
         order = orders.get(self._epoch.number - back)
         return order is not None and order.whole
 

@@ -15,10 +15,10 @@ from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError
 from gradstream.run.failures import typed_error
 from gradstream.run.node import SWITCH_INTERVAL_S, take_part
-from gradstream.session.binding import Held
-from gradstream.session.bridge import Handover
+from gradstream.session.binding import ParameterBinding
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.job import OwnLoop
-from gradstream.session.place import Assignment, newest_in
+from gradstream.session.place import WorkerPlacement, newest_in
 
 __all__ = ["LoopNode"]
 
@@ -33,7 +33,9 @@ class LoopNode:
         rule: the update rule that the loop's optimizer asks for, as text.
     """
 
-    def __init__(self, place: Assignment, held: Held, handover: Handover, rule: str) -> None:
+    def __init__(
+        self, place: WorkerPlacement, held: ParameterBinding, handover: LoopBridge, rule: str
+    ) -> None:
         self._place = place
         self._held = held
         self._handover = handover

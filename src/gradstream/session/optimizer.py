@@ -14,10 +14,10 @@ from torch import nn
 
 from gradstream.errors import ConfigError
 from gradstream.job.registry import text_of_optimizer
-from gradstream.session.binding import HeldModule
+from gradstream.session.binding import ModuleBinding
 from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, options_of, rule_for
 from gradstream.session.watch import ShownParameters
-from gradstream.session.worker_steps import HeldSteps, Step, WorkerSteps, loss_of
+from gradstream.session.worker_steps import BoundSteps, Step, WorkerSteps, loss_of
 from gradstream.strategies.base import Strategy
 
 __all__ = ["DistributedOptimizer", "take_over"]
@@ -32,7 +32,7 @@ def take_over(
     where: Callable[[], str],
     *,
     fused: bool = True,
-) -> tuple[DistributedOptimizer | WorkerSteps, HeldModule, str]:
+) -> tuple[DistributedOptimizer | WorkerSteps, ModuleBinding, str]:
     """(what is stepped, what holds the parameters, the shards' rule as text) of an optimizer.
 
     Args:
@@ -47,9 +47,9 @@ def take_over(
     groups = [group["params"] for group in optimizer.param_groups]
     trained = [parameter for group in groups for parameter in group if parameter.requires_grad]
     if rule is None:
-        steps = HeldSteps(model, trained)
+        steps = BoundSteps(model, trained)
         return WorkerSteps(optimizer, steps, step, where), steps, text_of_optimizer(STEPS)
-    held = HeldModule(model, trained)
+    held = ModuleBinding(model, trained)
     moves = bool(getattr(strategy, "local_momentum", 0.0))  # whatever the rule does without a gradient
     wrapped = DistributedOptimizer(optimizer, rule, step, held.watch, where, moves=moves)
     return wrapped, held, rule.text(held.ranges(groups))

@@ -13,11 +13,11 @@ from gradstream.run.nodes import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 
-__all__ = ["Assignment", "assign", "assigned", "handed_out", "newest_in"]
+__all__ = ["WorkerPlacement", "assign", "assigned", "handed_out", "newest_in"]
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class WorkerPlacement:
     """What a worker needs to know.
 
     Args:
@@ -70,15 +70,15 @@ def newest_in(run_dir: Path) -> str:
     return folders[-1] if folders else ""
 
 
-_assigned: Assignment | None = None
+_assigned: WorkerPlacement | None = None
 
 
-def assign(assignment: Assignment) -> None:
+def assign(assignment: WorkerPlacement) -> None:
     """This process is a worker that `gradstream train` has started."""
     global _assigned
     _assigned = assignment
 
 
-def assigned() -> Assignment | None:
+def assigned() -> WorkerPlacement | None:
     """As which worker `gradstream train` has started this process, if it has."""
     return _assigned

@@ -19,14 +19,14 @@ from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError
 from gradstream.model.buffers import Buffers
 
-__all__ = ["Replica"]
+__all__ = ["LoopState"]
 
 Array = np.ndarray[Any, Any]
 PLAIN = EXTRA + "plain"
 """Name of what is no tensor: numbers and flags of optimizers, and the loop's own counts, as JSON."""
 
 
-class Replica:
+class LoopState:
     """What a worker's loop trains with.
 
     Args:

@@ -19,7 +19,7 @@ from gradstream.job.registry import text_of_optimizer
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of
-from gradstream.server.aggregation import Contribution
+from gradstream.server.aggregation import PushHeader
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import Strategy
 
@@ -217,7 +217,7 @@ def objection(strategy: Strategy, workers: int) -> str:
     for option, off in (("local_lr", None), ("local_momentum", 0.0)):
         if getattr(strategy, option, off) != off:
             return f"{name}({option}=...) scales what a worker does itself, and a step has its rate in it"
-    late, early = (Contribution(f"worker-{r}", r, 1, 1, samples=1 + r, basis=r * 8) for r in range(2))
+    late, early = (PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, basis=r * 8) for r in range(2))
     if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
         return (
             f"{name} weighs gradients, by how late they are or by their samples, before one rule makes a "

@@ -16,7 +16,7 @@ from gradstream.job.registry import load_module
 from gradstream.run.local.ranks import set_environment
 from gradstream.run.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
 from gradstream.run.remote.address import Address
-from gradstream.session.place import Assignment, assign
+from gradstream.session.place import WorkerPlacement, assign
 from gradstream.session.worker_session import running
 
 __all__ = ["main"]
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     set_environment(rank, size, spec.per_machine, (master.host, master.port), own.host)
     network = ["--listen", given.listen, "--credentials", given.credentials]
     network += ["--insecure"] if given.insecure else []
-    assign(Assignment(rank, size, str(given.spec), given.coordinator, network))
+    assign(WorkerPlacement(rank, size, str(given.spec), given.coordinator, network))
     if rank == 0:
         sys.stdout = _Shown(sys.stdout, say)
     sys.argv = [spec.script, *spec.argv[1:]]

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from gradstream.errors import ConfigError
 from gradstream.session.loaders import part_of_loader
-from gradstream.session.loaders_part import Part, length_of
+from gradstream.session.loaders_part import LoaderPart, length_of
 
-__all__ = ["Dealt", "Part", "length_of", "part_of"]
+__all__ = ["Dealt", "LoaderPart", "length_of", "part_of"]
 
 
 class Dealt:
@@ -31,7 +31,7 @@ class Dealt:
         part: the worker's.
     """
 
-    def __init__(self, batches: Iterable[Any], part: Part) -> None:
+    def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:
         self._batches = batches
         self._part = part
 
@@ -42,7 +42,7 @@ class Dealt:
         return self._part.count(len(self._batches))  # type: ignore[arg-type]  # or TypeError, as its own
 
 
-def part_of(data: Any, part: Part) -> Any:
+def part_of(data: Any, part: LoaderPart) -> Any:
     """The part of one worker: see `Session.shard`."""
     if isinstance(data, DataLoader):
         return part_of_loader(data, part)

@@ -27,7 +27,7 @@ from gradstream.job.job import Job
 from gradstream.run.remote.address import Address, local_address, new_token, token_of_environment
 from gradstream.run.remote.listening import Listening
 from gradstream.session.host import Guest, Host
-from gradstream.session.place import Assignment, handed_out
+from gradstream.session.place import WorkerPlacement, handed_out
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.socket.unix import host_id
 
@@ -77,7 +77,7 @@ def of_torchrun(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return rank, size
 
 
-def take_part(job: Job, rank: int, size: int) -> tuple[Assignment, Host | None]:
+def take_part(job: Job, rank: int, size: int) -> tuple[WorkerPlacement, Host | None]:
     """This process's part in the run, and what keeps it there.
 
     Rank 0 runs coordinator and servers as processes of its own. They listen on loopback, unless there are
@@ -90,11 +90,11 @@ def take_part(job: Job, rank: int, size: int) -> tuple[Assignment, Host | None]:
         ConfigError: there are several machines, and no token.
         DeadlineError, PeerLostError, JoinRefusedError: it did not come about.
     """
-    meeting = _Meeting(job, rank, size)
+    meeting = _TorchRendezvous(job, rank, size)
     return meeting.host() if rank == 0 else meeting.follow()
 
 
-class _Meeting:
+class _TorchRendezvous:
     """How the processes of one run find one another, through torch's store."""
 
     def __init__(self, job: Job, rank: int, size: int) -> None:
@@ -104,7 +104,7 @@ class _Meeting:
         self._limit_s = job.deadlines.join_s + 60.0  # a process loads torch before
         self._store = _store(rank, size, self._limit_s)
 
-    def host(self) -> tuple[Assignment, Host]:
+    def host(self) -> tuple[WorkerPlacement, Host]:
         """The part of rank 0. What fails here is told to the others."""
         try:
             found = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in range(1, self._size)]
@@ -116,9 +116,9 @@ class _Meeting:
             raise
         if not away:
             self._say({"spec": spec, "coordinator": coordinator})
-        return Assignment(0, self._size, spec, coordinator, host.network), host
+        return WorkerPlacement(0, self._size, spec, coordinator, host.network), host
 
-    def follow(self) -> tuple[Assignment, Host | None]:
+    def follow(self) -> tuple[WorkerPlacement, Host | None]:
         """The part of another rank."""
         me = {"host": host_id(), "address": _own_address()}
         self._store.set(_key_of(self._rank), json.dumps(me))
@@ -127,7 +127,7 @@ class _Meeting:
             raise ConfigError(f"rank 0 could not begin the run: {said['error']}")
         if "signed" not in said:
             spec, coordinator = str(said["spec"]), str(said["coordinator"])
-            return Assignment(self._rank, self._size, spec, coordinator, handed_out(spec)), None
+            return WorkerPlacement(self._rank, self._size, spec, coordinator, handed_out(spec)), None
         token, text = _token(), str(said["signed"])
         if not hmac.compare_digest(_proof(token, str(said["nonce"]), text), str(said["proof"])):
             raise ConfigError(
@@ -138,7 +138,7 @@ class _Meeting:
         address = Address.parse(str(at["address"]), "rank 0")
         guest = Guest(self._job, self._rank, token, address, str(at["fingerprint"]))
         spec, coordinator = guest.start()
-        return Assignment(self._rank, self._size, spec, coordinator, guest.network), guest
+        return WorkerPlacement(self._rank, self._size, spec, coordinator, guest.network), guest
 
     def _listening(self, away: str) -> Listening:
         """How the others come in: each process as a machine of its own."""

@@ -21,8 +21,8 @@ from gradstream.job.registry import find_strategy, text_of_optimizer
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import ArrayLoop, rate_of
-from gradstream.session.binding import Held, HeldArrays
-from gradstream.session.bridge import Handover
+from gradstream.session.binding import ArrayBinding, ParameterBinding
+from gradstream.session.bridge import LoopBridge
 from gradstream.session.forward import BeforeForward
 from gradstream.session.gradients import JointGradients
 from gradstream.session.host import Host
@@ -31,12 +31,12 @@ from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.log import SessionLog
 from gradstream.session.node import LoopNode
 from gradstream.session.optimizer import DistributedOptimizer, take_over
-from gradstream.session.place import Assignment
-from gradstream.session.replica import Replica
+from gradstream.session.place import WorkerPlacement
+from gradstream.session.replica import LoopState
 from gradstream.session.rules import options_of
 from gradstream.session.samples import SampleCount
 from gradstream.session.session import M, O, Session
-from gradstream.session.shards import Part, part_of
+from gradstream.session.shards import LoaderPart, part_of
 from gradstream.session.worker_steps import WorkerSteps
 from gradstream.strategies.base import Strategy
 
@@ -68,14 +68,14 @@ class WorkerSession(Session):
         host: what this process runs for all workers, to be waited for at the end; or None.
     """
 
-    def __init__(self, place: Assignment, seed: int, host: Host | None = None) -> None:
+    def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
         self.rank = place.rank
         self.world_size = place.world_size
         self._place = place
         self._seed = seed
         self._host = host
-        self._held: Held | None = None
-        self._handover: Handover | None = None
+        self._held: ParameterBinding | None = None
+        self._handover: LoopBridge | None = None
         self._node: LoopNode | None = None
         self._rule: Optimizer | None = None
         self._arrays: ArrayLoop | None = None
@@ -171,7 +171,7 @@ class WorkerSession(Session):
                     "other optimizer that makes its step of the gradient"
                 )
         self._stepped = optimizers
-        replica = Replica(modules, optimizers)
+        replica = LoopState(modules, optimizers)
         names, vector = layout_of(replica)
         self._begin(JointReplica(replica, vector), _named(*optimizers))
         assert self._handover is not None
@@ -219,7 +219,7 @@ class WorkerSession(Session):
         strategy = self._strategy
         takeover = self._takeover if strategy.survives_worker_loss and strategy.cut != "rounds" else None
         return part_of(
-            data, Part(self.rank, self.world_size, self._seed, split, note, self._joint, over, takeover)
+            data, LoaderPart(self.rank, self.world_size, self._seed, split, note, self._joint, over, takeover)
         )
 
     def exchange(
@@ -242,9 +242,9 @@ class WorkerSession(Session):
             return self._arrays.step(self._handover, parameters, gradients, rule, self._taken_samples())
         if self._held is None:
             self._rule = rule
-            self._begin(HeldArrays(parameters), text_of_optimizer(dataclasses.replace(rule, lr=1.0)))  # type: ignore[type-var]
+            self._begin(ArrayBinding(parameters), text_of_optimizer(dataclasses.replace(rule, lr=1.0)))  # type: ignore[type-var]
         held = self._held
-        if not isinstance(held, HeldArrays):
+        if not isinstance(held, ArrayBinding):
             raise ConfigError(
                 "exchange: this session has a PyTorch module already; make steps with its optimizer"
             )
@@ -355,10 +355,10 @@ class WorkerSession(Session):
         if self._guard is not None:
             self._guard.remove()
 
-    def _begin(self, held: Held, rule: str) -> None:
+    def _begin(self, held: ParameterBinding, rule: str) -> None:
         self._check_unused()
         self._held = held
-        self._handover = Handover(held, self._log, joint=self._joint, on_step=held.keep)
+        self._handover = LoopBridge(held, self._log, joint=self._joint, on_step=held.keep)
         self._takeover.handover = self._handover
         self._node = LoopNode(self._place, held, self._handover, rule)
         self._node.start()

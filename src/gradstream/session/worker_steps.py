@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradstream.session.binding import HeldModule
+from gradstream.session.binding import ModuleBinding
 from gradstream.session.rules import STEPS
 
-__all__ = ["HeldSteps", "Step", "WorkerSteps", "loss_of"]
+__all__ = ["BoundSteps", "Step", "WorkerSteps", "loss_of"]
 
 Step = Callable[[float, float], None]
 """Hands a step over, with its learning rate and its loss, and waits for the parameters of the next one."""
 
 
-class HeldSteps(HeldModule):
-    """As `HeldModule`, where the user's optimizer makes the steps: how far each has gone is handed over.
+class BoundSteps(ModuleBinding):
+    """As `ModuleBinding`, where the user's optimizer makes the steps: how far each has gone is handed over.
 
     As the gradient of SGD at a rate of 1 that is the step itself, to the rounding of w - (w - w').
     """
@@ -67,7 +67,7 @@ class WorkerSteps:
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, held: HeldSteps, step: Step, where: Callable[[], str]
+        self, inner: torch.optim.Optimizer, held: BoundSteps, step: Step, where: Callable[[], str]
     ) -> None:
         self.inner = inner
         made = inner.step

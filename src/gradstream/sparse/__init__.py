@@ -5,17 +5,17 @@ problems whose samples touch few components; `sweep.py` the innermost loop, `way
 `turns.py` who writes next, `atomics.py` the instructions below.
 """
 
-from gradstream.sparse.data import SparseDataset, SparseRows, Sparsity, Table, from_csr, from_ratings
+from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows, Sparsity, from_csr, from_ratings
 from gradstream.sparse.model import SparseModel, from_samples, linear, matrix_completion
 from gradstream.sparse.svmlight import from_svmlight, read_svmlight
 from gradstream.sparse.synthetic import synthetic, synthetic_ratings
 
 __all__ = [
+    "CsrTable",
     "SparseDataset",
     "SparseModel",
     "SparseRows",
     "Sparsity",
-    "Table",
     "from_csr",
     "from_ratings",
     "from_samples",

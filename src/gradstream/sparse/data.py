@@ -18,10 +18,10 @@ from gradstream.errors import DataError
 from gradstream.model.batch import Batch
 
 __all__ = [
+    "CsrTable",
     "SparseDataset",
     "SparseRows",
     "Sparsity",
-    "Table",
     "from_csr",
     "from_ratings",
     "sparsity_of",
@@ -34,7 +34,7 @@ FEW_FEATURES, FEATURES_PER_VALUE = 1 << 24, 1024
 Array = np.ndarray[Any, Any]
 
 
-class Table(NamedTuple):
+class CsrTable(NamedTuple):
     """Samples in compressed rows: those of sample i are at indptr[i] to indptr[i+1].
 
     Args:
@@ -62,7 +62,7 @@ class SparseRows:
         ids: (b,) int64.
     """
 
-    table: Table
+    table: CsrTable
     ids: Array
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class SparseDataset:
         num_samples: int,
         num_features: int,
         num_values: int,
-        build: Callable[[], tuple[Table, Table]],
+        build: Callable[[], tuple[CsrTable, CsrTable]],
         *,
         num_test_samples: int = 0,
         num_test_values: int = 0,
@@ -121,7 +121,7 @@ class SparseDataset:
         self._build = build
 
     @cached_property
-    def tables(self) -> tuple[Table, Table]:
+    def tables(self) -> tuple[CsrTable, CsrTable]:
         """What is trained on, and what is held out: made when first asked for, unless `map` came before."""
         return self._build()
 
@@ -160,10 +160,10 @@ class SparseDataset:
     def map(self, places: Mapping[str, Array]) -> None:
         """Takes the tables from there; what was in this process's own memory is let go."""
         arrays = list(places.values())
-        self.__dict__["tables"] = (Table(*arrays[:5]), Table(*arrays[5:]))
+        self.__dict__["tables"] = (CsrTable(*arrays[:5]), CsrTable(*arrays[5:]))
         self._build = _nothing
 
-    def _rows(self, table: Table, ids: Array, num_samples: int, what: str) -> Batch:
+    def _rows(self, table: CsrTable, ids: Array, num_samples: int, what: str) -> Batch:
         if len(ids) and not (ids.min() >= 0 and ids.max() < num_samples):
             raise DataError(
                 f"ids from {ids.min()} to {ids.max()} asked of {num_samples} {what} samples of {self.name}"
@@ -178,7 +178,7 @@ class SparseDataset:
         return f"<{self.name}: {samples}, {self.num_features} features>"
 
 
-def _nothing() -> tuple[Table, Table]:
+def _nothing() -> tuple[CsrTable, CsrTable]:
     raise AssertionError("the tables are there")
 
 
@@ -290,7 +290,7 @@ def from_ratings(
     )
 
 
-def sparsity_of(table: Table, *, exact: bool) -> Sparsity:
+def sparsity_of(table: CsrTable, *, exact: bool) -> Sparsity:
     """See `SparseDataset.sparsity`."""
     n, sizes = len(table.targets), np.diff(table.indptr)
     degrees = np.bincount(table.indices, minlength=1)
@@ -346,12 +346,12 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
     return indptr, indices, values, targets
 
 
-def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: int) -> Table:
+def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: int) -> CsrTable:
     """A table of arrays that fit; `d` features, 0 where `scale` is not needed."""
     n, indices = len(targets), np.asarray(indices, np.int32)
     degrees = np.bincount(indices, minlength=d)[:d]
     scale = np.divide(n, degrees, out=np.zeros(d), where=degrees > 0)
-    return Table(
+    return CsrTable(
         np.asarray(indptr, np.int64),
         indices,
         np.asarray(values, np.float32),
@@ -360,9 +360,9 @@ def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: in
     )
 
 
-def _empty() -> Table:
+def _empty() -> CsrTable:
     return table_of(np.zeros(1), np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0)
 
 
-def _checksum(tables: list[Table]) -> str:
+def _checksum(tables: list[CsrTable]) -> str:
     return checksum_of([array for table in tables for array in table])

@@ -28,10 +28,10 @@ from gradstream.errors import ConfigError, GradientError, UnknownNameError
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.runtime.base import Report
-from gradstream.sparse.data import SparseDataset, SparseRows, Table
+from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
 from gradstream.sparse.updates import check_compiler
 
-__all__ = ["Place", "SparseModel", "from_samples", "linear", "matrix_completion"]
+__all__ = ["SparseModel", "SweepState", "from_samples", "linear", "matrix_completion"]
 
 Array = np.ndarray[Any, Any]
 Touched = Callable[[Any, int, Any], int]
@@ -40,7 +40,7 @@ Scores = Callable[[Array, SparseRows], Array]
 
 
 @dataclass(slots=True)
-class Place:
+class SweepState:
     """Where a sweep works, and how far it is.
 
     Args:
@@ -78,7 +78,7 @@ class SparseModel:
         self,
         layout: Layout,
         functions: Callable[[], tuple[Touched, Gradient]],
-        most: Callable[[Table], int],
+        most: Callable[[CsrTable], int],
         scores: Scores | None = None,
         start: Callable[[int, torch.Tensor], None] | None = None,
         classes: bool = False,
@@ -97,7 +97,7 @@ class SparseModel:
         if self._start is not None:
             self._start(seed, parameters)
 
-    def sweep(self, rows: SparseRows, rate: float, update: str, looks: int, at: Place) -> float:
+    def sweep(self, rows: SparseRows, rate: float, update: str, looks: int, at: SweepState) -> float:
         """Goes through samples in order, from `at.state` on: each is an update of what it touches.
 
         Args:
@@ -172,7 +172,7 @@ class SparseModel:
 
         return kernels_of(*self._functions(), update)
 
-    def _room_for(self, table: Table) -> tuple[Array, Array]:
+    def _room_for(self, table: CsrTable) -> tuple[Array, Array]:
         """Room for one sample's components and gradient."""
         if self._room[0] != id(table):
             most = max(1, self._most(table))
@@ -185,12 +185,12 @@ def from_samples(
     touched: Touched,
     gradient: Gradient,
     *,
-    most: int | Callable[[Table], int],
+    most: int | Callable[[CsrTable], int],
     scores: Scores | None = None,
     start: Callable[[int, torch.Tensor], None] | None = None,
     classes: bool = False,
 ) -> SparseModel:
-    """A sparse model from two functions, which numba compiles. Both see the whole table (`sparse.Table`).
+    """A sparse model from two functions, which numba compiles. Both see the whole table (`sparse.CsrTable`).
 
     Args:
         tensors: names and shapes of the parameters; they lie in this order in the flat vector w.
@@ -307,7 +307,7 @@ def _linear_functions(loss: str, l2: float) -> tuple[Touched, Gradient]:
     return _touched_row, gradient
 
 
-def _longest(table: Table) -> int:
+def _longest(table: CsrTable) -> int:
     return int(np.diff(table.indptr).max(initial=0))
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gradstream.errors import ConfigError
-from gradstream.sparse.data import SparseDataset, Table, from_ratings, table_of
+from gradstream.sparse.data import CsrTable, SparseDataset, from_ratings, table_of
 
 __all__ = ["synthetic", "synthetic_ratings"]
 
@@ -54,7 +54,7 @@ def synthetic(
             "skew from 0 to below 4, noise from 0 to below 10"
         )
 
-    def build() -> tuple[Table, Table]:
+    def build() -> tuple[CsrTable, CsrTable]:
         rng = np.random.default_rng(seed)
         truth = rng.standard_normal(num_features, np.float32)
         spread = rng.permutation(num_features).astype(np.int32) if skew else None

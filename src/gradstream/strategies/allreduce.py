@@ -35,7 +35,7 @@ from gradstream.collectives.factory import KINDS, TORCH
 from gradstream.data.base import DataCut
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
-from gradstream.model.factors import OuterLayer
+from gradstream.model.factors import FactoredLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import Worker
@@ -137,7 +137,7 @@ class AllReduce(Strategy):
         total = sum(samples)
         return (samples[rank] if reduction == "mean" else 1) / total if total else 0.0
 
-    def as_factors(self, layer: OuterLayer, rows: int, workers: int, near: bool) -> bool:
+    def as_factors(self, layer: FactoredLayer, rows: int, workers: int, near: bool) -> bool:
         """Whether K(M+Q)(W-1) is less than 2·M·Q·(W-1)/W, of a layer of Q inputs and M outputs.
 
         That is what a worker sends in an all-gather of the factors, and in an allreduce of the gradient by

@@ -5,7 +5,7 @@
          └──────────── Worker ◀──────────┘
 
 Neither a socket nor a file is among them. Those who implement them are in `gradstream.worker`, and of
-`Drive` in `gradstream.coordinator`; a strategy of a user's own is written against these protocols alone.
+`Participation` in `gradstream.coordinator`; a strategy of a user's own is written against these protocols alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradstream.model.base import Reduction
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.update import Update
 
-__all__ = ["Bucket", "Drive", "Gradient", "Minibatch", "Peers", "Server", "Shared", "Worker"]
+__all__ = ["Bucket", "Gradient", "Minibatch", "Participation", "Peers", "Server", "Shared", "Worker"]
 
 Bucket = tuple[int, int]
 """Elements [start, stop) of the flat vector, which are exchanged together."""
@@ -80,7 +80,7 @@ class Server(Protocol):
     async def leave(self) -> None:
         """From here on no update waits for this worker, until it calls `enter`; its pushes are settled.
 
-        For rules that wait for workers (`gradstream.server.aggregation.Waiting`): in `flush`, for one.
+        For rules that wait for workers (`gradstream.server.aggregation.WaitingRule`): in `flush`, for one.
         """
         ...
 
@@ -308,7 +308,7 @@ class Worker(Protocol):
         ...
 
 
-class Drive(Protocol):
+class Participation(Protocol):
     """A run as its strategy's `drive` sees it, on the coordinator.
 
     Nobody takes part before `engage`. Progress is counted in samples that are in the model, those before the

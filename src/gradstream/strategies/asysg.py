@@ -35,7 +35,7 @@ from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Gathered, Rule
+from gradstream.server.aggregation import AggregationRule, EveryN
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count
@@ -76,6 +76,6 @@ class AsySG(Strategy):
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """The sum of M."""
-        return Gathered(self.gradients)
+        return EveryN(self.gradients)

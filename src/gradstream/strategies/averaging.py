@@ -46,26 +46,26 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Replace
-from gradstream.server.aggregation import Contribution, Rule
+from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_choice, check_count
-from gradstream.strategies.together import Together, train_together
+from gradstream.strategies.together import Barrier, train_together
 
 __all__ = ["Averaged", "Combine", "ParameterAveraging"]
 
 Name = Literal["mean", "samples", "loss"]
-Combine = Name | Callable[[Sequence[Contribution]], Sequence[float]]
+Combine = Name | Callable[[Sequence[PushHeader]], Sequence[float]]
 """A name, or a function of contributions (with `rank`, `samples`, `loss`) that gives each a number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Averaged(Together):
+class Averaged(Barrier):
     """The server: the weighted mean of the parameters of all who take part."""
 
     combine: Combine = "mean"
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """a_i; of a single worker exactly 1.
 
         Raises:
@@ -80,7 +80,7 @@ class Averaged(Together):
             )
         return [weight / total for weight in raw]
 
-    def _raw(self, update: Sequence[Contribution]) -> Sequence[float]:
+    def _raw(self, update: Sequence[PushHeader]) -> Sequence[float]:
         if self.combine == "mean":
             return [1.0] * len(update)
         if self.combine == "samples":
@@ -95,7 +95,7 @@ class Averaged(Together):
             raise UserCodeError(f"combine raised {type(error).__name__}: {error}") from error
 
 
-def _likelihoods(update: Sequence[Contribution]) -> list[float]:
+def _likelihoods(update: Sequence[PushHeader]) -> list[float]:
     """exp(-ℓ_i), times a number that keeps them from vanishing all together."""
     for one in update:
         if math.isnan(one.loss):
@@ -159,6 +159,6 @@ class ParameterAveraging(Strategy):
 
         await train_together(worker, self.every, push, fetch)
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """See `Averaged`."""
         return Averaged(frozenset(range(num_workers)), self.combine)

@@ -18,12 +18,12 @@ from typing import ClassVar, Literal
 from gradstream.data.base import DataCut
 from gradstream.errors import InternalError
 from gradstream.model.base import Reduction
-from gradstream.model.factors import OuterLayer
+from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Add, Replace
-from gradstream.server.aggregation import Rule
+from gradstream.server.aggregation import AggregationRule
 from gradstream.server.correction import Correction
-from gradstream.strategies.api import Drive, Worker
+from gradstream.strategies.api import Participation, Worker
 
 __all__ = ["Pushes", "RowExchange", "Strategy"]
 
@@ -49,7 +49,7 @@ class RowExchange:
     """How only what has changed is exchanged: rows of gradients up, rows of parameters down.
 
     Args:
-        threshold: θ of what is significant enough to be sent, 0 for everything; see `worker.row_sum`.
+        threshold: θ of what is significant enough to be sent, 0 for everything; see `worker.replica.row_sum`.
         relative: to the parameters' own size, or to 1.
         block_elems: what belongs to no row-sparse tensor has rows of so many elements.
     """
@@ -162,8 +162,8 @@ class Strategy(ABC):
     async def train(self, worker: Worker) -> None:
         """The client: returns when the worker's share of the run is done."""
 
-    async def drive(self, run: Drive) -> None:
-        """What is to happen once in a run, on the coordinator: warm starts, waves. See `Drive`.
+    async def drive(self, run: Participation) -> None:
+        """What is to happen once in a run, on the coordinator: warm starts, waves. See `Participation`.
 
         Optional: where a strategy has none, all workers take part from the begin. When it returns, it stays
         as it is then. In rounds nobody can be missing, so `cut` must not be "rounds".
@@ -174,7 +174,7 @@ class Strategy(ABC):
         """Whether `drive` has anything to do, with these options."""
         return type(self).drive is not Strategy.drive
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """The server: a pure rule, the same on each shard. None of a strategy that goes through a group."""
         raise InternalError(f"{type(self).__name__} has no rule: what does its server do with a push?")
 
@@ -191,7 +191,7 @@ class Strategy(ABC):
         del tables
         return None
 
-    def as_factors(self, layer: OuterLayer, rows: int, workers: int, near: bool) -> bool:
+    def as_factors(self, layer: FactoredLayer, rows: int, workers: int, near: bool) -> bool:
         """In a group: whether the gradient of a linear layer goes as its factors; see `AllReduce`.
 
         Args:

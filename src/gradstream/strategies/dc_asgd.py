@@ -35,7 +35,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Immediate, Rule
+from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.correction import Correction
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
@@ -164,9 +164,9 @@ class DCASGD(Strategy):
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own, as it comes."""
-        return Immediate()
+        return EveryPush()
 
     def correction(self) -> Correction | None:
         """See `Compensation` and `AdaptiveCompensation`."""

@@ -35,7 +35,7 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD, AdamW
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Rule
+from gradstream.server.aggregation import AggregationRule
 from gradstream.strategies.api import Worker
 from gradstream.strategies.averaging import Averaged
 from gradstream.strategies.base import Pushes, Strategy
@@ -105,6 +105,6 @@ class DiLoCo(Strategy):
 
         await train_together(worker, self.every, push, fetch)
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """The mean of what all who take part have pushed."""
         return Averaged(frozenset(range(num_workers)))

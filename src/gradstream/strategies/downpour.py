@@ -48,11 +48,11 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Immediate, Rule
+from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.client.arrival import Arrival
 from gradstream.strategies.amount import amount
-from gradstream.strategies.api import Drive, Worker
+from gradstream.strategies.api import Participation, Worker
 from gradstream.strategies.base import RowExchange, Strategy
 from gradstream.strategies.checks import check_count, check_not_negative
 
@@ -204,7 +204,7 @@ class Downpour(Strategy):
         """Whether somebody is to begin, join or end apart from the others."""
         return bool(self.warm_start or self.finish_alone) or self.waves > 1
 
-    async def drive(self, run: Drive) -> None:
+    async def drive(self, run: Participation) -> None:
         """Warm start, waves, and the end by one replica."""
         num_workers = len(run.workers)
         warm, between, last = (
@@ -234,6 +234,6 @@ class Downpour(Strategy):
             return None
         return RowExchange(self.significance, self.significance_of == "relative", self.block_elems)
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own, as it comes."""
-        return Immediate()
+        return EveryPush()

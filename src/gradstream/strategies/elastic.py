@@ -38,11 +38,11 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Immediate, Rule
+from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.strategies.checks import check_count
-from gradstream.strategies.together import Together
+from gradstream.strategies.together import Barrier
 
 __all__ = ["EAMSGD", "ElasticAveraging"]
 
@@ -124,9 +124,9 @@ class ElasticAveraging(Strategy):
                 "to their mean; with more it overshoots"
             )
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Differences are added, each as it comes or those of all workers together."""
-        return Together(frozenset(range(num_workers))) if self.synchronous else Immediate()
+        return Barrier(frozenset(range(num_workers))) if self.synchronous else EveryPush()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,23 +29,23 @@ from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Contribution, Gathered, Rule
+from gradstream.server.aggregation import AggregationRule, EveryN, PushHeader
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
 
-__all__ = ["Softsync", "WeighedMean"]
+__all__ = ["Softsync", "WeightedMean"]
 
 
 @dataclass(frozen=True, slots=True)
-class WeighedMean(Gathered):
+class WeightedMean(EveryN):
     """The server: `count` gradients make an update, each weighed by its staleness."""
 
     weight: Penalty
     power: float
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1/c · 1 / max(τ, 1)^p, or what else was asked for."""
         return [factor(self.weight, self.power, version - one.basis) / self.count for one in update]
 
@@ -83,6 +83,6 @@ class Softsync(Strategy):
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        """See `WeighedMean`: c = ⌊λ/n⌋."""
-        return WeighedMean(max(1, num_workers // self.splits), self.weight, self.power)
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
+        """See `WeightedMean`: c = ⌊λ/n⌋."""
+        return WeightedMean(max(1, num_workers // self.splits), self.weight, self.power)

@@ -44,16 +44,16 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Immediate, Rule
+from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count, check_not_negative
 
-__all__ = ["SSP", "InStep"]
+__all__ = ["SSP", "Lockstep"]
 
 
 @dataclass(frozen=True, slots=True)
-class InStep(Immediate):
+class Lockstep(EveryPush):
     """The server of s = 0: the sum of one clock's contributions is an update."""
 
     in_step: ClassVar[bool] = True
@@ -109,6 +109,6 @@ class SSP(Strategy):
         if worker.version < 0 or worker.clock < needed:
             await worker.refresh(min_clock=needed)
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own, as it comes; with s = 0 all of a clock are one."""
-        return Immediate() if self.bound else InStep()
+        return EveryPush() if self.bound else Lockstep()

@@ -28,11 +28,11 @@ from gradstream.data.base import DataCut
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Rule
+from gradstream.server.aggregation import AggregationRule
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import Strategy
 from gradstream.strategies.penalty import Penalty, check_penalty
-from gradstream.strategies.softsync import WeighedMean
+from gradstream.strategies.softsync import WeightedMean
 
 __all__ = ["StalenessAware"]
 
@@ -67,6 +67,6 @@ class StalenessAware(Strategy):
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own: n-softsync with n = λ, so c = 1."""
-        return WeighedMean(1, self.weight, self.power)
+        return WeightedMean(1, self.weight, self.power)

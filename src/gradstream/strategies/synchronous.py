@@ -37,16 +37,16 @@ from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.server.aggregation import Contribution, Rule
+from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.client.arrival import Arrival
 from gradstream.strategies.api import Worker
 from gradstream.strategies.base import RowExchange, Strategy
 
-__all__ = ["Rounds", "Synchronous"]
+__all__ = ["Synchronous", "SynchronousRound"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class SynchronousRound:
     """The server: round r makes version r+1 out of one contribution from every worker.
 
     Args:
@@ -61,23 +61,23 @@ class Rounds:
     reduction: Reduction
     backup: int = 0
 
-    def drops(self, version: int, new: Contribution) -> bool:
+    def drops(self, version: int, new: PushHeader) -> bool:
         """A contribution to a round that is over."""
         return new.round < version
 
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         """All contributions of this round, in the order of ranks; none before they are all there."""
         present = {one.rank: one for one in parked if one.round == version}
         if len(present) < self.num_workers - self.backup:
             return ()
         return [present[rank] for rank in sorted(present)]
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
         total = sum(one.samples for one in update) or 1
         return [(one.samples if self.reduction == "mean" else 1) / total for one in update]
 
-    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
         """The workers that have not contributed to this round yet."""
         present = {one.rank for one in parked if one.round == version}
         return [f"worker-{rank}" for rank in range(self.num_workers) if rank not in present]
@@ -153,6 +153,6 @@ class Synchronous(Strategy):
         """Only what has changed is exchanged, where that is asked for and there are tables."""
         return RowExchange() if tables and self.sparse else None
 
-    def rule(self, num_workers: int, reduction: Reduction) -> Rule:
-        """See `Rounds`."""
-        return Rounds(num_workers, reduction, self.backup)
+    def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
+        """See `SynchronousRound`."""
+        return SynchronousRound(num_workers, reduction, self.backup)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.server.aggregation import Contribution
+from gradstream.server.aggregation import PushHeader
 from gradstream.strategies.api import Worker
 
-__all__ = ["Together", "train_together"]
+__all__ = ["Barrier", "train_together"]
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class Barrier:
     """One contribution of every worker that takes part makes an update, their sum.
 
     Args:
@@ -25,15 +25,15 @@ class Together:
 
     present: frozenset[int]
 
-    def among(self, present: frozenset[int]) -> Together:
+    def among(self, present: frozenset[int]) -> Barrier:
         """The same, of these workers."""
         return replace(self, present=present)
 
-    def drops(self, version: int, new: Contribution) -> bool:
+    def drops(self, version: int, new: PushHeader) -> bool:
         """Never: who is late joins the update that comes next."""
         return False
 
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         """All that are there, in the order of ranks; none before every worker has brought one."""
         if not parked or self.present - {one.rank for one in parked}:
             return ()
@@ -42,11 +42,11 @@ class Together:
         chosen = [one for one in parked if one.vector == vector]
         return sorted(chosen, key=lambda one: (one.rank, one.incarnation, one.sequence))
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1."""
         return [1.0] * len(update)
 
-    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
         """The workers that have not contributed yet."""
         return [f"worker-{rank}" for rank in sorted(self.present - {one.rank for one in parked})]
 

@@ -20,7 +20,6 @@ __all__ = [
     "CheckpointFailedEvent",
     "CpuEvent",
     "DiskEvent",
-    "DriveEvent",
     "EvaluatedEvent",
     "Event",
     "EventDict",
@@ -39,6 +38,7 @@ __all__ = [
     "LogEvent",
     "MachineEvent",
     "MemoryEvent",
+    "ParticipationEvent",
     "RefusedEventsEvent",
     "ResumedEvent",
     "RoundEvent",
@@ -153,7 +153,7 @@ class GroupEvent(Event):
     `kind` is "messages", "shared" (in place, all on one host), "hierarchical" (in place inside hosts, by
     messages between) or "torch" (torch.distributed; `algorithm` is its backend). Where it was chosen by
     measurement, `choices` has the algorithm by the number of bytes from which on it holds, and the figures
-    are those of `collectives.choice.Figures`.
+    are those of `collectives.autotune.Figures`.
     """
 
     name: ClassVar[str] = "group"
@@ -320,7 +320,7 @@ class RoundEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DriveEvent(Event):
+class ParticipationEvent(Event):
     """Who takes part from now on, where the strategy says so (coordinator).
 
     A worker in neither list is gone. One that is held back begins no further minibatch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from gradstream.telemetry.wait_attribution import Claims, Interval, Kind
+from gradstream.telemetry.wait_attribution import Interval, Kind, WaitAttribution
 
 __all__ = ["StepTimes", "Stopwatch"]
 
@@ -27,7 +27,7 @@ class Stopwatch:
         now_ns: the first step begins.
     """
 
-    def __init__(self, me: str, claims: Claims, now_ns: int) -> None:
+    def __init__(self, me: str, claims: WaitAttribution, now_ns: int) -> None:
         self._me = me
         self._claims = claims
         self._begun_ns = now_ns

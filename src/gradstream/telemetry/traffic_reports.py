@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from gradstream.telemetry.events import Event, ExchangeEvent, LinkEvent
 from gradstream.telemetry.traffic import LinkTraffic, Traffic
 
-__all__ = ["Accounts"]
+__all__ = ["TrafficReports"]
 
 
-class Accounts:
+class TrafficReports:
     """Keeps what was accounted for, and says what is new.
 
     Args:

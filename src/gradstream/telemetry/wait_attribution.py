@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-__all__ = ["Claims", "Interval", "Kind", "shared_out"]
+__all__ = ["Interval", "Kind", "WaitAttribution", "shared_out"]
 
 Interval = tuple[int, int]
 """Begin and end, in nanoseconds."""
@@ -26,7 +26,7 @@ class Kind(IntEnum):
     SHARD = 2
 
 
-class Claims:
+class WaitAttribution:
     """The claims since they were taken last."""
 
     def __init__(self) -> None:

@@ -1,16 +1,21 @@
 """Public: the suites that the house's own carriers and strategies pass, and anybody's can."""
 
 from gradstream.testing.endpoints import CHECKS, ConformanceError, MakePair, Pair, check_endpoint, run_check
-from gradstream.testing.strategies import BrokenLawsError, Report, Verdict, check_strategy
+from gradstream.testing.strategies import (
+    BrokenPropertiesError,
+    PropertyResult,
+    StrategyReport,
+    check_strategy,
+)
 
 __all__ = [
     "CHECKS",
-    "BrokenLawsError",
+    "BrokenPropertiesError",
     "ConformanceError",
     "MakePair",
     "Pair",
-    "Report",
-    "Verdict",
+    "PropertyResult",
+    "StrategyReport",
     "check_endpoint",
     "check_strategy",
     "run_check",

@@ -12,7 +12,7 @@ from gradstream.errors import (
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
-    Held,
+    HeldReference,
     Pair,
     body_frame,
     chunk_frame,
@@ -78,7 +78,7 @@ async def early_finish(pair: Pair) -> None:
 
 async def cancel_by_caller(pair: Pair) -> None:
     """The called side is told, and what is queued on either side is dropped."""
-    held = Held()
+    held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     far_stream = await held.arrived()
@@ -113,7 +113,7 @@ async def cancel_by_called(pair: Pair) -> None:
 
 async def deadline(pair: Pair) -> None:
     """Silence is a DeadlineError that names the peer and whom it waits for; the peer is told."""
-    held, silence_s = Held(), 4 * pair.tick_s
+    held, silence_s = HeldReference(), 4 * pair.tick_s
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     far_stream = await held.arrived()
@@ -157,7 +157,7 @@ async def sender_deadline(pair: Pair) -> None:
 
 async def peer_death(pair: Pair) -> None:
     """What had arrived is delivered, then PeerLostError; calls in flight and new ones fail too."""
-    held = Held()
+    held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     far_stream = await held.arrived()
@@ -188,7 +188,7 @@ async def unknown_peer(pair: Pair) -> None:
 
 async def closing(pair: Pair) -> None:
     """`close` tells peers, is idempotent, and ends everything."""
-    held = Held()
+    held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     await held.arrived()

@@ -10,7 +10,7 @@ from gradstream.errors import ClosedError
 from gradstream.testing.pieces import (
     SILENCE_S,
     ConformanceError,
-    Held,
+    HeldReference,
     Pair,
     body_frame,
     chunk_frame,
@@ -91,7 +91,7 @@ async def largest_chunk(pair: Pair) -> None:
 
 async def independence(pair: Pair) -> None:
     """A stream that nobody reads does not hold up another."""
-    held = Held()
+    held = HeldReference()
     pair.far.serve("held", held)
     stuck = await pair.near.open("far", "held", v1.Tensor())
     filler = pair.runtime.spawn(fill(stuck, 10 * pair.window, []), name="filler")
@@ -105,7 +105,7 @@ async def independence(pair: Pair) -> None:
 
 async def credit(pair: Pair) -> None:
     """A sender stops at the window until the receiver takes; then all arrives."""
-    held, count, sent = Held(), 4 * pair.window, list[int]()
+    held, count, sent = HeldReference(), 4 * pair.window, list[int]()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     filler = pair.runtime.spawn(fill(stream, count, sent), name="filler")

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
@@ -36,7 +36,7 @@ class VirtualRanks:
         num_chunks: that have arrived so far, at all ranks.
     """
 
-    def __init__(self, size: int, *, seed: int = 0, world: World | None = None) -> None:
+    def __init__(self, size: int, *, seed: int = 0, world: SimulationConfig | None = None) -> None:
         self.cluster = VirtualCluster(seed, world)
         self.network = MemoryNetwork(self.cluster)
         self.names = [f"worker-{rank}" for rank in range(size)]

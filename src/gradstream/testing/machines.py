@@ -24,7 +24,7 @@ from typing import IO, Any, Literal, Self
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Cut", "Machine", "Machines", "unavailable"]
+__all__ = ["Machine", "Machines", "NetworkCut", "unavailable"]
 
 GIGABIT = "1gbit"
 BURST = "256kb"  # of a card: more than one packet that the kernel has not cut up yet
@@ -127,7 +127,7 @@ class Machine:
         return None
 
 
-class Cut:
+class NetworkCut:
     """A context manager: while it is open, packets of one direction vanish, and nobody is told.
 
     Only IPv4 is dropped: neighbours go on finding each other's hardware addresses, as beyond a router.
@@ -216,9 +216,11 @@ class Machines:
     def __getitem__(self, index: int) -> Machine:
         return self.machines[index]
 
-    def cut(self, index: int, direction: Literal["from", "to"]) -> Cut:
+    def cut(self, index: int, direction: Literal["from", "to"]) -> NetworkCut:
         """Loses all packets from a machine, or all to it, as long as the context is open."""
-        return Cut(f"{self._prefix}switch", f"port{index}", "ingress" if direction == "from" else "egress")
+        return NetworkCut(
+            f"{self._prefix}switch", f"port{index}", "ingress" if direction == "from" else "egress"
+        )
 
     def _namespace(self, name: str) -> str:
         full = self._prefix + name

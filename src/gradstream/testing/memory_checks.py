@@ -13,7 +13,7 @@ from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
     ConformanceError,
-    Held,
+    HeldReference,
     Pair,
     chunk_frame,
     expect,
@@ -61,7 +61,7 @@ async def tensors(pair: Pair) -> None:
 
 async def taken_over(pair: Pair) -> None:
     """Once `send` has returned, writing the payload changes nothing that arrives."""
-    held = Held()
+    held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     vector = Vector("x", torch.ones(100_000))
@@ -79,7 +79,7 @@ async def taken_over(pair: Pair) -> None:
 
 async def landing(pair: Pair) -> None:
     """A payload lies where `land` has named a place that fits, or in the carrier's memory, and says which."""
-    held, memory = Held(), torch.zeros(3, 64)
+    held, memory = HeldReference(), torch.zeros(3, 64)
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     far_stream = await held.arrived()
@@ -107,7 +107,7 @@ async def landing(pair: Pair) -> None:
 
 async def lending(pair: Pair) -> None:
     """What was lent is borrowed until it is back: when the peer has let go of it, or can get it no more."""
-    held, elems = Held(), 100_000
+    held, elems = HeldReference(), 100_000
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     far_stream = await held.arrived()
@@ -133,7 +133,7 @@ async def lending(pair: Pair) -> None:
 async def lent_while_waiting(pair: Pair) -> None:
     """A span given to `recv` or to a blocked `send` is lent until the call returns."""
     held, sent, source, into = (
-        Held(),
+        HeldReference(),
         list[int](),
         Vector("source", torch.ones(64)),
         Vector("into", torch.zeros(64)),

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from gradstream.memory.segments import SharedMemory
-from gradstream.runtime import Link, Network, RealRuntime, VirtualCluster, World
+from gradstream.runtime import Link, Network, RealRuntime, SimulationConfig, VirtualCluster
 from gradstream.runtime.base import Runtime
 from gradstream.testing.endpoints import MakePair, Pair
 from gradstream.transport.base import Endpoint, Identity, Stream
@@ -43,7 +43,9 @@ _METHODS = {
 Run = Callable[[Coroutine[Any, Any, None]], None]
 """Runs a coroutine to its end, on the kind of time that the carrier needs."""
 
-QUIET = World(network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=100e-6, jitter_s=20e-6)))
+QUIET = SimulationConfig(
+    network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=100e-6, jitter_s=20e-6))
+)
 """Two machines in a rack: 10 Gbit/s cards, a tenth of a millisecond between them."""
 
 
@@ -68,7 +70,7 @@ def _know(near: Known, far: Known) -> None:
     far.know("near", near.address)
 
 
-def memory_pairs(seed: int = 0, world: World = QUIET) -> tuple[Run, MakePair]:
+def memory_pairs(seed: int = 0, world: SimulationConfig = QUIET) -> tuple[Run, MakePair]:
     """Pairs on a virtual network, and how to run checks on them: in virtual time."""
     cluster = VirtualCluster(seed, world)
 

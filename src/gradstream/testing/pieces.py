@@ -22,7 +22,7 @@ __all__ = [
     "SILENCE_S",
     "Check",
     "ConformanceError",
-    "Held",
+    "HeldReference",
     "MakePair",
     "Pair",
     "body_frame",
@@ -156,7 +156,7 @@ async def settle(pair: Pair, sent: list[int], expected: int) -> None:
     expect(len(sent) == expected, f"{len(sent)} chunks were sent under a window of {expected}")
 
 
-class Held:
+class HeldReference:
     """A handler that does nothing until it is released, and keeps its stream for the check."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The laws that every strategy obeys, each with a way to find out. All on virtual time, with seeds.
 
 A law is a function of a strategy. It returns what it has seen, as figures in one line, and raises
-`BrokenLawError` where the strategy does otherwise. Its first docstring line is the law.
+`BrokenPropertyError` where the strategy does otherwise. Its first docstring line is the law.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gradstream.optim import SGD
 from gradstream.run.result import Run
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, least_squares, token_counts
-from gradstream.testing.trials import NUM_SAMPLES, Outcome, bad_world, token_run, trial
+from gradstream.testing.trials import NUM_SAMPLES, TrialOutcome, bad_world, token_run, trial
 
-__all__ = ["LAWS", "BrokenLawError", "Law"]
+__all__ = ["LAWS", "BrokenPropertyError", "Law"]
 
 SEEDS = 6
 EPOCHS = 2
@@ -36,7 +36,7 @@ FEATURES = 200  # four chunks of 64 elements
 LR, GRID = 2.0**-7, 2.0**-10
 
 
-class BrokenLawError(AssertionError):
+class BrokenPropertyError(AssertionError):
     """A strategy breaks a law; the message says how, with the figures."""
 
 
@@ -51,7 +51,9 @@ def documented(strategy: Strategy) -> str:
     cls = type(strategy)
     text = (cls.__dict__.get("__doc__") or "").strip()
     if not text or text.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
-        raise BrokenLawError(f"class {cls.__name__} has no docstring: say what it does, formula and paper")
+        raise BrokenPropertyError(
+            f"class {cls.__name__} has no docstring: say what it does, formula and paper"
+        )
     return f"{text.splitlines()[0]!r}"
 
 
@@ -60,23 +62,23 @@ def travels(strategy: Strategy) -> str:
     cls = type(strategy)
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen or "__dataclass_params__" not in cls.__dict__:
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"class {cls.__name__} is no frozen dataclass: put @dataclass(frozen=True) above it"
         )
     fields = describe(strategy)["fields"]
     try:
         again = cls(**json.loads(json.dumps(fields)))
     except TypeError as error:
-        raise BrokenLawError(f"its options {fields} do not survive JSON: {error}") from error
+        raise BrokenPropertyError(f"its options {fields} do not survive JSON: {error}") from error
     if again != strategy:
-        raise BrokenLawError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
+        raise BrokenPropertyError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
     _check_place(strategy)
     if getattr(strategy, "cut", None) not in get_args(DataCut):
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"cut is {getattr(strategy, 'cut', None)!r}; expected one of {get_args(DataCut)}"
         )
     if not isinstance(getattr(strategy, "survives_worker_loss", None), bool):
-        raise BrokenLawError("survives_worker_loss is not set: expected True or False")
+        raise BrokenPropertyError("survives_worker_loss is not set: expected True or False")
     return f"{len(fields)} options, cut in {strategy.cut}"
 
 
@@ -86,15 +88,15 @@ def _check_place(strategy: Strategy) -> None:
     if not described["class"]:
         return
     if "<locals>" in described["class"]:
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"other processes do not find {described['class']}: define it at the top of a file"
         )
     try:
         found = find_strategy(described["class"], described["fields"])
     except ConfigError as error:
-        raise BrokenLawError(f"other processes do not find it: {error}") from error
+        raise BrokenPropertyError(f"other processes do not find it: {error}") from error
     if found != strategy:
-        raise BrokenLawError(f"other processes find {found!r} at {described['class']}")
+        raise BrokenPropertyError(f"other processes find {found!r} at {described['class']}")
 
 
 # ---- arithmetic -----------------------------------------------------------------------------
@@ -110,7 +112,7 @@ def plain(strategy: Strategy) -> str:
             return f"{candidate!r}"
         nearest = min(nearest, (distance, candidate), key=lambda pair: pair[0])
     away = "does not come to its end" if np.isinf(nearest[0]) else f"ends {nearest[0]:.3g} away from it"
-    raise BrokenLawError(
+    raise BrokenPropertyError(
         f"none of {tried} settings is plain SGD with one worker; {nearest[1]!r} {away}. "
         "Declare the one that should be: plain = {'push_every': 1}, for example"
     )
@@ -172,7 +174,7 @@ def converges(strategy: Strategy) -> str:
         run = _ended(outcome, f"with {optimizer}")
         loss = float(np.mean((inputs @ (run.parameters["w"] - truth)) ** 2))
         if not loss < share * before:  # NaN is not
-            raise BrokenLawError(
+            raise BrokenPropertyError(
                 f"with {optimizer} the loss goes from {before:.3g} to {loss:.3g}; "
                 f"expected below {share * before:.3g}"
             )
@@ -206,25 +208,25 @@ def exactly_once(strategy: Strategy) -> str:
     return f"{SEEDS} seeds, {retries} retries, {duplicates} duplicates"
 
 
-def _counted(outcome: Outcome, where: str) -> None:
+def _counted(outcome: TrialOutcome, where: str) -> None:
     """Raises unless Σ applied + Σ dropped = Σ pushed, sample by sample where nothing was dropped."""
     counts = _counts(_ended(outcome, where), outcome, where)
     missing = int((EPOCHS - counts).sum())
     dropped = outcome.record.dropped_samples
     if missing != dropped:
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"{where}: {counts.size * EPOCHS} samples went in, {int(counts.sum())} were applied and "
             f"{dropped} dropped, over all chunks: {abs(missing - dropped)} "
             f"{'lost' if missing > dropped else 'too many'}"
         )
     wrong = np.argwhere(counts > EPOCHS) if dropped else np.argwhere(counts != EPOCHS)
     for chunk, sample in wrong:
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"{where}: sample {sample} is {counts[chunk, sample]} times in chunk {chunk}; expected {EPOCHS}"
         )
 
 
-def _counts(run: Run, outcome: Outcome, where: str) -> np.ndarray[Any, Any]:
+def _counts(run: Run, outcome: TrialOutcome, where: str) -> np.ndarray[Any, Any]:
     """How often each sample is in the model, or in what workers have of their own: (chunks, samples).
 
     An exchange of differences moves shares of a count between a worker and the server: x̃, and how far each
@@ -235,14 +237,14 @@ def _counts(run: Run, outcome: Outcome, where: str) -> np.ndarray[Any, Any]:
     total = _with_own(run, outcome)
     counts: np.ndarray[Any, Any] = np.rint(total).astype(np.int64)
     for chunk, sample in np.argwhere(np.abs(total - counts) > 1e-3):
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"{where}: sample {sample} is {total[chunk, sample]:.3f} times in chunk {chunk} of the server "
             "and all workers together: an exchange takes more, or less, than it brings"
         )
     return counts
 
 
-def _with_own(run: Run, outcome: Outcome) -> np.ndarray[Any, Any]:
+def _with_own(run: Run, outcome: TrialOutcome) -> np.ndarray[Any, Any]:
     shape = run.parameters["tokens"].shape
     moved = (own.reshape(shape) for own in outcome.record.own.values() if len(own) > 1)
     total = sum(moved, run.parameters["tokens"])
@@ -253,7 +255,7 @@ def pure_rule(strategy: Strategy) -> str:
     """Its rule answers the same to the same question, and gives each contribution a finite weight."""
     outcome = token_run(strategy, epochs=EPOCHS)
     if outcome.record.faults:
-        raise BrokenLawError("; ".join(outcome.record.faults[:3]))
+        raise BrokenPropertyError("; ".join(outcome.record.faults[:3]))
     _ended(outcome, "")
     return f"{len(outcome.record.arrivals)} contributions"
 
@@ -266,13 +268,15 @@ def repeatable(strategy: Strategy) -> str:
     for seed in range(2):
         one, other = (_learnt(strategy, seed) for _ in range(2))
         if _bytes_of(one) != _bytes_of(other):
-            raise BrokenLawError(
+            raise BrokenPropertyError(
                 f"two runs of seed {seed} end with different parameters: take time, tasks and randomness "
                 "from the worker's verbs only"
             )
         differing = [i for i, (a, b) in enumerate(zip(one.events, other.events, strict=False)) if a != b]
         if differing or len(one.events) != len(other.events):
-            raise BrokenLawError(f"two runs of seed {seed} have different events: {one.events[differing[0]]}")
+            raise BrokenPropertyError(
+                f"two runs of seed {seed} have different events: {one.events[differing[0]]}"
+            )
     return f"{len(one.events)} events"
 
 
@@ -282,17 +286,19 @@ def seeded(strategy: Strategy) -> str:
     orders = {tuple(outcome.record.arrivals) for outcome in outcomes}
     ends = {_bytes_of(outcome) for outcome in outcomes}
     if len(orders) == 1 and len(ends) == 1:
-        raise BrokenLawError("4 seeds give one and the same history: nothing depends on the data's order")
+        raise BrokenPropertyError(
+            "4 seeds give one and the same history: nothing depends on the data's order"
+        )
     return f"4 seeds, {len(orders)} orders of contributions, {len(ends)} ends"
 
 
-def _learnt(strategy: Strategy, seed: int, stop: float | None = None) -> Outcome:
+def _learnt(strategy: Strategy, seed: int, stop: float | None = None) -> TrialOutcome:
     model, data = least_squares(32, FEATURES, whole=False)
     options: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 4, "epochs": 2, "seed": seed}
     return trial(strategy, model, data, workers=3, servers=2, stop=stop, **options)
 
 
-def _bytes_of(outcome: Outcome) -> bytes:
+def _bytes_of(outcome: TrialOutcome) -> bytes:
     parameters: bytes = _ended(outcome, "").parameters["w"].tobytes()
     return parameters
 
@@ -319,7 +325,7 @@ def resumes(strategy: Strategy) -> str:
         for seconds in (0.015, 0.03):
             outcome = _learnt(strategy, 0, stop=seconds)
             if _bytes_of(outcome) != whole:
-                raise BrokenLawError(
+                raise BrokenPropertyError(
                     f"stopped after {seconds:g} s and resumed it ends with other parameters than a run that "
                     "was not stopped: train() begins again then, and what it has kept for itself is lost"
                 )
@@ -339,7 +345,7 @@ def _accounted(run: Run, where: str) -> None:
     """What a cut brings together of parameters of their own are means, of some or all: no longer counts."""
     accounted = run.summary["samples_accounted"]
     if accounted != NUM_SAMPLES * EPOCHS:
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"{where}: {accounted} samples were gone through; expected {NUM_SAMPLES * EPOCHS}"
         )
 
@@ -360,28 +366,28 @@ def deaths(strategy: Strategy) -> str:
     return f"{died} deaths, {word}"
 
 
-def _nothing_lost(run: Run, outcome: Outcome, name: str) -> None:
+def _nothing_lost(run: Run, outcome: TrialOutcome, name: str) -> None:
     if outcome.record.own:  # a dead worker takes along a share of what it had found; never all of it
         missing = int((_with_own(run, outcome) <= 1e-6).sum())
     else:
         missing = int(np.maximum(3 - token_counts(run, NUM_SAMPLES), 0).sum())
     if missing > outcome.record.dropped_samples:
-        raise BrokenLawError(f"after the death of {name} {missing} samples are missing, over all chunks")
+        raise BrokenPropertyError(f"after the death of {name} {missing} samples are missing, over all chunks")
 
 
-def _ends_by_name(outcome: Outcome, name: str) -> None:
+def _ends_by_name(outcome: TrialOutcome, name: str) -> None:
     error = outcome.error
     if not isinstance(error, PeerLostError) or error.peer != name:
-        raise BrokenLawError(
+        raise BrokenPropertyError(
             f"{name} is killed, which it does not claim to survive: {outcome.ending}; expected "
             f"PeerLostError naming {name} within the lease of {QUICK.lease_s:g} s"
         )
 
 
-def _ended(outcome: Outcome, where: str) -> Run:
+def _ended(outcome: TrialOutcome, where: str) -> Run:
     """The run of an outcome. Raises if there is none."""
     if outcome.run is None:
-        raise BrokenLawError(f"{where}: {outcome.ending}" if where else outcome.ending)
+        raise BrokenPropertyError(f"{where}: {outcome.ending}" if where else outcome.ending)
     return outcome.run
 
 

@@ -14,7 +14,7 @@ from gradstream.errors import (
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
-    Held,
+    HeldReference,
     Pair,
     body_frame,
     chunk_frame,
@@ -103,7 +103,7 @@ async def bad_chunks(pair: Pair) -> None:
 
 async def bad_answers(pair: Pair) -> None:
     """A caller refuses a bad chunk of the called side, too, and that side is told."""
-    held = Held()
+    held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
     far_stream = await held.arrived()

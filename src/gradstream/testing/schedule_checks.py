@@ -17,13 +17,13 @@ import numpy.typing as npt
 from gradstream.collectives.schedule import MakeSchedule, Recv, Schedule, Send
 from gradstream.errors import InternalError
 
-__all__ = ["Tally", "check_allreduce", "play", "schedules_of"]
+__all__ = ["ScheduleTally", "check_allreduce", "play", "schedules_of"]
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class ScheduleTally:
     """What a schedule costs.
 
     Args:
@@ -44,7 +44,7 @@ def schedules_of(make: MakeSchedule, size: int, elems: int) -> list[Schedule]:
     return [make(rank, size, elems) for rank in range(size)]
 
 
-def play(schedules: Sequence[Schedule], vectors: Sequence[Array]) -> Tally:
+def play(schedules: Sequence[Schedule], vectors: Sequence[Array]) -> ScheduleTally:
     """Carries them out on `vectors`, one for each rank, in place.
 
     Raises:
@@ -66,7 +66,7 @@ class _Table:
         self._messages = 0
         self._under_way: dict[tuple[int, int], deque[tuple[Array, int]]] = {}
 
-    def play(self) -> Tally:
+    def play(self) -> ScheduleTally:
         ranks = range(len(self._schedules))
         while sum(self._advance(rank) for rank in ranks):
             pass
@@ -78,7 +78,7 @@ class _Table:
             if queue:
                 raise InternalError(f"rank {target} never receives {len(queue)} messages of rank {source}")
         sent = self._sent_elems
-        return Tally(self._messages, sum(sent), max(sent, default=0), max(self._clocks, default=0))
+        return ScheduleTally(self._messages, sum(sent), max(sent, default=0), max(self._clocks, default=0))
 
     def _advance(self, rank: int) -> int:
         """Does all the steps that a rank can do now; how many those were."""
@@ -112,7 +112,7 @@ class _Table:
         return True
 
 
-def check_allreduce(make: MakeSchedule, size: int, elems: int, *, seed: int = 0) -> Tally:
+def check_allreduce(make: MakeSchedule, size: int, elems: int, *, seed: int = 0) -> ScheduleTally:
     """Plays an algorithm on whole numbers, and looks whether every rank has numpy's sum.
 
     Raises:

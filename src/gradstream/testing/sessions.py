@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from gradstream.job.job import Job
 from gradstream.session.host import Host
 from gradstream.session.job import job as session_job
-from gradstream.session.place import Assignment, handed_out
+from gradstream.session.place import WorkerPlacement, handed_out
 from gradstream.session.session import Session
 from gradstream.session.worker_session import WorkerSession
 
@@ -46,7 +46,7 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
         spec, coordinator = host.start()
         given = handed_out(spec)
         players = [
-            _Player(loop, Assignment(rank, workers, spec, coordinator, given)) for rank in range(workers)
+            _Player(loop, WorkerPlacement(rank, workers, spec, coordinator, given)) for rank in range(workers)
         ]
         for player in players:
             player.thread.start()
@@ -63,7 +63,7 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
 class _Player(Generic[T]):
     """One worker's loop, in its thread."""
 
-    def __init__(self, loop: Callable[[Session], T], place: Assignment) -> None:
+    def __init__(self, loop: Callable[[Session], T], place: WorkerPlacement) -> None:
         self.session = WorkerSession(place, seed=0)
         self.error: BaseException | None = None
         self.result: T

@@ -7,13 +7,13 @@ from typing import Any
 
 from gradstream.job.registry import find_strategy
 from gradstream.strategies.base import Strategy
-from gradstream.testing.properties import LAWS, BrokenLawError, Law
+from gradstream.testing.properties import LAWS, BrokenPropertyError, Law
 
-__all__ = ["BrokenLawsError", "Report", "Verdict", "check_strategy"]
+__all__ = ["BrokenPropertiesError", "PropertyResult", "StrategyReport", "check_strategy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PropertyResult:
     """One law, and what was seen of it.
 
     Args:
@@ -33,7 +33,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StrategyReport:
     """All laws of one strategy. As text, a line for each.
 
     Args:
@@ -42,10 +42,10 @@ class Report:
     """
 
     strategy: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PropertyResult, ...]
 
     @property
-    def broken(self) -> tuple[Verdict, ...]:
+    def broken(self) -> tuple[PropertyResult, ...]:
         """The laws that it breaks."""
         return tuple(verdict for verdict in self.verdicts if not verdict.holds)
 
@@ -53,10 +53,10 @@ class Report:
         return "\n".join([self.strategy, *(f"  {verdict}" for verdict in self.verdicts)])
 
 
-class BrokenLawsError(AssertionError):
+class BrokenPropertiesError(AssertionError):
     """A strategy breaks laws; the message names each, `report` has all of them."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: StrategyReport) -> None:
         broken = "\n".join(f"  {one.law}: {one.says}\n    But: {one.seen}" for one in report.broken)
         super().__init__(
             f"{report.strategy} breaks {len(report.broken)} of {len(report.verdicts)} laws:\n{broken}"
@@ -64,7 +64,7 @@ class BrokenLawsError(AssertionError):
         self.report = report
 
 
-def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) -> Report:
+def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) -> StrategyReport:
     """Runs a strategy through some hundred small simulations, and says which laws it obeys.
 
     It takes seconds and no processes. The laws, and how each is looked at, are in
@@ -80,19 +80,19 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
         options: fields of the strategy, where it is not an object.
 
     Raises:
-        BrokenLawsError: it breaks some; names all of them with the figures, and has the `Report`.
+        BrokenLawsError: it breaks some; names all of them with the figures, and has the `StrategyReport`.
         ConfigError: there is no such strategy, or it refuses the options.
     """
     made = find_strategy(strategy, options)  # type: ignore[arg-type]  # it takes classes too
-    report = Report(repr(made), tuple(_verdict(law, made) for law in LAWS))
+    report = StrategyReport(repr(made), tuple(_verdict(law, made) for law in LAWS))
     if report.broken:
-        raise BrokenLawsError(report)
+        raise BrokenPropertiesError(report)
     return report
 
 
-def _verdict(law: Law, strategy: Strategy) -> Verdict:
+def _verdict(law: Law, strategy: Strategy) -> PropertyResult:
     says = (law.__doc__ or "").splitlines()[0]
     try:
-        return Verdict(law.__name__, says, True, law(strategy))
-    except BrokenLawError as broken:
-        return Verdict(law.__name__, says, False, str(broken))
+        return PropertyResult(law.__name__, says, True, law(strategy))
+    except BrokenPropertyError as broken:
+        return PropertyResult(law.__name__, says, False, str(broken))

@@ -23,23 +23,23 @@ from gradstream.optim import SGD
 from gradstream.run.nodes import COORDINATOR
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, World
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import Contribution, Rule, completes_of
+from gradstream.server.aggregation import AggregationRule, PushHeader, completes_of
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, Tokens, numbered
 
-__all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Outcome", "Record", "bad_world", "token_run", "trial"]
+__all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Record", "TrialOutcome", "bad_world", "token_run", "trial"]
 
 LIMIT_S = 200.0
 NUM_SAMPLES = 24
 
 COSTS = {"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)}
-WORLD = World(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)))
+WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)))
 """Computing takes as long as it likes; the network can be relied upon."""
 
 
-def bad_world(workers: int, servers: int) -> World:
+def bad_world(workers: int, servers: int) -> SimulationConfig:
     """Between workers and shards frames are lost, and streams come late, overtaken or twice.
 
     Where there are no servers, it is between workers: late and overtaken there. A group that has lost a
@@ -51,7 +51,7 @@ def bad_world(workers: int, servers: int) -> World:
     if not servers:
         bad = Link(latency_s=1e-3, jitter_s=4e-3)
     links = {pair: bad for one, other in ends for pair in ((one, other), (other, one))}
-    return World(costs=COSTS, network=Network(links=links))
+    return SimulationConfig(costs=COSTS, network=Network(links=links))
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Record:
 class RecordedRule:
     """A rule that is asked twice, and whose answers are noted."""
 
-    def __init__(self, rule: Rule, record: Record) -> None:
+    def __init__(self, rule: AggregationRule, record: Record) -> None:
         self._rule = rule
         self._record = record
 
@@ -94,22 +94,22 @@ class RecordedRule:
             return lambda present: RecordedRule(answer(present), self._record)
         return self._completes if name == "completes" else answer
 
-    def _completes(self, version: int, summed: int, update: Sequence[Contribution]) -> bool:
+    def _completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
         """See `Gathering`: only of a rule that has it."""
         answers = [completes_of(self._rule)(version, summed, list(update)) for _ in range(2)]
         self._same("completes", *answers)
         return answers[0]
 
-    def drops(self, version: int, new: Contribution) -> bool:
-        """See `Rule`."""
+    def drops(self, version: int, new: PushHeader) -> bool:
+        """See `AggregationRule`."""
         answer = self._rule.drops(version, new)
         self._same("drops", answer, self._rule.drops(version, new))
         self._record.arrivals.append((new.sender, new.sequence))
         self._record.dropped_samples += new.samples if answer else 0
         return answer
 
-    def due(self, version: int, parked: Sequence[Contribution]) -> Sequence[Contribution]:
-        """See `Rule`."""
+    def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
+        """See `AggregationRule`."""
         answer = list(self._rule.due(version, list(parked)))
         self._same("due", answer, list(self._rule.due(version, list(parked))))
         if len(set(answer)) < len(answer):
@@ -119,8 +119,8 @@ class RecordedRule:
             self._record.fault(f"due chooses what is not parked: {strange[0]}")
         return [one for one in dict.fromkeys(answer) if one in parked]
 
-    def weights(self, version: int, update: Sequence[Contribution]) -> Sequence[float]:
-        """See `Rule`."""
+    def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
+        """See `AggregationRule`."""
         answer = list(self._rule.weights(version, update))
         self._same("weights", answer, list(self._rule.weights(version, update)))
         if len(answer) != len(update):
@@ -131,8 +131,8 @@ class RecordedRule:
             return [1.0] * len(update)
         return answer
 
-    def awaited(self, version: int, parked: Sequence[Contribution]) -> Sequence[str]:
-        """See `Rule`."""
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
+        """See `AggregationRule`."""
         self._record.awaited = answer = list(self._rule.awaited(version, parked))
         return answer
 
@@ -148,7 +148,7 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
     """
     cls = type(strategy)
 
-    def rule(self: Strategy, num_workers: int, reduction: Reduction) -> Rule:
+    def rule(self: Strategy, num_workers: int, reduction: Reduction) -> AggregationRule:
         return RecordedRule(cls.rule(self, num_workers, reduction), record)
 
     def weight(self: Any, rank: int, samples: Sequence[int], reduction: Reduction) -> float:
@@ -185,7 +185,7 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What came of a trial.
 
     Args:
@@ -238,7 +238,7 @@ def trial(
     stop: float | None = None,
     unweighted: bool = False,
     **options: Any,
-) -> Outcome:
+) -> TrialOutcome:
     """One simulated run, whatever comes of it.
 
     Args:
@@ -261,8 +261,8 @@ def trial(
             options["script"] = partial(_direct, kill=kill)
             run = simulate(model, data, storage=storage, resume=True, **options)
     except Exception as error:  # whatever a strategy does is an outcome
-        return Outcome(None, error, events, record)
-    return Outcome(run, None, events, record)
+        return TrialOutcome(None, error, events, record)
+    return TrialOutcome(run, None, events, record)
 
 
 async def _direct(
@@ -282,7 +282,7 @@ async def _direct(
 
 def token_run(
     strategy: Strategy, *, workers: int = 3, servers: int = 2, epochs: int = 2, **options: Any
-) -> Outcome:
+) -> TrialOutcome:
     """A trial in which what is in the model can be counted; see `Tokens`.
 
     Where the model is a mean of the workers' parameters, each of W workers makes steps W times as long.

@@ -14,10 +14,10 @@ from gradstream.wire import v1
 if TYPE_CHECKING:
     from gradstream.transport.stream import StreamCore
 
-__all__ = ["Carrier", "Depot", "OutgoingCarrier", "Posted", "ReferenceLostError"]
+__all__ = ["Carrier", "OutgoingCarrier", "PayloadChannel", "ReferenceLostError", "SendHandle"]
 
 
-class Posted(Lent, Protocol):
+class SendHandle(Lent, Protocol):
     """A payload that leaves from where it lies. It is back soon, however slow the peer is."""
 
     def then(self, callback: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class Posted(Lent, Protocol):
 class Carrier(Protocol):
     """Moves one stream's frames."""
 
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
         """Takes a frame over, in order, without waiting. The header may change afterwards.
 
         Returns:
@@ -61,7 +61,7 @@ class ReferenceLostError(Exception):
     """A payload was lent by a peer, and cannot be read any more."""
 
 
-class Depot(Protocol):
+class PayloadChannel(Protocol):
     """Memory that both ends of a stream share (`channel.Channel`)."""
 
     def lend(
@@ -75,7 +75,7 @@ class Depot(Protocol):
         ...
 
     def find(self, reference: v1.Reference) -> memoryview:
-        """The bytes meant; the loan is over when nothing refers to them. Raises what `Borrowed.find` says."""
+        """The bytes meant; the loan is over when nothing refers to them. Raises what `BorrowedLeases.find` says."""
         ...
 
     def intact(self) -> bool:

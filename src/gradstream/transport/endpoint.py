@@ -33,13 +33,13 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.throttle import Throttle
 from gradstream.transport.base import Caller, Handler, Identity, Priority, Stream
-from gradstream.transport.carrier import Carrier, Depot, OutgoingCarrier
+from gradstream.transport.carrier import Carrier, OutgoingCarrier, PayloadChannel
 from gradstream.transport.intake import Intakes
 from gradstream.transport.limits import LIMITS
-from gradstream.transport.mailbox import Arrival, Mailbox
+from gradstream.transport.mailbox import Mailbox, ReceivedTensor
 from gradstream.transport.methods import COORDINATOR, METHODS, UNLISTED, Method, role_of
 from gradstream.transport.shm.lending import Lending
-from gradstream.transport.silence import Bell
+from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore, code_of
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
@@ -108,7 +108,7 @@ class EndpointCore(ABC):
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._closed = False
         self._lending: Lending | None = None
-        self._news = Bell()  # of membership
+        self._news = Broadcast()  # of membership
         self._strangers_told = Throttle(runtime, self._log_stranger)
         self.on_stranger: Callable[[str], None] = self._strangers_told.tell
         """Called with the address of whoever has not proved to know the secret."""
@@ -309,7 +309,7 @@ class EndpointCore(ABC):
             finally:
                 arrival.finish()
 
-    async def _receive(self, arrival: Arrival, elements: torch.Tensor, silence_s: float) -> None:
+    async def _receive(self, arrival: ReceivedTensor, elements: torch.Tensor, silence_s: float) -> None:
         stream, request = arrival.stream, arrival.request
         if (request.elems, from_wire(request.dtype)) != (elements.numel(), elements.dtype):
             sent = f"{request.elems} elements of {from_wire(request.dtype)}"
@@ -559,11 +559,11 @@ class EndpointCore(ABC):
         lending.start(self.address)
         self._lending = lending
 
-    def _depot(self, peer: str) -> Depot | None:
+    def _depot(self, peer: str) -> PayloadChannel | None:
         address = self._addresses.get(peer)
         return None if self._lending is None or address is None else self._lending.towards(peer, address)
 
-    def _depot_of(self, sender: str, incarnation: int) -> Depot | None:
+    def _depot_of(self, sender: str, incarnation: int) -> PayloadChannel | None:
         return None if self._lending is None else self._lending.with_sender(sender, incarnation)
 
     def _keep(self, stream: StreamCore) -> None:
@@ -579,7 +579,7 @@ class EndpointCore(ABC):
             raise RefusedError(self.identity.name, "NOT_MEMBER", text)
         if not self._mailbox.first_time(opened.sender, opened.incarnation, request.sequence):
             raise self._bad(f"tensor {request.tag} number {request.sequence} was delivered before")
-        key, arrival = (opened.sender, request.tag), Arrival(stream, request)
+        key, arrival = (opened.sender, request.tag), ReceivedTensor(stream, request)
         if not self._mailbox.offer(key, arrival):
             await stream.waiting([f"{self.identity.name}: no recv posted for tag {request.tag}"])
         stream.on_release(arrival.finish)

@@ -10,7 +10,7 @@ from gradstream.transport.base import Caller
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
-__all__ = ["Arrival", "Mailbox", "Seen"]
+__all__ = ["Mailbox", "ReceivedTensor", "Seen"]
 
 Key = tuple[str, int]
 
@@ -41,7 +41,7 @@ class Seen:
         return True
 
 
-class Arrival:
+class ReceivedTensor:
     """A stream of method "tensor", parked until a receive takes it and is done with it."""
 
     def __init__(self, stream: StreamCore, request: v1.Tensor) -> None:
@@ -59,8 +59,8 @@ class Mailbox:
     """Matches arrivals with receives, first come, first served."""
 
     def __init__(self) -> None:
-        self._arrivals: dict[Key, deque[Arrival]] = {}
-        self._receives: dict[Key, deque[asyncio.Future[Arrival]]] = {}
+        self._arrivals: dict[Key, deque[ReceivedTensor]] = {}
+        self._receives: dict[Key, deque[asyncio.Future[ReceivedTensor]]] = {}
         self._seen: dict[Caller, Seen] = {}
         self._members: frozenset[Caller] | None = None
 
@@ -77,7 +77,7 @@ class Mailbox:
         """Whether this transfer has not been delivered before."""
         return self._seen.setdefault(Caller(sender, incarnation), Seen()).add(sequence)
 
-    def offer(self, key: Key, arrival: Arrival) -> bool:
+    def offer(self, key: Key, arrival: ReceivedTensor) -> bool:
         """Hands a stream to the oldest receive; False when there is none yet and it is parked."""
         receives = self._receives.get(key)
         while receives:
@@ -88,7 +88,7 @@ class Mailbox:
         self._arrivals.setdefault(key, deque()).append(arrival)
         return False
 
-    def withdraw(self, key: Key, arrival: Arrival) -> None:
+    def withdraw(self, key: Key, arrival: ReceivedTensor) -> None:
         """Forgets a parked stream."""
         parked = self._arrivals.get(key)
         if parked and arrival in parked:
@@ -96,14 +96,14 @@ class Mailbox:
         if not parked:
             self._arrivals.pop(key, None)
 
-    async def take(self, key: Key) -> Arrival:
+    async def take(self, key: Key) -> ReceivedTensor:
         """The oldest stream whose sender still waits for it, as soon as there is one."""
         parked = self._arrivals.get(key)
         while parked:
             arrival = parked.popleft()
             if not arrival.stream.failed and not arrival.done.done():
                 return arrival
-        future: asyncio.Future[Arrival] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ReceivedTensor] = asyncio.get_running_loop().create_future()
         waiting = self._receives.setdefault(key, deque())
         waiting.append(future)
         try:

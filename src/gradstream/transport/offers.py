@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from gradstream.errors import ConfigError
 from gradstream.memory.segments import supported
 
-__all__ = ["CARRIERS", "CHOICES", "CarrierName", "Choice", "Offer", "choose", "shares_memory"]
+__all__ = ["CARRIERS", "CHOICES", "CarrierName", "CarrierOffer", "Choice", "choose", "shares_memory"]
 
 CarrierName = Literal["shm", "tcp", "grpc"]
 CARRIERS: tuple[CarrierName, ...] = get_args(CarrierName)
@@ -32,7 +32,7 @@ def shares_memory(carrier: Choice) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CarrierOffer:
     """How one node can be reached.
 
     Args:
@@ -49,7 +49,7 @@ class Offer:
         return " ".join([first, *(f"{name}={value}" for name, value in others.items() if value)])
 
     @classmethod
-    def parse(cls, text: str) -> Offer:
+    def parse(cls, text: str) -> CarrierOffer:
         """What `str` has made. Carriers that this side does not know are passed over."""
         first, *words = text.split(" ")
         named = dict(word.split("=", 1) for word in words if "=" in word)
@@ -58,7 +58,7 @@ class Offer:
         return cls(({"grpc": first} if first else {}) | known, host)
 
 
-def choose(mine: Offer, theirs: Offer) -> CarrierName:
+def choose(mine: CarrierOffer, theirs: CarrierOffer) -> CarrierName:
     """The best carrier that both have: shared memory on one host, then plain TCP, then gRPC.
 
     Plain TCP is offered only where it may be used, so what both offer is allowed.

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from gradstream.memory import Span
 from gradstream.transport.base import Handler, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
-from gradstream.transport.offers import Offer, choose
+from gradstream.transport.offers import CarrierOffer, choose
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
@@ -30,7 +30,7 @@ class RoutedEndpoint:
     Args:
         carriers: by name, at least one; all of one identity. Peers that are not known yet are those of
             the first.
-        host: see `Offer`.
+        host: see `CarrierOffer`.
     """
 
     def __init__(self, carriers: Mapping[str, EndpointCore], *, host: str = "") -> None:
@@ -39,7 +39,7 @@ class RoutedEndpoint:
         for other in others:
             other.share(self._main)
         self._host = host
-        self._offer = Offer()
+        self._offer = CarrierOffer()
         self.address = ""
         self._routes: dict[str, str] = {}
         self.identity = self._main.identity
@@ -60,7 +60,7 @@ class RoutedEndpoint:
         """See `Endpoint.start`."""
         for carrier in self._carriers.values():
             await carrier.start()
-        self._offer = Offer({name: one.address for name, one in self._carriers.items()}, self._host)
+        self._offer = CarrierOffer({name: one.address for name, one in self._carriers.items()}, self._host)
         self.address = str(self._offer)
 
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
@@ -81,7 +81,7 @@ class RoutedEndpoint:
         Raises:
             ConfigError: this node and the peer have no carrier in common.
         """
-        theirs = Offer.parse(address)
+        theirs = CarrierOffer.parse(address)
         chosen = choose(self._offer, theirs)
         before = self._routes.get(peer)
         if before is not None and before != chosen:

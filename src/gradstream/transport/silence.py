@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from gradstream.runtime.base import Runtime, Timer
 
-__all__ = ["Bell", "Silence"]
+__all__ = ["Broadcast", "Silence"]
 
 _NS = 1_000_000_000
 
 
-class Bell:
+class Broadcast:
     """Wakes everybody who waits at the moment it rings."""
 
     __slots__ = ("_waiters",)
@@ -42,7 +42,7 @@ class Silence:
         bells: whoever waits, waits for one of these; all ring at an alarm, and who is woken looks again.
     """
 
-    def __init__(self, runtime: Runtime, *bells: Bell) -> None:
+    def __init__(self, runtime: Runtime, *bells: Broadcast) -> None:
         self.heard_ns = runtime.now()
         self._runtime = runtime
         self._bells = bells
@@ -53,7 +53,7 @@ class Silence:
         """The peer has sent something."""
         self.heard_ns = self._runtime.now()
 
-    async def until(self, bell: Bell, ready: Callable[[], bool], silence_s: float | None) -> bool:
+    async def until(self, bell: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> bool:
         """Waits until `ready`, which can change when `bell` rings.
 
         Args:

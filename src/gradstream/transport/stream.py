@@ -27,10 +27,10 @@ from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerL
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Landing, Lent, Received
-from gradstream.transport.carrier import Carrier, Depot, Posted, ReferenceLostError
+from gradstream.transport.carrier import Carrier, PayloadChannel, ReferenceLostError, SendHandle
 from gradstream.transport.intake import Intake
 from gradstream.transport.limits import LIMITS
-from gradstream.transport.silence import Bell, Silence
+from gradstream.transport.silence import Broadcast, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, payload_tensor
 
@@ -98,7 +98,7 @@ class StreamCore:
         *,
         called: bool,
         window: int,
-        depot: Callable[[], Depot | None] = _nothing_shared,
+        depot: Callable[[], PayloadChannel | None] = _nothing_shared,
         intake: Intake | None = None,
         takes_chunks: bool = True,
     ) -> None:
@@ -122,7 +122,7 @@ class StreamCore:
         self._send_over: Failure | None = None
         self._recv_over: Failure | None = None
         self._waiting_on: list[str] = []
-        self._readable, self._writable = Bell(), Bell()
+        self._readable, self._writable = Broadcast(), Broadcast()
         self._silence = Silence(runtime, self._readable, self._writable)
         self._on_release: list[Callable[[], object]] = []
         self.on_refuse: Callable[[], object] = _nothing_shared
@@ -178,7 +178,7 @@ class StreamCore:
         if posted is not None:
             await posted.back(PATIENCE_S)
 
-    def _post(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
+    def _post(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
         """Transmits a chunk, its payload through shared memory where there is any."""
         self._credit -= 1
         depot = None if payload is None else self._depot()
@@ -440,7 +440,7 @@ class StreamCore:
         if self._ended:
             raise ClosedError(self._text(f"{self._me} has ended its side", ""))
 
-    async def _until(self, bell: Bell, ready: Callable[[], bool], silence_s: float | None) -> None:
+    async def _until(self, bell: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> None:
         """Waits until `ready`; a peer that has been silent for too long ends the stream."""
         if not await self._silence.until(bell, ready, silence_s):
             self._expire(silence_s or 0.0)

@@ -8,20 +8,20 @@ from typing import Protocol
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.data.shares import Speed, begins_stretch, stretch_end
+from gradstream.data.shares import WorkerSpeed, begins_stretch, stretch_end
 
-__all__ = ["Balance", "ShareSource"]
+__all__ = ["ShareReporter", "ShareSource"]
 
 
 class ShareSource(Protocol):
     """Whoever decides the shares: the coordinator, through `Member`."""
 
-    async def shares(self, ref: BatchRef, stretch: Speed) -> Sequence[int]:
+    async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> Sequence[int]:
         """How many samples of a round each worker takes from `ref`'s round on."""
         ...
 
 
-class Balance:
+class ShareReporter:
     """Keeps a worker's plan at the shares that all workers go by.
 
     It knows nothing of strategies: minibatches pass it on their way out of the schedule, and the seconds
@@ -36,7 +36,7 @@ class Balance:
         self._plan = plan
         self._source = source
         self._steps = 0
-        self._stretch = Speed()
+        self._stretch = WorkerSpeed()
 
     def took(self, samples: int, seconds: float) -> None:
         """A gradient has been computed. The first one is left out: it pays for much that no other does."""
@@ -55,5 +55,5 @@ class Balance:
         sizes: Sequence[int] = self._plan.sizes(ref.epoch, ref.batch)
         if self._steps:
             sizes = await self._source.shares(ref, self._stretch)
-            self._stretch = Speed()
+            self._stretch = WorkerSpeed()
         self._plan.allot(ref.epoch, ref.batch, sizes, until=stretch_end(ref.batch))

@@ -16,14 +16,14 @@ from typing import Literal, TypeAlias
 
 from gradstream.wire import v1
 
-__all__ = ["Gate", "Pace"]
+__all__ = ["BatchGate", "Gate"]
 
 Gate: TypeAlias = Literal["go", "anew", "over"]
 """At the gate: begin the minibatch; or choose another one first, since this may be somebody else's by now;
 or the run ends here."""
 
 
-class Pace:
+class BatchGate:
     """The gate before each minibatch. No I/O: notices go in, reports come out.
 
     Args:

@@ -19,22 +19,22 @@ from typing import Protocol
 
 from gradstream.coordinator.client.member import Assigned
 from gradstream.data.base import BatchRef
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.telemetry.events import StepEvent
 
-__all__ = ["BatchHand", "BatchSource"]
+__all__ = ["BatchQueue", "BatchSource"]
 
 
 class BatchSource(Protocol):
     """Whoever hands out minibatches: the coordinator, through `Member`."""
 
-    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
         """See `Member.assign`."""
         ...
 
 
-class BatchHand:
+class BatchQueue:
     """What one worker was handed.
 
     Args:
@@ -51,7 +51,7 @@ class BatchHand:
         self._asked: asyncio.Task[Assigned] | None = None
         self._units = 1  # of the minibatch that is computed
         self._steps = 0
-        self._stretch = Speed()
+        self._stretch = WorkerSpeed()
 
     def took(self, step: StepEvent) -> None:
         """A minibatch is done. What is said of the first one is of it alone: see `BatchAssignment.took`."""
@@ -101,8 +101,8 @@ class BatchHand:
         asking = self._source.assign(False, in_hand, self._since())
         self._asked = awaited_later(self._runtime.spawn(asking, name=f"{self._runtime.node}-assign"))
 
-    def _since(self) -> Speed:
-        stretch, self._stretch = self._stretch, Speed()
+    def _since(self) -> WorkerSpeed:
+        stretch, self._stretch = self._stretch, WorkerSpeed()
         return stretch
 
     def _take(self, answer: Assigned, turn: int) -> Assigned:

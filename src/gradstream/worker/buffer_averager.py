@@ -14,10 +14,10 @@ from gradstream.model.fixed import extra_of, fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 
-__all__ = ["Siblings"]
+__all__ = ["BufferAverager"]
 
 
-class Siblings:
+class BufferAverager:
     """A worker's buffers beside those of the others.
 
     In rounds, who evaluates after step s asks for what the others had then. They have all computed

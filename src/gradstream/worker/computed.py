@@ -11,7 +11,7 @@ from gradstream.memory import Vector
 from gradstream.model.batch import Batch
 from gradstream.model.factors import KeptLayers
 from gradstream.model.rows import RowGradient
-from gradstream.runtime.base import Progress
+from gradstream.runtime.base import ComputeProgress
 from gradstream.worker.gradient import Result
 
 __all__ = ["ComputedGradient", "SampleBatch"]
@@ -50,7 +50,7 @@ class ComputedGradient:
     batch: SampleBatch
     refs: tuple[BatchRef, ...]
     lr: float
-    ready: Progress = field(default_factory=Progress)
+    ready: ComputeProgress = field(default_factory=ComputeProgress)
     task: asyncio.Task[Result] | None = None
     on_known: Callable[[], None] | None = None
     kept: KeptLayers | None = None
@@ -62,7 +62,7 @@ class ComputedGradient:
         return self.batch.num_samples
 
     async def done(self) -> None:
-        """See `strategies.verbs.Gradient`."""
+        """See `strategies.api.Gradient`."""
         if self.task is not None:
             await asyncio.shield(self.task)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.collectives.group import Group
-from gradstream.data.base import Dataset, Plan
+from gradstream.data.base import BatchPlan, Dataset
 from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
 from gradstream.recording import Log
@@ -18,7 +18,7 @@ from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
-from gradstream.worker.observer import Watch
+from gradstream.worker.observer import Observer
 from gradstream.worker.replica.loop import Loop
 from gradstream.worker.replica.updater import UpdateRule
 
@@ -68,7 +68,7 @@ class WorkerConfig:
         balanced: shares of a round follow the measured speed of the workers.
         form_group: where the strategy goes through a group: makes it.
         log: what this worker is told, and cannot know again, is noted there; None notes nothing.
-        watch: see `ReplicaParts`.
+        watch: see `ReplicaContext`.
         update_rule: what this worker updates its parameters by; None where the shards have the rule.
         shards_rule: what the shards update theirs by, which local steps follow; None where workers have it.
     """
@@ -78,7 +78,7 @@ class WorkerConfig:
     strategy: Strategy
     model: Model
     data: Dataset
-    plan: Plan | None
+    plan: BatchPlan | None
     lr: Rate
     clip: Clip
     evaluation: EvaluationPlan
@@ -98,7 +98,7 @@ class WorkerConfig:
     update_rule: UpdateRule | None = None
     shards_rule: UpdateRule | None = None
     log: Log | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: Observer = field(default_factory=Observer)
 
     @property
     def chunk_elems(self) -> int:

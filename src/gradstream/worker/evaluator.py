@@ -9,7 +9,7 @@ from gradstream.data.base import BatchRef
 from gradstream.model.buffers import with_buffers
 from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import EvaluatedEvent
-from gradstream.worker.buffer_averager import Siblings
+from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluation import Evaluation, check_outputs, evaluate
 from gradstream.worker.replica.base import Replica
@@ -39,7 +39,7 @@ class Evaluator:
         member: Member,
         config: WorkerConfig,
         schedule: Schedule,
-        siblings: Siblings,
+        siblings: BufferAverager,
         is_lowest: Callable[[], bool],
     ) -> None:
         self._runtime = runtime

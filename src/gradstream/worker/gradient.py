@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradstream.data.base import BatchRef, Feed, Plan
+from gradstream.data.base import BatchPlan, BatchRef, Feed
 from gradstream.data.joined import parts_of
 from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.model.base import Model
@@ -155,7 +155,7 @@ class Differentiator:
         self,
         model: Model,
         feed: Feed,
-        plan: Plan,
+        plan: BatchPlan,
         *,
         rank: int,
         seed: int,

@@ -16,17 +16,17 @@ from gradstream.strategies.api import Worker
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.worker.balance import Balance
-from gradstream.worker.batch_gate import Pace
-from gradstream.worker.batch_queue import BatchHand
+from gradstream.worker.balance import ShareReporter
+from gradstream.worker.batch_gate import BatchGate
+from gradstream.worker.batch_queue import BatchQueue
 from gradstream.worker.beginning import fill_parameters, restore_own
-from gradstream.worker.buffer_averager import Siblings
+from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluator import Evaluator
 from gradstream.worker.exchange.assembly import Assembly
-from gradstream.worker.exchange.base import Exchange, Surroundings
+from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.final_model import write_final_model
-from gradstream.worker.recorder import Notes
+from gradstream.worker.recorder import WorkerRecorder
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.loop import nothing
 from gradstream.worker.schedule import OpenSchedule, Schedule
@@ -45,23 +45,25 @@ class WorkerNode:
         self._member = member
         self._config = config
         self._exchange: Exchange | None = None  # once the run has begun
-        self._notes = Notes(member, config.log)
-        self._pace = Pace(runtime.node, member.report, member.stands, self._notes.stood, self._notes.turned)
+        self._notes = WorkerRecorder(member, config.log)
+        self._pace = BatchGate(
+            runtime.node, member.report, member.stands, self._notes.stood, self._notes.turned
+        )
         member.listen(self._pace.hear)
-        self._siblings = Siblings(
+        self._siblings = BufferAverager(
             runtime,
             endpoint,
             config.model,
             workers=lambda: names_of(member.notice.nodes, "worker"),
             silence_s=config.silence_s,
         )
-        self._balance: Balance | None = None
+        self._balance: ShareReporter | None = None
         if config.balanced and config.num_workers > 1 and config.strategy.cut == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
-            self._balance = Balance(config.plan, member)
-        self._hand: BatchHand | None = None
+            self._balance = ShareReporter(config.plan, member)
+        self._hand: BatchQueue | None = None
         if config.loop is None and config.strategy.cut != "rounds" and config.num_workers > 1:
-            self._hand = BatchHand(self._notes, runtime)
+            self._hand = BatchQueue(self._notes, runtime)
         self._schedule = self._make_schedule()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
         if isinstance(self._schedule, Schedule):
@@ -143,7 +145,7 @@ class WorkerNode:
 
     def _assembly(self) -> Assembly:
         config = self._config
-        around = Surroundings(
+        around = ExchangeContext(
             runtime=self._runtime,
             endpoint=self._endpoint,
             member=self._member,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from gradstream.data.base import BatchRef
 from gradstream.server.update import Update
 
-__all__ = ["Watch"]
+__all__ = ["Observer"]
 
 
-class Watch:
+class Observer:
     """Told of what a worker does, step by step. This one looks away."""
 
     def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from gradstream.coordinator.client.member import Assigned
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.recording import Handed, Log, Stood, Turned
 from gradstream.wire import v1
 from gradstream.worker.batch_queue import BatchSource
 
-__all__ = ["Notes"]
+__all__ = ["WorkerRecorder"]
 
 
-class Notes:
+class WorkerRecorder:
     """Asks for minibatches, and notes the answers; notes where it stood, and was let in.
 
     All are written at once: nothing is lost with a worker that is killed.
@@ -25,7 +25,7 @@ class Notes:
         self._source = source
         self._log = log
 
-    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
         """See `Member.assign`."""
         answer = await self._source.assign(wait, in_hand, stretch)
         if self._log is not None:
@@ -34,13 +34,13 @@ class Notes:
         return answer
 
     def stood(self, begun: int, ends: bool) -> None:
-        """See `Pace`."""
+        """See `BatchGate`."""
         if self._log is not None:
             self._log.add(Stood(begun, ends))
             self._log.flush()
 
     def turned(self, begun: int, turn: v1.Turn, phase: str) -> None:
-        """See `Pace`."""
+        """See `BatchGate`."""
         if self._log is not None:
             self._log.add(Turned(begun, turn.number, phase))
             self._log.flush()

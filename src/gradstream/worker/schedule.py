@@ -7,25 +7,25 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gradstream.data.base import BatchRef, Plan
+from gradstream.data.base import BatchPlan, BatchRef
 from gradstream.data.left_over import Block, Epoch
 from gradstream.optim.schedules import Position
-from gradstream.worker.balance import Balance
+from gradstream.worker.balance import ShareReporter
 from gradstream.worker.batch_gate import Gate
-from gradstream.worker.batch_queue import BatchHand
+from gradstream.worker.batch_queue import BatchQueue
 
-__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "Passage", "Schedule", "Supply"]
+__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "Schedule", "ScheduleHooks", "Supply"]
 
 UNKNOWN = -1
 """Samples of a minibatch that nobody has seen yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class ScheduleHooks:
     """What lies between a worker's minibatches.
 
     Args:
-        gate: passed before each: see `Pace.gate`.
+        gate: passed before each: see `BatchGate.gate`.
         turn: number of the turn by which the worker was let in, after "anew": what was handed to it before is
             not its any more.
         close: awaited before the end of the run is waited for: what this worker has computed must be in the
@@ -54,13 +54,13 @@ class Schedule:
         balance: passed by each minibatch, where shares are measured.
     """
 
-    plan: Plan
+    plan: BatchPlan
     rank: int
     epochs: int | None
     steps: int | None
-    hand: BatchHand | None
+    hand: BatchQueue | None
     num_steps: int | None = None
-    balance: Balance | None = None
+    balance: ShareReporter | None = None
 
     @property
     def num_batches(self) -> int:
@@ -99,7 +99,7 @@ class Schedule:
         line = max(range(self.plan.num_partitions), key=self._count)
         return self.plan.nth(line, self._count(line) - 1)
 
-    async def refs(self, passage: Passage) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, passage: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """The minibatches of this worker, in order.
 
         What was in hand when this worker was held back may be another's when it is let in: it is dropped.
@@ -118,9 +118,9 @@ class Schedule:
 
 
 class _Line:
-    """All minibatches of a worker's own line, in order. See `BatchHand`."""
+    """All minibatches of a worker's own line, in order. See `BatchQueue`."""
 
-    def __init__(self, schedule: Schedule, passage: Passage) -> None:
+    def __init__(self, schedule: Schedule, passage: ScheduleHooks) -> None:
         self._schedule = schedule
         self._skip = passage.skip
         self._next = 0
@@ -149,13 +149,13 @@ class EndingSource(Protocol):
         ...
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Hears of an epoch that a loop of the user's begins: see `LeftOver.begun`."""
+        """Hears of an epoch that a loop of the user's begins: see `Reassignment.begun`."""
         ...
 
     async def take_over(
         self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
     ) -> Block | None:
-        """Gives minibatches that lost workers have left: see `LeftOver.take`."""
+        """Gives minibatches that lost workers have left: see `Reassignment.take`."""
         ...
 
 
@@ -201,7 +201,7 @@ class OpenSchedule:
         """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
         return 0 if self._supply.ended else UNKNOWN
 
-    async def refs(self, passage: Passage) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, passage: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
         supply, endings = self._supply, self.endings
         for number in itertools.count():

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gradstream.collectives.shared_window import Commons
+from gradstream.collectives.shared_window import SharedWindow
 from gradstream.sparse.updates import num_locks
 
-__all__ = ["Board"]
+__all__ = ["SharedWords"]
 
 LINE = 8
 """Words of a cache line: each worker writes in its own, or it would go back and forth (false sharing)."""
@@ -16,7 +16,7 @@ LINE = 8
 READY, BEFORE, COUNTS = 0, 1, 2
 
 
-class Board:
+class SharedWords:
     """How far each worker is, whether there are parameters, and the locks. Words are written one at a time.
 
     Args:
@@ -31,7 +31,7 @@ class Board:
         self._own = (COUNTS + rank) * LINE
 
     @classmethod
-    async def of(cls, commons: Commons, rank: int, num_workers: int, elems: int) -> Board:
+    async def of(cls, commons: SharedWindow, rank: int, num_workers: int, elems: int) -> SharedWords:
         """The board of a run; all workers ask for it at the same time. Pages of locks come with their use."""
         words = await commons.common((COUNTS + num_workers) * LINE, torch.int64, "board")
         locks = await commons.common(num_locks(elems, num_workers), torch.int32, "locks")

@@ -23,11 +23,11 @@ def check(strategy: str, as_json: bool) -> None:
     Examples:
       gradstream check mine.py:Mine
     """
-    from gradstream.testing import BrokenLawsError, check_strategy
+    from gradstream.testing import BrokenPropertiesError, check_strategy
 
     try:
         report = check_strategy(strategy)
-    except BrokenLawsError as broken:
+    except BrokenPropertiesError as broken:
         report = broken.report
     if as_json:
         verdicts = [

@@ -13,7 +13,7 @@ import click
 from gradstream.cli.machines import token_of, token_options
 
 if TYPE_CHECKING:
-    from gradstream.run.remote.doctor import Finding
+    from gradstream.run.remote.doctor import DoctorResult
 
 __all__ = ["doctor"]
 
@@ -54,7 +54,7 @@ def doctor(
     from gradstream.run.remote.doctor import Visit, look_here, look_there
     from gradstream.untrusted.text import escaped
 
-    findings: Iterable[Finding] = look_here(folder.resolve())
+    findings: Iterable[DoctorResult] = look_here(folder.resolve())
     if address is not None:
         where = Address.parse(address, "ADDR:PORT")
         if not where.port:

@@ -11,7 +11,7 @@ import click
 from gradstream.cli.options import json_option
 
 if TYPE_CHECKING:
-    from gradstream.job.plugins import Offer
+    from gradstream.job.plugins import Plugin
 
 __all__ = ["plugins"]
 
@@ -44,7 +44,7 @@ def plugins(as_json: bool) -> None:
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def examined(offers: list[Offer]) -> list[tuple[Offer, str]]:
+def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
     """Each offer of one family with what is wrong with it; "" is nothing. The house's own are not loaded."""
     from gradstream.errors import ConfigError
     from gradstream.job.plugins import HOUSE, key_of
@@ -70,7 +70,7 @@ def examined(offers: list[Offer]) -> list[tuple[Offer, str]]:
     return rows
 
 
-def _record(offer: Offer, fault: str) -> dict[str, str | None]:
+def _record(offer: Plugin, fault: str) -> dict[str, str | None]:
     return {
         "kind": offer.kind,
         "name": offer.name,

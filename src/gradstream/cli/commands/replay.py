@@ -54,7 +54,7 @@ def replay(
       gradstream replay runs/20261120-120000-mine --worker 2 --step 120
       gradstream replay runs/20261120-120000-mine --find nan
     """
-    from gradstream.cli.replaying import Asked, show_replay
+    from gradstream.cli.replaying import ReplayQuery, show_replay
 
-    asked = Asked(until_update, worker, step, version, chunk, find)
+    asked = ReplayQuery(until_update, worker, step, version, chunk, find)
     show_replay(run, asked, watch=watch, anyway=anyway, as_json=as_json)

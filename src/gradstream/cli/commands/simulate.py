@@ -10,7 +10,7 @@ from gradstream.cli.options import JobCommand, job_options, load_job_with
 from gradstream.cli.running import run_and_show
 
 if TYPE_CHECKING:
-    from gradstream.runtime.simulation import World
+    from gradstream.runtime.simulation import SimulationConfig
 
 __all__ = ["simulate"]
 
@@ -47,13 +47,13 @@ def make_world(
     bandwidth: float | None = None,
     gradient_s: float | None = None,
     spread: float | None = None,
-) -> World:
-    """The default `World` with what was given on the command line; None is not given."""
+) -> SimulationConfig:
+    """The default `SimulationConfig` with what was given on the command line; None is not given."""
     import dataclasses
 
-    from gradstream.runtime.simulation import Cost, LogNormal, World
+    from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig
 
-    world = World(phantom=phantom)
+    world = SimulationConfig(phantom=phantom)
     network, costs = world.network, dict(world.costs)
     if latency is not None:
         link = dataclasses.replace(network.link, latency_s=latency)

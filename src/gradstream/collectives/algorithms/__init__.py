@@ -14,7 +14,7 @@ from gradstream.collectives.algorithms import (
     naive,
     ring,
 )
-from gradstream.collectives.schedule import Cost, MakeSchedule, Step
+from gradstream.collectives.schedule import MakeSchedule, ScheduleCost, Step
 
 __all__ = ["ALGORITHMS", "PARTS", "Algorithm", "Parts"]
 
@@ -29,7 +29,7 @@ class Algorithm:
     """
 
     schedule: MakeSchedule
-    cost: Callable[[int], Cost]
+    cost: Callable[[int], ScheduleCost]
 
 
 ALGORITHMS: Mapping[str, Algorithm] = {

@@ -12,7 +12,7 @@ Reference: Thakur, Rabenseifner, Gropp, "Optimization of collective communicatio
 
 from __future__ import annotations
 
-from gradstream.collectives.schedule import Cost, Recv, Send, Step
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step
 
 __all__ = ["allreduce", "broadcast", "broadcast_cost", "cost", "reduce"]
 
@@ -51,13 +51,13 @@ def broadcast(rank: int, size: int, elems: int, root: int = 0) -> list[Step]:
     return steps
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """2⌈lg p⌉α + 2⌈lg p⌉nβ + ⌈lg p⌉nγ; exact where p is a power of two, else at most."""
     levels = (size - 1).bit_length()
-    return Cost(2 * levels, 2 * levels, levels)
+    return ScheduleCost(2 * levels, 2 * levels, levels)
 
 
-def broadcast_cost(size: int) -> Cost:
+def broadcast_cost(size: int) -> ScheduleCost:
     """⌈lg p⌉α + ⌈lg p⌉nβ."""
     levels = (size - 1).bit_length()
-    return Cost(levels, levels)
+    return ScheduleCost(levels, levels)

@@ -12,7 +12,7 @@ Reference: Thakur, Rabenseifner, Gropp, 2005, section 4.5.
 from __future__ import annotations
 
 from gradstream.collectives.algorithms.folding import Fold
-from gradstream.collectives.schedule import Cost, Recv, Send, Step
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step
 
 __all__ = ["allreduce", "cost"]
 
@@ -30,7 +30,7 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     return [*steps, *fold.after]
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """(α + nβ + nγ)·lg p; (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ where p is no power of two.
 
     (It may be nβ more then: who has nothing to wait for sends its vector while its partner's card still
@@ -38,5 +38,5 @@ def cost(size: int) -> Cost:
     """
     levels = size.bit_length() - 1
     if size == 1 << levels:
-        return Cost(levels, levels, levels)
-    return Cost(levels + 2, levels + 2, levels + 1)
+        return ScheduleCost(levels, levels, levels)
+    return ScheduleCost(levels + 2, levels + 2, levels + 1)

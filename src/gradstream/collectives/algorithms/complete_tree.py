@@ -13,7 +13,7 @@ the vectors of both children one after the other, so a level costs two of them.
 
 from __future__ import annotations
 
-from gradstream.collectives.schedule import Cost, Recv, Send, Step
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step
 
 __all__ = ["allreduce", "cost"]
 
@@ -29,12 +29,12 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     return steps + [Send(child, 0, elems) for child in children]
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """2dα + 4dnβ + 2dnγ with d = ⌊lg p⌋ levels, where all are full (p = 2^k - 1); less where not.
 
     Two ranks are a level with one child: 2α + 2nβ + nγ.
     """
     if size == 2:
-        return Cost(2, 2, 1)
+        return ScheduleCost(2, 2, 1)
     depth = size.bit_length() - 1
-    return Cost(2 * depth, 4 * depth, 2 * depth, crowd=depth)
+    return ScheduleCost(2 * depth, 4 * depth, 2 * depth, crowd=depth)

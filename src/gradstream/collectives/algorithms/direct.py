@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
 __all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
 
@@ -45,7 +45,7 @@ def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
     return steps
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """2α + 2(p-1)/p·nβ + (p-1)/p·nγ: messages of one step go at the same time and share the card."""
     share = (size - 1) / size
-    return Cost(2, 2 * share, share, crowd=2 * (size - 2)) if size > 1 else Cost(0, 0)
+    return ScheduleCost(2, 2 * share, share, crowd=2 * (size - 2)) if size > 1 else ScheduleCost(0, 0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from gradstream.collectives.algorithms.folding import Fold
-from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
 __all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
 
@@ -71,7 +71,7 @@ def all_gather(place: int, cuts: Sequence[int], rank_of: Callable[[int], int] = 
     return steps
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """2·lg p·α + 2(p-1)/p·nβ + (p-1)/p·nγ.
 
     (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ where p is no power of two: then two more vectors
@@ -81,5 +81,5 @@ def cost(size: int) -> Cost:
     levels = size.bit_length() - 1
     share = (size - 1) / size
     if size == 1 << levels:
-        return Cost(2 * levels, 2 * share, share)
-    return Cost(2 * levels + 2, 2 * share + 2, 1 + share)
+        return ScheduleCost(2 * levels, 2 * share, share)
+    return ScheduleCost(2 * levels + 2, 2 * share + 2, 1 + share)

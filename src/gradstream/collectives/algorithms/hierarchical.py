@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradstream.collectives.algorithms import ring
-from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
 __all__ = ["allreduce", "costs"]
 
@@ -54,13 +54,13 @@ def _across(ranks: Sequence[int], rank: int, start: int, stop: int) -> list[Step
     ]
 
 
-def costs(hosts: int, ranks_each: int) -> tuple[Cost, Cost]:
+def costs(hosts: int, ranks_each: int) -> tuple[ScheduleCost, ScheduleCost]:
     """Inside hosts and between them, m hosts of g ranks: the sum of both is the time.
 
     2α + 2(g-1)/g·nβ + (g-1)/g·nγ inside, 2(m-1)α + 2(m-1)/(mg)·nβ + (m-1)/(mg)·nγ between.
     """
     inside, between = (ranks_each - 1) / ranks_each, (hosts - 1) / hosts / ranks_each
     return (
-        Cost(2 if ranks_each > 1 else 0, 2 * inside, inside),
-        Cost(2 * (hosts - 1), 2 * between, between),
+        ScheduleCost(2 if ranks_each > 1 else 0, 2 * inside, inside),
+        ScheduleCost(2 * (hosts - 1), 2 * between, between),
     )

@@ -10,7 +10,7 @@ let out as many: time grows with the number of ranks.
 
 from __future__ import annotations
 
-from gradstream.collectives.schedule import Cost, Recv, Send, Step
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step
 
 __all__ = ["allreduce", "cost"]
 
@@ -23,6 +23,6 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     return [*(Recv(peer, 0, elems, add=True) for peer in others), *(Send(peer, 0, elems) for peer in others)]
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """2α + 2(p-1)nβ + (p-1)nγ: messages of one direction go at the same time and share the card."""
-    return Cost(2, 2 * (size - 1), size - 1, crowd=size - 2) if size > 1 else Cost(0, 0)
+    return ScheduleCost(2, 2 * (size - 1), size - 1, crowd=size - 2) if size > 1 else ScheduleCost(0, 0)

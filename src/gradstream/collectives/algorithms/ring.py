@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradstream.collectives.schedule import Cost, Recv, Send, Step, cuts_of
+from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
 __all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
 
@@ -51,7 +51,7 @@ def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
     return steps
 
 
-def cost(size: int) -> Cost:
+def cost(size: int) -> ScheduleCost:
     """2(p-1)α + 2(p-1)/p·nβ + (p-1)/p·nγ."""
     share = (size - 1) / size
-    return Cost(2 * (size - 1), 2 * share, share)
+    return ScheduleCost(2 * (size - 1), 2 * share, share)

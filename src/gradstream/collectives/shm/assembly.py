@@ -17,7 +17,7 @@ from gradstream.collectives.shm.control_block import (
     CORE,
     SLOT_BYTES,
     SLOTS_AT,
-    Operation,
+    OperationCode,
 )
 
 __all__ = [
@@ -385,7 +385,7 @@ def _code_for(name: str, type_: str, itemsize_bytes: int, dtype: int) -> str:
         name=name,
         align=itemsize_bytes,
         dtype=dtype,
-        operation=int(Operation.ALLREDUCE),
+        operation=int(OperationCode.ALLREDUCE),
         **_NUMBERS,
     )
     declared = "\n".join(

@@ -34,14 +34,22 @@ from gradstream.collectives.shm.assembly import (
     RING,
     SPREAD,
 )
-from gradstream.collectives.shm.control_block import ARRIVED, ASLEEP, BEATS, CORE, TROUBLE, Board, fence
+from gradstream.collectives.shm.control_block import (
+    ARRIVED,
+    ASLEEP,
+    BEATS,
+    CORE,
+    TROUBLE,
+    ControlBlock,
+    fence,
+)
 from gradstream.collectives.shm.native import State, native
 from gradstream.collectives.shm.rendezvous import MESSAGE_BYTES
 from gradstream.collectives.shm.steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.socket.unix import recv_descriptors
 
-__all__ = ["Barrier", "Peer", "Trouble"]
+__all__ = ["HostBarrier", "Peer", "PeerFailure"]
 
 WITH_CORES = 1 << 20, 20_000
 """How often a rank looks at most whether others have come, and for how many ns, before it goes to sleep."""
@@ -61,7 +69,7 @@ _STALL_S = 0.25  # later than it wanted to be: this process stood still
 _RETRY_MS = 5.0  # a letter for which there was no room
 
 
-class Trouble(enum.IntEnum):
+class PeerFailure(enum.IntEnum):
     """Why a group is broken."""
 
     LOST = 1
@@ -79,7 +87,7 @@ class Peer:
         board: its own.
     """
 
-    def __init__(self, rank: int, name: str, connection: socket.socket, board: Board) -> None:
+    def __init__(self, rank: int, name: str, connection: socket.socket, board: ControlBlock) -> None:
         connection.setblocking(False)
         self.rank = rank
         self.name = name
@@ -131,7 +139,7 @@ def _unexpected(letter: bytes, descriptors: list[int]) -> None:
     raise InternalError(f"a letter that nobody opens: {letter!r}")
 
 
-class Barrier:
+class HostBarrier:
     """Where all ranks wait for each other.
 
     Args:
@@ -147,7 +155,7 @@ class Barrier:
         self,
         rank: int,
         names: Sequence[str],
-        board: Board,
+        board: ControlBlock,
         peers: Sequence[Peer],
         deadline_s: float,
         stop: int,
@@ -246,7 +254,7 @@ class Barrier:
             os.sched_setaffinity(0, [best])
             os.sched_setaffinity(0, cores)
 
-    def give_up(self, trouble: Trouble, culprit: int) -> None:
+    def give_up(self, trouble: PeerFailure, culprit: int) -> None:
         """Says on the board why the group is broken, and wakes all; the first reason stands."""
         if not self._words[TROUBLE]:
             self._words[TROUBLE] = trouble + 8 * culprit
@@ -313,7 +321,7 @@ class Barrier:
             self._raise_silence(doing, [rank for rank in awaited if awaited[rank] + self._deadline_s <= now])
         for fd, _ in self._poll.poll(1e3 * min(left_s, _NAP_S) + 1):
             if fd == self._stop:
-                self.give_up(Trouble.LEFT, self._rank)
+                self.give_up(PeerFailure.LEFT, self._rank)
                 raise ClosedError(f"{self._names[self._rank]}: its group was closed while it waited {doing}")
             peer = self._by_fd[fd]
             peer.hear()
@@ -330,30 +338,30 @@ class Barrier:
         """Raises what others have found out, or that an awaited rank is gone."""
         for peer in self._peers:
             if trouble := peer.words[TROUBLE]:
-                kind, culprit = Trouble(trouble % 8), trouble // 8
+                kind, culprit = PeerFailure(trouble % 8), trouble // 8
                 if culprit == self._rank:  # they take this one for dead or silent, and have gone on
                     culprit = peer.rank
-                    kind = Trouble.LEFT
+                    kind = PeerFailure.LEFT
                 raise self.failure(kind, culprit, doing)
         for peer in awaited:
             if peer.gone:
-                raise self.failure(Trouble.LOST, peer.rank, doing)
+                raise self.failure(PeerFailure.LOST, peer.rank, doing)
 
     def _raise_silence(self, doing: object, ranks: Sequence[int]) -> None:
-        raise self.failure(Trouble.SILENT, ranks[0], doing, ranks)
+        raise self.failure(PeerFailure.SILENT, ranks[0], doing, ranks)
 
     def failure(
-        self, trouble: Trouble, culprit: int, doing: object, ranks: Sequence[int] = ()
+        self, trouble: PeerFailure, culprit: int, doing: object, ranks: Sequence[int] = ()
     ) -> GradstreamError:
         """Breaks the group; the error to raise."""
         self.give_up(trouble, culprit)
         name, me = self._names[culprit], self._names[self._rank]
         where = f"(rank {culprit} of {len(self._names)}) while {me} waited {doing}"
         remedy = "the group is broken; nothing of this operation may be used"
-        if trouble is Trouble.SILENT:
+        if trouble is PeerFailure.SILENT:
             others = f"; silent: {', '.join(self._names[rank] for rank in ranks)}" if len(ranks) > 1 else ""
             return DeadlineError(
                 name, f"gave no sign of life for {self._deadline_s:g} s {where}{others}; {remedy}"
             )
-        what = "left the group" if trouble is Trouble.LEFT else "its process ended"
+        what = "left the group" if trouble is PeerFailure.LEFT else "its process ended"
         return PeerLostError(name, f"{what} {where}; {remedy}")

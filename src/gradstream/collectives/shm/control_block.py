@@ -29,9 +29,9 @@ __all__ = [
     "SLOTS_AT",
     "SLOT_BYTES",
     "TROUBLE",
-    "Board",
     "Call",
-    "Operation",
+    "ControlBlock",
+    "OperationCode",
     "available",
     "fence",
 ]
@@ -66,7 +66,7 @@ def available() -> bool:
     return supported() and platform.machine() in ("x86_64", "AMD64")
 
 
-class Operation(enum.IntEnum):
+class OperationCode(enum.IntEnum):
     """What ranks do together. In common memory there is nothing to copy, only to wait for."""
 
     BARRIER = 0
@@ -99,11 +99,11 @@ class Call(NamedTuple):
         return self[:4]
 
     def __str__(self) -> str:
-        name = Operation(self.operation).name.lower()
+        name = OperationCode(self.operation).name.lower()
         return f"in {name} of {self.elems} elements of {str(DTYPES[self.dtype]).removeprefix('torch.')}"
 
 
-class Board:
+class ControlBlock:
     """One rank's page: written by that rank, read by all.
 
     There are two places for a call and two for a small vector, used by turns: a rank gets to its next call

@@ -27,18 +27,18 @@ import torch
 
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.shm.assembly import DONE, NOT_DONE, TURN
-from gradstream.collectives.shm.barrier import Barrier, Peer, Trouble
+from gradstream.collectives.shm.barrier import HostBarrier, Peer, PeerFailure
 from gradstream.collectives.shm.control_block import (
     BEATS,
     BOARD_BYTES,
     SLOT_BYTES,
-    Board,
     Call,
-    Operation,
+    ControlBlock,
+    OperationCode,
     available,
 )
 from gradstream.collectives.shm.native import State, native
-from gradstream.collectives.shm.rendezvous import Party, meet
+from gradstream.collectives.shm.rendezvous import RendezvousMembers, meet
 from gradstream.collectives.shm.steps import Steps, finish
 from gradstream.collectives.shm.vectors import Vectors, number_of
 from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, WeightedSum
@@ -72,7 +72,7 @@ class SharedCore:
         ConfigError: this system cannot do it.
     """
 
-    def __init__(self, party: Party, *, deadline_s: float) -> None:
+    def __init__(self, party: RendezvousMembers, *, deadline_s: float) -> None:
         if not available():
             raise ConfigError(
                 "collectives in shared memory need Linux on x86-64: use the algorithm 'auto', or one by name"
@@ -83,13 +83,13 @@ class SharedCore:
         self._party = party
         self._deadline_s = deadline_s
         self._segment = Segment.create(BOARD_BYTES, f"gradstream {party.me} board")
-        self._board = Board(self._segment)
+        self._board = ControlBlock(self._segment)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._lock = Lock()
         self._guard = _Guard(self)
         self._peers: dict[int, Peer] = {}
-        self._boards: list[Board] = []
-        self._barrier: Barrier
+        self._boards: list[ControlBlock] = []
+        self._barrier: HostBarrier
         self._state: State
         self._small: dict[torch.dtype, Callable[[int, int, int, float], int]] = {}
         self._vectors: Vectors
@@ -113,14 +113,16 @@ class SharedCore:
         with self._lock:
             met = meet(self._party, self._segment, self._deadline_s, self._stop)
             for rank, (connection, segment) in sorted(met.items()):
-                self._peers[rank] = Peer(rank, self.names[rank], connection, Board(segment))
+                self._peers[rank] = Peer(rank, self.names[rank], connection, ControlBlock(segment))
                 segment.close()
             self._segment.close()
             self._boards = [
                 self._board if rank == self.rank else self._peers[rank].board for rank in range(self.size)
             ]
             peers = list(self._peers.values())
-            self._barrier = Barrier(self.rank, self.names, self._board, peers, self._deadline_s, self._stop)
+            self._barrier = HostBarrier(
+                self.rank, self.names, self._board, peers, self._deadline_s, self._stop
+            )
             self._state = self._barrier.state
             code = native()
             self._small = {} if code is None else code.small
@@ -138,7 +140,7 @@ class SharedCore:
         os.eventfd_write(self._stop, 1)
         with self._lock:
             if self._boards:
-                self._barrier.give_up(Trouble.LEFT, self.rank)
+                self._barrier.give_up(PeerFailure.LEFT, self.rank)
             self._failure = ClosedError(f"{self._party.me}: its group has been closed")
             self._let_go()
 
@@ -206,7 +208,7 @@ class SharedCore:
     def barrier(self) -> Steps[None]:
         """Done once all ranks have called it. Raises as `allreduce`."""
         with self._guard:
-            yield from self._come(Call(Operation.BARRIER, 0, 0))
+            yield from self._come(Call(OperationCode.BARRIER, 0, 0))
 
     def allreduce(self, span: Span, *, weight: float = 1.0) -> Steps[Span]:
         """Σ_r weight_r · span_r over all ranks, in their order; the same bits at each.
@@ -294,7 +296,7 @@ class SharedCore:
             return span
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         place = self._vectors.place(span, 0, elems)
-        calls = yield from self._come(Call(Operation.ALLREDUCE, number, elems, 0, *place, weight))
+        calls = yield from self._come(Call(OperationCode.ALLREDUCE, number, elems, 0, *place, weight))
         add, result = self._prepared(calls, span)
         add([call.weight for call in calls])
         yield from self._barrier.wait(calls[0], soon=True)
@@ -310,7 +312,9 @@ class SharedCore:
             return
         slots = self._slots(self._state.words[TURN], elems, mine.dtype)
         slots[self.rank].copy_(mine)
-        calls = yield from self._come(Call(Operation.ALLREDUCE, number_of(mine.dtype), elems, weight=weight))
+        calls = yield from self._come(
+            Call(OperationCode.ALLREDUCE, number_of(mine.dtype), elems, weight=weight)
+        )
         WeightedSum(slots, mine, self._room(mine.dtype))([call.weight for call in calls])
 
     def _finish_small(self, span: Span, status: int) -> Steps[None]:
@@ -330,12 +334,12 @@ class SharedCore:
         if self._is_small(span):
             slots = self._slots(self._state.words[TURN], elems, dtype)
             slots[self.rank].copy_(_tensor(span))
-            calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, weight=weight))
+            calls = yield from self._come(Call(OperationCode.REDUCE_SCATTER, number, elems, weight=weight))
             add = WeightedSum([slot[start:stop] for slot in slots], own.tensor, self._room(dtype))
             add([call.weight for call in calls])
             return own
         place = self._vectors.place(span, 0, elems)
-        calls = yield from self._come(Call(Operation.REDUCE_SCATTER, number, elems, 0, *place, weight))
+        calls = yield from self._come(Call(OperationCode.REDUCE_SCATTER, number, elems, 0, *place, weight))
         add, _ = self._prepared(calls, span, own)
         add([call.weight for call in calls])
         yield from self._barrier.wait(calls[0], soon=True)  # others have read this rank's part
@@ -344,7 +348,7 @@ class SharedCore:
     def _all_gather(self, span: Span) -> Steps[None]:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         if self._vectors.is_common(span.vector):
-            yield from self._come(Call(Operation.ALL_GATHER_COMMON, number, elems, span.start))
+            yield from self._come(Call(OperationCode.ALL_GATHER_COMMON, number, elems, span.start))
             return
         mine = _tensor(span)
         start, stop = slice_of(elems, self.rank, self.size)
@@ -352,10 +356,10 @@ class SharedCore:
         if small:
             slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             slots[self.rank][start:stop].copy_(mine[start:stop])
-            yield from self._come(Call(Operation.ALL_GATHER, number, elems))
+            yield from self._come(Call(OperationCode.ALL_GATHER, number, elems))
         else:
             place = self._vectors.place(span, start, stop)
-            calls = yield from self._come(Call(Operation.ALL_GATHER, number, elems, 0, *place))
+            calls = yield from self._come(Call(OperationCode.ALL_GATHER, number, elems, 0, *place))
             slots = [self._vectors.elements(call) for call in calls]
         for rank in self._peers:
             start, stop = slice_of(elems, rank, self.size)
@@ -366,7 +370,7 @@ class SharedCore:
     def _broadcast(self, span: Span, root: int) -> Steps[None]:
         elems, number = len(span), number_of(span.vector.tensor.dtype)
         if self._vectors.is_common(span.vector):
-            yield from self._come(Call(Operation.BROADCAST_COMMON, number, elems, root, start=span.start))
+            yield from self._come(Call(OperationCode.BROADCAST_COMMON, number, elems, root, start=span.start))
             return
         mine = _tensor(span)
         small = self._is_small(span)
@@ -374,11 +378,11 @@ class SharedCore:
             slots = self._slots(self._state.words[TURN], elems, span.vector.tensor.dtype)
             if self.rank == root:
                 slots[root].copy_(mine)
-            yield from self._come(Call(Operation.BROADCAST, number, elems, root))
+            yield from self._come(Call(OperationCode.BROADCAST, number, elems, root))
             source = slots[root]
         else:
             place = self._vectors.place(span, 0, elems) if self.rank == root else (-1, -1, 0)
-            calls = yield from self._come(Call(Operation.BROADCAST, number, elems, root, *place))
+            calls = yield from self._come(Call(OperationCode.BROADCAST, number, elems, root, *place))
             source = self._vectors.elements(calls[root])
         if self.rank != root:
             mine.copy_(source)
@@ -461,7 +465,7 @@ class SharedCore:
         self._quick.clear()
         self._sums.clear()
         if self._failure is None:
-            self._barrier.give_up(Trouble.LEFT, self.rank)  # unless another reason stands already
+            self._barrier.give_up(PeerFailure.LEFT, self.rank)  # unless another reason stands already
             self._failure = (
                 error
                 if isinstance(error, GradstreamError)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradstream.collectives.shm.core import SharedCore
-from gradstream.collectives.shm.rendezvous import Party
+from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.steps import Steps, finish
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Timer
@@ -59,7 +59,7 @@ class SharedGroup:
         self._held_ns = 0
 
     @classmethod
-    async def join(cls, runtime: Runtime, party: Party, *, deadline_s: float) -> SharedGroup:
+    async def join(cls, runtime: Runtime, party: RendezvousMembers, *, deadline_s: float) -> SharedGroup:
         """Meets the other ranks; returns once all are there.
 
         Args:

@@ -2,7 +2,7 @@
 
 What it gains over Python and torch: an allreduce of a small vector takes two microseconds, of which Python's
 were most; and the sum of a large one is stored past the cache, so that memory is not read only to be
-overwritten. Everything works without it, with the same bits: it does what `Barrier`, `SharedCore` and
+overwritten. Everything works without it, with the same bits: it does what `HostBarrier`, `SharedCore` and
 `plain_sum` do.
 
 It is written down in LLVM's language, since that is compiled within a fraction of a second, by a library and

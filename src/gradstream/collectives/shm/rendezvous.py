@@ -27,7 +27,7 @@ from gradstream.transport.socket.unix import (
     send_descriptors,
 )
 
-__all__ = ["MESSAGE_BYTES", "Party", "meet"]
+__all__ = ["MESSAGE_BYTES", "RendezvousMembers", "meet"]
 
 MESSAGE_BYTES = 1 << 16
 _PROTOCOL = 1
@@ -35,7 +35,7 @@ _RETRY_MS = 5.0  # a rank that does not listen yet
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class RendezvousMembers:
     """Who is to meet.
 
     Args:
@@ -63,7 +63,7 @@ class Party:
 
 
 def meet(
-    party: Party, board: Segment, deadline_s: float, stop: int
+    party: RendezvousMembers, board: Segment, deadline_s: float, stop: int
 ) -> dict[int, tuple[socket.socket, Segment]]:
     """Connects this rank to all others: the socket and the board of each, by rank.
 
@@ -78,7 +78,7 @@ def meet(
         ConfigError: a rank means other ranks than this one, or the name is taken.
         ClosedError: it was stopped. After any error all sockets and boards are closed.
     """
-    meeting = _Meeting(party, board, deadline_s, stop)
+    meeting = _HostRendezvous(party, board, deadline_s, stop)
     try:
         for rank in range(party.rank):
             meeting.visit(rank)
@@ -91,8 +91,8 @@ def meet(
     return meeting.met
 
 
-class _Meeting:
-    def __init__(self, party: Party, board: Segment, deadline_s: float, stop: int) -> None:
+class _HostRendezvous:
+    def __init__(self, party: RendezvousMembers, board: Segment, deadline_s: float, stop: int) -> None:
         self.met: dict[int, tuple[socket.socket, Segment]] = {}
         self._party = party
         self._board = board

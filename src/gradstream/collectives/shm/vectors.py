@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gradstream.collectives.shm.barrier import Barrier, Peer
+from gradstream.collectives.shm.barrier import HostBarrier, Peer
 from gradstream.collectives.shm.control_block import DTYPES, Call
 from gradstream.errors import ConfigError
 from gradstream.memory import ALIGNMENT_BYTES, Span, Vector
@@ -51,7 +51,7 @@ class Vectors:
         barrier: to wait for a letter at.
     """
 
-    def __init__(self, rank: int, names: Sequence[str], peers: dict[int, Peer], barrier: Barrier) -> None:
+    def __init__(self, rank: int, names: Sequence[str], peers: dict[int, Peer], barrier: HostBarrier) -> None:
         self._rank = rank
         self._names = names
         self._peers = peers

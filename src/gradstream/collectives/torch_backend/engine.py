@@ -24,7 +24,17 @@ import torch
 from gradstream.collectives.group import slice_of
 from gradstream.errors import ConfigError
 
-__all__ = ["WAIT_S", "Backend", "Done", "Engine", "Hold", "Store", "Verb", "choose_backend", "make_engine"]
+__all__ = [
+    "WAIT_S",
+    "Backend",
+    "Done",
+    "Engine",
+    "Hold",
+    "TorchStore",
+    "Verb",
+    "choose_backend",
+    "make_engine",
+]
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Verb = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
@@ -67,7 +77,7 @@ def choose_backend(device: torch.device | None, wanted: str = "auto") -> Backend
     return wanted  # type: ignore[return-value]  # one of the three, see above
 
 
-class Store:
+class TorchStore:
     """torch's key-value store, by which ranks find each other; rank 0 holds it, at a free port.
 
     Args:
@@ -271,7 +281,7 @@ class CudaEngine(Engine):
 
 def make_engine(
     backend: Backend,
-    store: Store,
+    store: TorchStore,
     rank: int,
     size: int,
     *,

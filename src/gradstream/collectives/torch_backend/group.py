@@ -1,7 +1,7 @@
 """`TorchGroup`: ranks that combine their vectors by `torch.distributed`.
 
 torch moves the bytes (gloo in main memory, NCCL between GPUs, MPI where torch was built with it). Who is
-in the group, where its ranks find each other and who was lost is the `Mesh`'s affair, since torch tells
+in the group, where its ranks find each other and who was lost is the `Communicator`'s affair, since torch tells
 that something broke, and not who. Each group has a store and connections of its own and is made for one
 membership epoch: after a loss another one is made, and none is mended.
 
@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradstream.collectives.communicator import Mesh
+from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.group import slice_of
 from gradstream.collectives.torch_backend.engine import (
     Backend,
     Done,
     Engine,
     Hold,
-    Store,
+    TorchStore,
     Verb,
     choose_backend,
     make_engine,
@@ -34,7 +34,7 @@ from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Endpoint
-from gradstream.transport.offers import Offer
+from gradstream.transport.offers import CarrierOffer
 
 __all__ = ["TorchGroup"]
 
@@ -61,7 +61,7 @@ class TorchGroup:
 
     shares_memory = False
 
-    def __init__(self, mesh: Mesh, engine: Engine, backend: Backend, hosts: int) -> None:
+    def __init__(self, mesh: Communicator, engine: Engine, backend: Backend, hosts: int) -> None:
         self.rank, self.size = mesh.rank, mesh.size
         self.names: Sequence[str] = mesh.names
         self.backend = backend
@@ -111,15 +111,15 @@ class TorchGroup:
         """
         host = _host_for(runtime, endpoint)
         chosen = choose_backend(device, backend)
-        mesh = Mesh(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        mesh = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
         await mesh.meet()
         try:
-            store = Store(None, host, silence_s) if rank == 0 else None
+            store = TorchStore(None, host, silence_s) if rank == 0 else None
             word = f"{host} {store.address if store is not None else ''}"
             told = [other.decode().split(" ") for other in await mesh.swap(word.encode())]
 
             def make() -> Engine:
-                at = store or Store(told[0][1], host, silence_s)
+                at = store or TorchStore(told[0][1], host, silence_s)
                 return make_engine(
                     chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
                 )
@@ -272,7 +272,7 @@ def _on_loop(lent: _Lent, over: asyncio.Future[None]) -> Done:
     return done
 
 
-async def _made(mesh: Mesh, make: Callable[[], Engine]) -> Engine:
+async def _made(mesh: Communicator, make: Callable[[], Engine]) -> Engine:
     """Makes the engine. A rank that is lost meanwhile is what the mesh will say."""
     try:
         return await mesh.runtime.beside(make, work=Work("form"))
@@ -289,7 +289,7 @@ def _host_for(runtime: Runtime, endpoint: Endpoint) -> str:
     """The interface that torch is to use: that of the endpoint."""
     if not isinstance(runtime, RealRuntime):
         raise ConfigError("torch.distributed knows no virtual time: simulate with another exchange")
-    host, _ = host_and_port(next(iter(Offer.parse(endpoint.address).addresses.values())))
+    host, _ = host_and_port(next(iter(CarrierOffer.parse(endpoint.address).addresses.values())))
     if endpoint.protected and not is_loopback(host):
         raise ConfigError(
             f"torch.distributed would listen on {host}, and its connections are neither encrypted nor "

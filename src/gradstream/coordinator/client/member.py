@@ -17,11 +17,11 @@ from gradstream.coordinator.event_gate import in_beats
 from gradstream.coordinator.receipts import receipt_of, ref_of
 from gradstream.data.base import BatchRef
 from gradstream.data.left_over import Block, Epoch
-from gradstream.data.shares import Speed
+from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.bell import Bell
 from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.wakeup import Wakeup
 from gradstream.telemetry.events import CarriersEvent, Event, encode
 from gradstream.transport.base import Endpoint, Priority
 from gradstream.transport.stream import EXPIRED
@@ -102,7 +102,7 @@ class Member:
         self._training_ns: int | None = None
         self._events: list[bytes] = []
         self._beat = v1.Beat()
-        self._urgent = Bell()
+        self._urgent = Wakeup()
         self._error: GradstreamError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._presence: Presence | None = None
@@ -211,7 +211,7 @@ class Member:
         self._beat.receipts.extend(receipt_of(ref) for ref in refs)
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """This worker's own loop begins an epoch of a loader: see `LeftOver.begun`."""
+        """This worker's own loop begins an epoch of a loader: see `Reassignment.begun`."""
         self._beat.begun.append(v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear))
 
     def report(self, report: v1.CutReport) -> None:
@@ -270,7 +270,7 @@ class Member:
                 pass
             return True
 
-    async def assign(self, wait: bool, in_hand: int, stretch: Speed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
         """Asks for minibatches to go through.
 
         Args:
@@ -336,7 +336,7 @@ class Member:
     async def take_over(
         self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
     ) -> Block | None:
-        """Asks for minibatches that lost workers have left: see `LeftOver.take`.
+        """Asks for minibatches that lost workers have left: see `Reassignment.take`.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
@@ -357,7 +357,7 @@ class Member:
         block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
         return block if answer.count else None
 
-    async def shares(self, ref: BatchRef, stretch: Speed) -> list[int]:
+    async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> list[int]:
         """How many samples of a round each worker takes from `ref`'s round on. Waits for all of them to ask.
 
         Args:

@@ -13,8 +13,8 @@ from collections import deque
 
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.bell import Bell
 from gradstream.runtime.deadlines import Deadlines
+from gradstream.runtime.wakeup import Wakeup
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 
@@ -46,7 +46,7 @@ class Presence:
         self._answer: v1.Notice | None = None  # of a resumption, not heard yet
         self._attempt = 0
         self._resuming = False
-        self._resumed = Bell()  # rings when an attempt is over
+        self._resumed = Wakeup()  # rings when an attempt is over
 
     @property
     def heard_ns(self) -> int:

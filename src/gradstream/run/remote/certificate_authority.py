@@ -20,7 +20,7 @@ from gradstream.errors import RefusedError
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.security import Tls
 
-__all__ = ["ENROLMENT", "Authority", "Key", "fingerprint_of"]
+__all__ = ["ENROLMENT", "CertificateAuthority", "Key", "fingerprint_of"]
 
 ENROLMENT = "launcher"
 """The name in the authority's own certificate."""
@@ -54,7 +54,7 @@ class Key:
         return request.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-class Authority:
+class CertificateAuthority:
     """Signs the certificates of one run.
 
     Attributes:

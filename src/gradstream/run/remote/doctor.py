@@ -21,7 +21,7 @@ from gradstream.errors import GradstreamError
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import ENROLMENT
 from gradstream.run.remote.join_service import JOB
-from gradstream.run.remote.measure import Speed, machine_facts, measure
+from gradstream.run.remote.measure import LinkSpeed, machine_facts, measure
 from gradstream.run.remote.reach import check_fingerprint, connect, resolve, shake_hands
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.resources import free_memory_bytes
@@ -30,7 +30,7 @@ from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.security import Tls
 from gradstream.wire import v1
 
-__all__ = ["Finding", "Visit", "clock_finding", "look_here", "look_there", "version_findings"]
+__all__ = ["DoctorResult", "Visit", "clock_finding", "look_here", "look_there", "version_findings"]
 
 State = Literal["ok", "warning", "failed"]
 
@@ -50,7 +50,7 @@ MEASURE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorResult:
     """One thing that was looked at.
 
     Args:
@@ -83,26 +83,28 @@ class Visit:
 # ---- this machine -----------------------------------------------------------------------
 
 
-def look_here(folder: Path) -> Iterator[Finding]:
+def look_here(folder: Path) -> Iterator[DoctorResult]:
     """This machine alone: versions, processor, memory, disk, limits, addresses.
 
     Args:
         folder: where runs would be kept.
     """
     facts = machine_facts()
-    yield Finding("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
+    yield DoctorResult("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
     free = facts.pop("free memory")
-    yield Finding("versions", ", ".join(f"{name} {version}" for name, version in facts.items()))
+    yield DoctorResult("versions", ", ".join(f"{name} {version}" for name, version in facts.items()))
     yield _enough("memory", free_memory_bytes() or 0, MIN_MEMORY_BYTES, f"{free} free")
     yield from _look_at_disk(folder)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
     hint = f"; expected at least {MIN_FILES}: ulimit -n 1024" if few else ""
-    yield Finding("open files", f"at most {soft} a process{hint}", "failed" if few else "ok")
-    yield Finding("addresses", ", ".join(_addresses()) or "only loopback: no other machine reaches this one")
+    yield DoctorResult("open files", f"at most {soft} a process{hint}", "failed" if few else "ok")
+    yield DoctorResult(
+        "addresses", ", ".join(_addresses()) or "only loopback: no other machine reaches this one"
+    )
 
 
-def _look_at_disk(folder: Path) -> Iterator[Finding]:
+def _look_at_disk(folder: Path) -> Iterator[DoctorResult]:
     """Free space, and how fast a file is written and is safely there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,15 +116,15 @@ def _look_at_disk(folder: Path) -> Iterator[Finding]:
             file.flush()
             os.fsync(file.fileno())
             speed = _mb_s(PROBE_BYTES / (time.monotonic() - begun))
-            yield Finding("disk speed", f"{speed} written and synced")
+            yield DoctorResult("disk speed", f"{speed} written and synced")
     except OSError as error:
-        yield Finding("disk", f"cannot write at {folder}: {error.strerror}", "failed")
+        yield DoctorResult("disk", f"cannot write at {folder}: {error.strerror}", "failed")
 
 
-def _enough(what: str, free: int, least: int, text: str) -> Finding:
+def _enough(what: str, free: int, least: int, text: str) -> DoctorResult:
     if free >= least:
-        return Finding(what, text)
-    return Finding(what, f"{text}: a node of a small model takes about {least / 1e9:.0f} GB", "warning")
+        return DoctorResult(what, text)
+    return DoctorResult(what, f"{text}: a node of a small model takes about {least / 1e9:.0f} GB", "warning")
 
 
 def _addresses() -> list[str]:
@@ -141,7 +143,7 @@ def _addresses() -> list[str]:
 # ---- the way to a launcher --------------------------------------------------------------
 
 
-def look_there(visit: Visit) -> Iterator[Finding]:
+def look_there(visit: Visit) -> Iterator[DoctorResult]:
     """The way to a launcher, step by step, as far as it goes. What it stops at says what to try."""
     address, shown = visit.address, []
 
@@ -166,38 +168,38 @@ def look_there(visit: Visit) -> Iterator[Finding]:
         try:
             text = step()
         except GradstreamError as error:
-            yield Finding(what, str(error), "failed")
+            yield DoctorResult(what, str(error), "failed")
             return
         odd = text.startswith("none") or "not checked" in text
-        yield Finding(what, text, "warning" if odd else "ok")
+        yield DoctorResult(what, text, "warning" if odd else "ok")
     if visit.token is None:
         text = "not looked at: a launcher tells nothing to whoever does not know its token; give --token"
-        yield Finding("gRPC", text, "warning")
+        yield DoctorResult("gRPC", text, "warning")
         return
     yield from asyncio.run(_talk(visit, shown[0]))
 
 
-async def _talk(visit: Visit, certificate: bytes | None) -> list[Finding]:
+async def _talk(visit: Visit, certificate: bytes | None) -> list[DoctorResult]:
     runtime = RealRuntime("doctor")
     security = Tls(authority=certificate, mutual=False) if certificate else None
     identity = Identity(JOB, "machine-doctor", int.from_bytes(os.urandom(8), "little"))
     identity.secret = new_token(visit.token).encode()
     endpoint = GrpcEndpoint(identity, runtime, security=security)
     endpoint.know(ENROLMENT, str(visit.address))
-    findings: list[Finding] = []
+    findings: list[DoctorResult] = []
     try:
         findings += await _greet(runtime, endpoint)
         speed = await measure(runtime, endpoint, ENROLMENT, num_bytes=visit.num_bytes)
         findings += _speed_findings(speed)
     except GradstreamError as error:
-        findings.append(Finding("speed" if findings else "gRPC", str(error), "failed"))
+        findings.append(DoctorResult("speed" if findings else "gRPC", str(error), "failed"))
     finally:
         await endpoint.close()
         runtime.close()
     return findings
 
 
-async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[Finding]:
+async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[DoctorResult]:
     trips: list[tuple[float, float]] = []  # seconds there and back, difference of the clocks
     for _ in range(NUM_PINGS):
         begun, date_s = runtime.now(), time.time()
@@ -206,24 +208,26 @@ async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[Finding]:
         trips.append((trip_s, welcome.clock_s - (date_s + trip_s / 2)))
     median_s = sorted(trips)[len(trips) // 2][0]
     return [
-        Finding("gRPC", f"a launcher answers: {welcome.state}"),
+        DoctorResult("gRPC", f"a launcher answers: {welcome.state}"),
         *version_findings({"gradstream": __version__}, {"gradstream": welcome.software}),
-        Finding("round trip", f"{_ms(median_s)}, at best {_ms(min(trips)[0])}"),
+        DoctorResult("round trip", f"{_ms(median_s)}, at best {_ms(min(trips)[0])}"),
         clock_finding(min(trips)[1]),
     ]
 
 
-def clock_finding(offset_s: float) -> Finding:
+def clock_finding(offset_s: float) -> DoctorResult:
     """What the difference of two clocks means: the launcher's less this machine's."""
     text = f"the launcher's is {abs(offset_s):.3f} s {'ahead' if offset_s >= 0 else 'behind'}"
     if abs(offset_s) > CLOCK_FAILED_S:
-        return Finding("clock", f"{text}: certificates are not valid yet; set the clocks (NTP)", "failed")
+        return DoctorResult(
+            "clock", f"{text}: certificates are not valid yet; set the clocks (NTP)", "failed"
+        )
     if abs(offset_s) > CLOCK_WARNING_S:
-        return Finding("clock", f"{text}: training does not mind, who reads the logs will", "warning")
-    return Finding("clock", text)
+        return DoctorResult("clock", f"{text}: training does not mind, who reads the logs will", "warning")
+    return DoctorResult("clock", text)
 
 
-def version_findings(here: dict[str, str], there: dict[str, str]) -> Iterable[Finding]:
+def version_findings(here: dict[str, str], there: dict[str, str]) -> Iterable[DoctorResult]:
     """Versions on both sides: gradstream and torch must be the same, others are only told."""
     for name, mine in here.items():
         theirs = there.get(name, "unknown")
@@ -231,16 +235,20 @@ def version_findings(here: dict[str, str], there: dict[str, str]) -> Iterable[Fi
             continue
         must = name in ("gradstream", "torch")
         hint = ": install the same version on both machines" if must else ""
-        yield Finding(name, f"{mine} here, {theirs} at the launcher{hint}", "failed" if must else "warning")
+        yield DoctorResult(
+            name, f"{mine} here, {theirs} at the launcher{hint}", "failed" if must else "warning"
+        )
 
 
-def _speed_findings(speed: Speed) -> list[Finding]:
+def _speed_findings(speed: LinkSpeed) -> list[DoctorResult]:
     here = machine_facts()
     names = ("gradstream", "torch", "python", "grpcio", "protobuf")
     there = ", ".join(f"{key} {value}" for key, value in speed.facts.items())
     return [
-        Finding("speed", f"{_mb_s(speed.up_bytes_s)} to the launcher, {_mb_s(speed.down_bytes_s)} from it"),
-        Finding("launcher", there),
+        DoctorResult(
+            "speed", f"{_mb_s(speed.up_bytes_s)} to the launcher, {_mb_s(speed.down_bytes_s)} from it"
+        ),
+        DoctorResult("launcher", there),
         *version_findings({name: here[name] for name in names}, speed.facts),
     ]
 

@@ -17,20 +17,20 @@ from typing import Any
 from gradstream._version import __version__
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.certificate_authority import ENROLMENT, Authority
+from gradstream.run.remote.certificate_authority import ENROLMENT, CertificateAuthority
 from gradstream.run.remote.measure import serve_measure
-from gradstream.run.remote.members import Roster, Seat
-from gradstream.runtime.bell import Bell
+from gradstream.run.remote.members import MachineMembers, Seat
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.wakeup import Wakeup
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.untrusted import LINE_BYTES, counted, escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
-__all__ = ["JOB", "Enrolment", "Invitation"]
+__all__ = ["JOB", "Invitation", "JoinService"]
 
 JOB = "enrolment"
 """The job id under which machines talk to this service: they do not know the run's yet."""
@@ -64,7 +64,7 @@ class Invitation:
     port_of: Callable[[str], int] = lambda _: 0
 
 
-class Enrolment:
+class JoinService:
     """A context manager: enrols machines while it is open.
 
     Args:
@@ -81,8 +81,8 @@ class Enrolment:
     def __init__(
         self,
         listen: Address,
-        authority: Authority | None,
-        roster: Roster,
+        authority: CertificateAuthority | None,
+        roster: MachineMembers,
         invitation: Invitation,
         on_message: OnMessage,
         secret: bytes,
@@ -95,7 +95,7 @@ class Enrolment:
         self._on_message = on_message
         self._go: v1.Go | None = None
         self._over: v1.Over | None = None
-        self._bells: dict[Bell, None] = {}
+        self._bells: dict[Wakeup, None] = {}
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -103,7 +103,7 @@ class Enrolment:
         self._refusals: Throttle[tuple[Seat, str]] | None = None
         self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
 
-    def __enter__(self) -> Enrolment:
+    def __enter__(self) -> JoinService:
         self._thread.start()
         if not self._ready.wait(START_S):
             raise DeadlineError(ENROLMENT, f"cannot listen on {self.address}: not done in {START_S:g} s")
@@ -212,7 +212,7 @@ class Enrolment:
             self._refusals.tell((Seat(request.machine, request.address, ()), seat.message))
             stream.refuse(seat.code, seat.message)
             return
-        bell = Bell()
+        bell = Wakeup()
         self._bells[bell] = None
         reason = ""
         try:
@@ -246,7 +246,7 @@ class Enrolment:
             ],
         )
 
-    async def _tell(self, stream: Stream, bell: Bell) -> None:
+    async def _tell(self, stream: Stream, bell: Wakeup) -> None:
         """Sends orders as they come, and now and then a sign of life that says what is waited for."""
         gone = False
         while True:

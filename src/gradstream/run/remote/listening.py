@@ -36,7 +36,7 @@ class Listening:
         on_invitation: is given the line that joins a machine; None prints it to stderr.
         on_open: is given address and certificate's fingerprint instead, and tells them to processes that
             somebody else has started, torchrun for one. Each of these is a worker, and what is called a
-            machine here; this process is worker 0. See `RankRoster`.
+            machine here; this process is worker 0. See `RankMembers`.
     """
 
     address: Address

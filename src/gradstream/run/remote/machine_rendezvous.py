@@ -16,16 +16,16 @@ from gradstream.errors import DeadlineError, exit_code
 from gradstream.job.job import Job
 from gradstream.run.nodes import COORDINATOR
 from gradstream.run.remote.address import new_token
-from gradstream.run.remote.certificate_authority import ENROLMENT, Authority
+from gradstream.run.remote.certificate_authority import ENROLMENT, CertificateAuthority
 from gradstream.run.remote.facts import facts_of, file_hash
-from gradstream.run.remote.join_service import Enrolment, Invitation
+from gradstream.run.remote.join_service import Invitation, JoinService
 from gradstream.run.remote.listening import Listening
-from gradstream.run.remote.members import RankRoster, Roster, name_of_rank
+from gradstream.run.remote.members import MachineMembers, RankMembers, name_of_rank
 from gradstream.telemetry.events import Event, InsecureEvent, MachineEvent, WaitingEvent
 from gradstream.transport.credentials import Credentials
 from gradstream.untrusted import escaped
 
-__all__ = ["Gathering"]
+__all__ = ["MachineRendezvous"]
 
 REMIND_S = 30.0
 """How often a run that waits for machines says for how many."""
@@ -36,7 +36,7 @@ REASON_BYTES = 512
 INVITE = "on each other machine, beside its own copy of the job file:\n\n    {}\n\n"
 
 
-class Gathering:
+class MachineRendezvous:
     """The other machines of one run. A context manager: enrolment is open while it is.
 
     Args:
@@ -44,7 +44,7 @@ class Gathering:
         job: what is run; its spec is filled in.
         spec: what its nodes are told, as JSON holds it.
         shards: of the parameter server.
-        on_message: see `Enrolment`; what `note` understands is to be handed to it.
+        on_message: see `JoinService`; what `note` understands is to be handed to it.
         emit: puts a record into the run's events.
     """
 
@@ -60,11 +60,11 @@ class Gathering:
         self._listening = listening
         self._emit = emit
         self._job = job
-        self._authority = None if listening.insecure else Authority()
+        self._authority = None if listening.insecure else CertificateAuthority()
         self._token = new_token(listening.token)
         by_rank = listening.on_open is not None
         self.machine = name_of_rank(0, socket.gethostname()) if by_rank else socket.gethostname()
-        self.roster = (RankRoster if by_rank else Roster)(
+        self.roster = (RankMembers if by_rank else MachineMembers)(
             self.machine,
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
@@ -75,11 +75,11 @@ class Gathering:
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}
         invitation = Invitation(json.dumps(spec), hashes, job.deadlines, listening.port_of)
-        self.enrolment = Enrolment(
+        self.enrolment = JoinService(
             listening.address, self._authority, self.roster, invitation, on_message, self._token.encode()
         )
 
-    def __enter__(self) -> Gathering:
+    def __enter__(self) -> MachineRendezvous:
         self.enrolment.__enter__()
         return self
 

@@ -14,7 +14,7 @@ from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["CHUNK_BYTES", "Speed", "machine_facts", "measure", "serve_measure"]
+__all__ = ["CHUNK_BYTES", "LinkSpeed", "machine_facts", "measure", "serve_measure"]
 
 CHUNK_BYTES = 1 << 20
 MAX_CHUNKS = 512
@@ -22,7 +22,7 @@ SILENCE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class LinkSpeed:
     """What was measured.
 
     Args:
@@ -57,7 +57,7 @@ async def serve_measure(stream: Stream, request: v1.Measure) -> None:
     await stream.send(v1.Frame(body=v1.Body(data=measured.SerializeToString())))
 
 
-async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes: int) -> Speed:
+async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes: int) -> LinkSpeed:
     """Sends so many bytes and asks for as many back.
 
     Raises:
@@ -80,7 +80,7 @@ async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes:
         raise RefusedError(peer, "INTERNAL", "the measurement ended early")
     total = chunks * CHUNK_BYTES
     back = (chunks - 1) * CHUNK_BYTES  # the first was there when the clock was read
-    return Speed(
+    return LinkSpeed(
         up_bytes_s=total / max(turned - begun, 1) * 1e9,
         down_bytes_s=back / max(ended - turned, 1) * 1e9,
         facts=dict(measured.facts),

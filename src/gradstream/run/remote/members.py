@@ -13,7 +13,7 @@ from gradstream.untrusted import escaped
 from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
 
-__all__ = ["RankRoster", "Roster", "Seat", "name_of_rank"]
+__all__ = ["MachineMembers", "RankMembers", "Seat", "name_of_rank"]
 
 NO_NAME = r"[^\w.-]"
 
@@ -36,7 +36,7 @@ class Seat:
     nodes: tuple[str, ...]
 
 
-class Roster:
+class MachineMembers:
     """The machines of one run.
 
     Args:
@@ -135,7 +135,7 @@ class Roster:
         return name
 
 
-class RankRoster(Roster):
+class RankMembers(MachineMembers):
     """Processes whose ranks are known already: each has the seat of its rank, and one worker."""
 
     kind = "processes"

@@ -10,11 +10,11 @@ import torch
 
 from gradstream.errors import RefusedError
 from gradstream.memory import Vector
-from gradstream.runtime.base import Progress
+from gradstream.runtime.base import ComputeProgress
 from gradstream.server.rows import RowMap, RowPart, unpack
 from gradstream.wire import v1
 
-__all__ = ["Arrival", "Patch"]
+__all__ = ["Arrival", "SparseDelta"]
 
 
 class Arrival:
@@ -24,7 +24,7 @@ class Arrival:
         self.vector = vector
         self.versions = [-1] * num_chunks
         self.clocks = [0] * num_chunks
-        self.num_landed = Progress()
+        self.num_landed = ComputeProgress()
         self.size_bytes = 0  # of payloads so far
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.task: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class Arrival:
             await future
 
 
-class Patch(Arrival):
+class SparseDelta(Arrival):
     """A fetch of what has changed. What comes is kept apart until it is applied to the parameters.
 
     Args:

@@ -20,12 +20,12 @@ from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.client.arrival import Arrival, Patch
-from gradstream.server.client.fetch import Fetching
-from gradstream.server.client.links import Links
-from gradstream.server.client.push import Pushing
+from gradstream.server.client.arrival import Arrival, SparseDelta
+from gradstream.server.client.fetch import PendingFetchRequest
+from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.rows import RowMap
-from gradstream.server.update import Piece, Update
+from gradstream.server.update import Update, UpdatePiece
 from gradstream.telemetry.traffic import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -49,7 +49,7 @@ class ServerClient:
 
     Attributes:
         known: by chunk, the version that the replica's parameters are of; -1 for none. With `rows`, a fetch
-            is a `Patch` of these.
+            is a `SparseDelta` of these.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServerClient:
         self.spare: Vector | None = spare
         self.clock = 0
         self._runtime = runtime
-        self._links = Links(
+        self._links = ShardLinks(
             runtime,
             endpoint,
             shards,
@@ -118,7 +118,7 @@ class ServerClient:
         self._pushed = update.vector
         self._last_push = sequence
         name = f"{self._runtime.node}-push-{sequence}"
-        push = Pushing(self._links, update, sequence, before)
+        push = PendingPushRequest(self._links, update, sequence, before)
         self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
 
     def settle(self) -> Coroutine[Any, Any, None]:
@@ -173,7 +173,7 @@ class ServerClient:
         )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
         free = self.settle() if self._pushed is arrival.vector else None
-        fetch = Fetching(self._links, arrival, terms)
+        fetch = PendingFetchRequest(self._links, arrival, terms)
         arrival.task = awaited_later(self._runtime.spawn(fetch.run(free), name=name))
         self._last_fetch = arrival
         return arrival
@@ -181,14 +181,14 @@ class ServerClient:
     def _arrival(self, vector: Vector) -> Arrival:
         if self.rows is None:
             return Arrival(vector, self.chunks.num_chunks)
-        return Patch(self.rows, self.known, vector.tensor.dtype, vector)
+        return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector) -> None:
         """Fetches all parameters as they are now, beside the verbs above and in no order with them.
 
         Not to compute gradients on: a shard that keeps what this worker has read last does not take note.
         """
-        await Fetching(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
+        await PendingFetchRequest(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
 
     async def reclaim_spare(self) -> None:
         """Waits for a fetch that nobody adopted, and forgets what it brought."""
@@ -245,7 +245,7 @@ class ServerClient:
         await self.settle()
 
 
-async def _at_once(made: Mapping[int, Piece]) -> Mapping[int, Piece]:
+async def _at_once(made: Mapping[int, UpdatePiece]) -> Mapping[int, UpdatePiece]:
     return made
 
 

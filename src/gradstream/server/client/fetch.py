@@ -8,15 +8,15 @@ from collections.abc import Awaitable, Callable
 import torch
 
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.server.client.arrival import Arrival, Patch
-from gradstream.server.client.links import Links
+from gradstream.server.client.arrival import Arrival, SparseDelta
+from gradstream.server.client.links import ShardLinks
 from gradstream.transport.base import Received
 from gradstream.wire import v1
 
-__all__ = ["Fetching"]
+__all__ = ["PendingFetchRequest"]
 
 
-class Fetching:
+class PendingFetchRequest:
     """One fetch from all shards.
 
     Args:
@@ -25,7 +25,7 @@ class Fetching:
         terms: of the fetch; which chunks, and what is known of them, is filled in for each shard.
     """
 
-    def __init__(self, links: Links, arrival: Arrival, terms: v1.Fetch) -> None:
+    def __init__(self, links: ShardLinks, arrival: Arrival, terms: v1.Fetch) -> None:
         self.links = links
         self.arrival = arrival
         self.terms = terms
@@ -37,7 +37,7 @@ class Fetching:
             free: the arrival's memory can be written once this is done; None for at once.
 
         Raises:
-            What `Links.retrying` or `free` raises: what has landed stays, the rest is undefined.
+            What `ShardLinks.retrying` or `free` raises: what has landed stays, the rest is undefined.
         """
         links, arrival, begun_ns = self.links, self.arrival, self.links.runtime.now()
         try:
@@ -60,7 +60,7 @@ class _FromShard:
         rank, name: of the shard.
     """
 
-    def __init__(self, fetch: Fetching, rank: int, name: str) -> None:
+    def __init__(self, fetch: PendingFetchRequest, rank: int, name: str) -> None:
         self._links = fetch.links
         self._arrival = fetch.arrival
         self._terms = fetch.terms
@@ -107,7 +107,7 @@ class _FromShard:
     def _take(self, received: Received, opened_ns: int) -> None:
         """A chunk has come, or the word that some have not changed."""
         arrival, traffic = self._arrival, self._traffic
-        if received.frame.HasField("body") and isinstance(arrival, Patch):
+        if received.frame.HasField("body") and isinstance(arrival, SparseDelta):
             unchanged = v1.Unchanged.FromString(received.frame.body.data)
             for chunk, version in zip(unchanged.chunks, unchanged.versions, strict=False):
                 self._expected(chunk)

@@ -9,18 +9,18 @@ from gradstream.errors import ClosedError, DeadlineError, PeerLostError, Refused
 from gradstream.runtime.base import Runtime
 from gradstream.server.chunks import ChunkMap
 from gradstream.telemetry.traffic import LinkTraffic, Traffic, Transfer
-from gradstream.telemetry.wait_attribution import Claims, Kind
+from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["Links"]
+__all__ = ["ShardLinks"]
 
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 
 T = TypeVar("T")
 
 
-class Links:
+class ShardLinks:
     """All shards that have chunks, and how they are reached.
 
     Args:
@@ -52,7 +52,7 @@ class Links:
         self.endpoint = endpoint
         self.chunks = chunks
         self.silence_s = silence_s
-        self.claims = Claims()
+        self.claims = WaitAttribution()
         self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
         self.traffic = Traffic({name: LinkTraffic() for _, name in self._shards})
         self._retry_s = retry_s

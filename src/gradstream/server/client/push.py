@@ -7,19 +7,19 @@ from contextlib import nullcontext
 
 from gradstream.errors import PeerLostError
 from gradstream.memory import Span, Vector
-from gradstream.runtime.base import Progress
+from gradstream.runtime.base import ComputeProgress
 from gradstream.server.client.arrival import Arrival
-from gradstream.server.client.links import Links
-from gradstream.server.update import Piece, Update
+from gradstream.server.client.links import ShardLinks
+from gradstream.server.update import Update, UpdatePiece
 from gradstream.transport.base import Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.frames import ABSENT
 
-__all__ = ["Pushing"]
+__all__ = ["PendingPushRequest"]
 
 
-class Pushing:
+class PendingPushRequest:
     """One push to all shards.
 
     Args:
@@ -29,18 +29,20 @@ class Pushing:
         before: a fetch that each chunk waits for until it has landed; None for none.
     """
 
-    def __init__(self, links: Links, update: Update, sequence: int, before: Arrival | None) -> None:
+    def __init__(self, links: ShardLinks, update: Update, sequence: int, before: Arrival | None) -> None:
         self.links = links
         self.update = update
         self.sequence = sequence
         self.before = before
-        self.pieces: Mapping[int, Piece] | None = None  # by chunk, where not all of every chunk is pushed
+        self.pieces: Mapping[int, UpdatePiece] | None = (
+            None  # by chunk, where not all of every chunk is pushed
+        )
 
     async def run(self) -> None:
         """Returns once every shard has answered for every chunk, and what was pushed is read no more.
 
         Raises:
-            What `Links.retrying` raises: it may have been applied to some chunks.
+            What `ShardLinks.retrying` raises: it may have been applied to some chunks.
         """
         links, update = self.links, self.update
         vector, begun_ns = update.vector, links.runtime.now()
@@ -86,7 +88,7 @@ class _ToShard:
         rank, name: of the shard.
     """
 
-    def __init__(self, push: Pushing, rank: int, name: str) -> None:
+    def __init__(self, push: PendingPushRequest, rank: int, name: str) -> None:
         self._push = push
         self._links = push.links
         self._name = name
@@ -107,7 +109,7 @@ class _ToShard:
         request = self._push.request()
         opened_ns = self._links.runtime.now()
         stream = await self._links.endpoint.open(self._name, "push", request)
-        sent = Progress()
+        sent = ComputeProgress()
         try:
             await self._links.runtime.gather(
                 self._send_chunks(stream, list(self._left), sent),
@@ -116,7 +118,7 @@ class _ToShard:
         finally:
             stream.cancel("done")
 
-    async def _send_chunks(self, stream: Stream, chunks: Sequence[int], sent: Progress) -> None:
+    async def _send_chunks(self, stream: Stream, chunks: Sequence[int], sent: ComputeProgress) -> None:
         for count, chunk in enumerate(chunks, start=1):
             await self._push.ready(chunk)
             if self._push.before is not None:
@@ -150,7 +152,7 @@ class _ToShard:
         return True
 
     async def _take_results(
-        self, stream: Stream, sent: Progress, progressed: Callable[[], None], opened_ns: int
+        self, stream: Stream, sent: ComputeProgress, progressed: Callable[[], None], opened_ns: int
     ) -> None:
         taken, update, left = 0, self._push.update, self._left
         is_gradient = update.vector is not None and not update.assign
@@ -174,7 +176,7 @@ class _ToShard:
             progressed()
 
 
-def _size_bytes(vector: Vector | None, pieces: Mapping[int, Piece] | None) -> int:
+def _size_bytes(vector: Vector | None, pieces: Mapping[int, UpdatePiece] | None) -> int:
     """Bytes of a push."""
     if vector is None:
         return 0

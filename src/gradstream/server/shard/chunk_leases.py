@@ -6,13 +6,13 @@ import asyncio
 
 from gradstream.transport.base import Lent
 
-__all__ = ["Readers"]
+__all__ = ["ChunkLeases"]
 
 PATIENCE_S = 2.0
 """A reader copies what it gets at once. One that has stopped shall not hold up all the others' updates."""
 
 
-class Readers:
+class ChunkLeases:
     """By chunk, whose turn it is, and what was lent of it and has not come back."""
 
     def __init__(self) -> None:

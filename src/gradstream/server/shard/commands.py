@@ -19,19 +19,19 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.shard.chunk_leases import Readers
+from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.state import Sender
-from gradstream.server.shard.store import Store
+from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import BRIEF_ELEMS
 from gradstream.wire import v1
 
-__all__ = ["Commands"]
+__all__ = ["VectorCommands"]
 
 MAX_NAMED = 64  # vectors, each as long as the shard's parameters
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
 
 
-class Commands:
+class VectorCommands:
     """Carries out commands.
 
     Args:
@@ -47,10 +47,10 @@ class Commands:
     def __init__(
         self,
         runtime: Runtime,
-        store: Store,
+        store: ShardStore,
         chunks: Iterable[int],
         versions: Callable[[], Sequence[int]],
-        readers: Readers,
+        readers: ChunkLeases,
         written: Callable[[int], None],
         take_part: Callable[[str, int | None], int],
     ) -> None:

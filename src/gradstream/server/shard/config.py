@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
-from gradstream.server.aggregation import Rule
+from gradstream.server.aggregation import AggregationRule
 from gradstream.server.correction import Correction
-from gradstream.server.shard.event_schedule import AsItComes, Order
+from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
 
 __all__ = ["FindOptimizer", "ShardConfig"]
 
@@ -41,14 +41,14 @@ class ShardConfig:
 
     rank: int
     num_shards: int
-    rule: Rule
+    rule: AggregationRule
     optimizer: Optimizer
     silence_s: float = 30.0
     grouped: GroupedRule | None = None
     find_optimizer: FindOptimizer | None = None
     resume_from: str = ""
     quorum: int | None = None
-    order: Order = field(default_factory=AsItComes)
+    order: EventSchedule = field(default_factory=ArrivalOrder)
     correction: Correction | None = None
     workers: int = 0
     decayed: bool = False

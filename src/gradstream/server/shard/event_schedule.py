@@ -1,7 +1,7 @@
 """The order in which a shard takes what comes: a place to note it, and to hold what comes to another.
 
 A shard is a pure state machine for each chunk, so the order of its events makes its history. Each event
-passes an `Order`, which lets it happen by calling `go`: at once in a run, in a replay when it is its turn.
+passes an `EventSchedule`, which lets it happen by calling `go`: at once in a run, in a replay when it is its turn.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal, Protocol
 
 import torch
 
-from gradstream.server.aggregation import Contribution, FetchTerms
-from gradstream.server.quorum import Verdict
+from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.state import Apply
 
-__all__ = ["AsItComes", "Change", "Chunks", "Fetched", "Go", "Order", "Updating"]
+__all__ = ["ArrivalOrder", "Change", "Chunks", "EventSchedule", "Fetched", "Go", "Updating"]
 
 Go = Callable[[], None]
 
@@ -87,7 +87,7 @@ class Chunks(Protocol):
         """Has the shard apply what its sum holds."""
         ...
 
-    def decide(self, verdict: Verdict) -> None:
+    def decide(self, verdict: QuorumDecision) -> None:
         """It is known whose contributions make the update of a round, on all chunks."""
         ...
 
@@ -96,14 +96,14 @@ class Chunks(Protocol):
         ...
 
 
-class Order(Protocol):
+class EventSchedule(Protocol):
     """Lets a shard's events happen. Every method is called on the event loop, and waits for nothing."""
 
     def begin(self, chunks: Chunks) -> None:
         """The model is registered."""
         ...
 
-    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
         """A contribution has come."""
         ...
 
@@ -123,7 +123,7 @@ class Order(Protocol):
         """Somebody takes part that did not, or no longer does. Returns the clock that who enters is told."""
         ...
 
-    def decide(self, verdict: Verdict, go: Go) -> None:
+    def decide(self, verdict: QuorumDecision, go: Go) -> None:
         """A verdict has come."""
         ...
 
@@ -136,13 +136,13 @@ class Order(Protocol):
         ...
 
 
-class AsItComes:
+class ArrivalOrder:
     """Everything happens as it comes."""
 
     def begin(self, chunks: Chunks) -> None:
         """Nothing depends on it."""
 
-    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
         """At once."""
         go()
 
@@ -162,7 +162,7 @@ class AsItComes:
         """At once."""
         return go()
 
-    def decide(self, verdict: Verdict, go: Go) -> None:
+    def decide(self, verdict: QuorumDecision, go: Go) -> None:
         """At once."""
         go()
 

@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable
 from functools import partial
 
 from gradstream.runtime.base import Runtime
-from gradstream.server.aggregation import Contribution, FetchTerms
-from gradstream.server.quorum import Verdict
-from gradstream.server.shard.chunk_leases import Readers
-from gradstream.server.shard.event_schedule import Change, Fetched, Order, Updating
-from gradstream.server.shard.pending_fetch import Outbox
-from gradstream.server.shard.pending_push import Inbox
+from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.quorum import QuorumDecision
+from gradstream.server.shard.chunk_leases import ChunkLeases
+from gradstream.server.shard.event_schedule import Change, EventSchedule, Fetched, Updating
+from gradstream.server.shard.pending_fetch import PendingFetch
+from gradstream.server.shard.pending_push import PendingPush
 from gradstream.server.shard.row_store import Part, elements_of
 from gradstream.server.shard.state import (
     Acknowledge,
@@ -33,15 +33,15 @@ from gradstream.server.shard.state import (
     Supersede,
     Token,
 )
-from gradstream.server.shard.store import Store
-from gradstream.server.shard.stragglers import Latecomers
+from gradstream.server.shard.store import ShardStore
+from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.server.shard.updates import Updates
 
-__all__ = ["Conductor"]
+__all__ = ["ShardExecutor"]
 
 
-class Conductor:
-    """Implements `order.Chunks`: what an `Order` may ask, or have done when its time has come.
+class ShardExecutor:
+    """Implements `order.Chunks`: what an `EventSchedule` may ask, or have done when its time has come.
 
     Args:
         runtime: of the shard's node.
@@ -63,11 +63,11 @@ class Conductor:
         self,
         runtime: Runtime,
         rank: int,
-        order: Order,
+        order: EventSchedule,
         state: ShardState,
-        store: Store,
+        store: ShardStore,
         updates: Updates,
-        readers: Readers,
+        readers: ChunkLeases,
         counters: Counter[str],
     ) -> None:
         self._runtime = runtime
@@ -80,13 +80,15 @@ class Conductor:
         self._counters = counters
         self._members: frozenset[Sender] = frozenset()
         self._lingers = False  # something is kept of a sender that is gone
-        self.latecomers = Latecomers()
+        self.latecomers = StragglerTracker()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         order.begin(self)
 
     # ---- pushes and fetches -------------------------------------------------------------
 
-    def push(self, inbox: Inbox, chunk: int, new: Contribution, part: Part | None, *, assign: bool) -> None:
+    def push(
+        self, inbox: PendingPush, chunk: int, new: PushHeader, part: Part | None, *, assign: bool
+    ) -> None:
         """A chunk of a push has come, None of what is absent; `inbox` is told what becomes of it."""
         inbox.took(chunk, part)
         self.latecomers.came(inbox, chunk, self._runtime.now())
@@ -96,19 +98,19 @@ class Conductor:
     def _park(self, chunk: int, parked: Parked) -> None:
         self._carry_out(self._state.push(chunk, parked))
 
-    def ask(self, outbox: Outbox, chunk: int, terms: FetchTerms) -> None:
+    def ask(self, outbox: PendingFetch, chunk: int, terms: FetchTerms) -> None:
         """A fetch wants a chunk; `outbox` is told when it may have it."""
         self._order.ask(chunk, outbox.fetched, terms, partial(self._ask, outbox, chunk))
 
-    def _ask(self, outbox: Outbox, chunk: int, terms: FetchTerms) -> None:
+    def _ask(self, outbox: PendingFetch, chunk: int, terms: FetchTerms) -> None:
         if not outbox.over:
             self._carry_out(self._state.fetch(chunk, terms, outbox))
 
-    def read(self, outbox: Outbox, chunk: int) -> int:
+    def read(self, outbox: PendingFetch, chunk: int) -> int:
         """A fetch has a chunk, as it is now. Returns the clock that it is told."""
         return self._order.read(chunk, outbox.fetched, self._state.clocks.slowest(chunk))
 
-    def forget(self, outbox: Outbox) -> None:
+    def forget(self, outbox: PendingFetch) -> None:
         """A fetch is over: nothing waits for it any more."""
         outbox.over = True
         self._state.forget(outbox)
@@ -125,12 +127,12 @@ class Conductor:
             self.forget(outbox)
 
     def flush_sum(self, chunk: int) -> None:
-        """Applies what a chunk's sum holds, without waiting for it: for an `Order` that knows when."""
+        """Applies what a chunk's sum holds, without waiting for it: for an `EventSchedule` that knows when."""
         self._ask(self._own_fetch([chunk]), chunk, self._flushing)
 
-    def _own_fetch(self, chunks: Iterable[int]) -> Outbox:
+    def _own_fetch(self, chunks: Iterable[int]) -> PendingFetch:
         fetched = Fetched(self._rank, 0, acts=True)
-        return Outbox(self._runtime.node, fetched, self._runtime.now(), set(chunks))
+        return PendingFetch(self._runtime.node, fetched, self._runtime.now(), set(chunks))
 
     @property
     def _flushing(self) -> FetchTerms:
@@ -177,11 +179,11 @@ class Conductor:
         self._carry_out(self._state.clocks_changed())
         return clock
 
-    def judge(self, verdict: Verdict) -> None:
+    def judge(self, verdict: QuorumDecision) -> None:
         """A verdict has come."""
         self._order.decide(verdict, partial(self.decide, verdict))
 
-    def decide(self, verdict: Verdict) -> None:
+    def decide(self, verdict: QuorumDecision) -> None:
         """It is known whose contributions make the update of a round."""
         self._carry_out(self._state.decide(verdict))
 
@@ -211,7 +213,7 @@ class Conductor:
                 case Acknowledge():
                     self._acknowledge(instruction)
                 case Release(token, chunk):
-                    assert isinstance(token, Outbox)
+                    assert isinstance(token, PendingFetch)
                     self._order.release(chunk, token.fetched, partial(self._release, token, chunk))
                 case Supersede(token, chunk):
                     self.latecomers.gone(token, chunk)
@@ -225,7 +227,7 @@ class Conductor:
         waited = self.latecomers.waited(done.chunk, inbox.sender, inbox.opened_ns) if applied else None
         inbox.acknowledge(done, waited)
 
-    def _release(self, outbox: Outbox, chunk: int) -> None:
+    def _release(self, outbox: PendingFetch, chunk: int) -> None:
         outbox.release(chunk, self.latecomers.waited(chunk, outbox.reader, outbox.opened_ns))
 
     # ---- updates ------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Conductor:
         return instructions
 
 
-def _inbox(token: Token) -> Inbox:
+def _inbox(token: Token) -> PendingPush:
     """The push that a token stands for."""
-    assert isinstance(token, Inbox)
+    assert isinstance(token, PendingPush)
     return token

@@ -11,21 +11,21 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms, rank_of
 from gradstream.server.rows import RowPart, pack
-from gradstream.server.shard.chunk_leases import Readers
+from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.event_schedule import Fetched
-from gradstream.server.shard.executor import Conductor
+from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.known_members import KnownMembers
-from gradstream.server.shard.pending_fetch import Outbox
+from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.row_store import ChangedRows
-from gradstream.server.shard.store import Store
+from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
-from gradstream.server.shard.wait_notifier import News
+from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["FetchDesk"]
+__all__ = ["FetchHandler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Asked:
     fetched: Fetched
 
 
-class FetchDesk:
+class FetchHandler:
     """Serves "fetch".
 
     Args:
@@ -66,12 +66,12 @@ class FetchDesk:
     def __init__(
         self,
         runtime: Runtime,
-        conductor: Conductor,
+        conductor: ShardExecutor,
         inspection: Inspection,
-        news: News,
-        store: Store,
+        news: WaitNotifier,
+        store: ShardStore,
         updates: Updates,
-        readers: Readers,
+        readers: ChunkLeases,
         changed: ChangedRows | None,
         known_members: KnownMembers,
         *,
@@ -97,7 +97,7 @@ class FetchDesk:
         """
         asked = self._asked(stream.opened)
         terms, unchanged = asked.terms, v1.Unchanged()
-        outbox = Outbox(terms.sender, asked.fetched, self._runtime.now(), set(asked.chunks))
+        outbox = PendingFetch(terms.sender, asked.fetched, self._runtime.now(), set(asked.chunks))
         try:
             for chunk in asked.chunks:
                 self._conductor.ask(outbox, chunk, terms)
@@ -138,7 +138,7 @@ class FetchDesk:
         self,
         stream: Stream,
         asked: _Asked,
-        outbox: Outbox,
+        outbox: PendingFetch,
         chunk: int,
         waited: v1.Waited | None,
         unchanged: v1.Unchanged,

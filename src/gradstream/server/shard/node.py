@@ -10,22 +10,22 @@ from typing import Protocol
 
 import torch
 
-from gradstream.checkpoint.snapshot import Snapshots
+from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.recorder import ShardRecorder
 from gradstream.server.shard.service import ShardService
-from gradstream.server.shard.snapshot import ShardHolder
+from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.telemetry.events import AppliedEvent, Event
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["Membership", "ShardNode"]
+__all__ = ["ShardMembership", "ShardNode"]
 
 VITALS_EVERY_S = 1.0
 
 
-class Membership(Protocol):
+class ShardMembership(Protocol):
     """What a shard needs of `gradstream.coordinator.Member`, which lives beside this room."""
 
     notice: v1.Notice
@@ -74,7 +74,9 @@ class Membership(Protocol):
 class ShardNode:
     """One shard. `run` returns when the run is over, and raises what ended it early."""
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Membership, config: ShardConfig) -> None:
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, member: ShardMembership, config: ShardConfig
+    ) -> None:
         self._runtime = runtime
         self._member = member
         self._config = config
@@ -89,13 +91,13 @@ class ShardNode:
             await self._member.join()
             notice = await self._member.training()
             self._service.register(notice.model, opens=False)
-            holder = ShardHolder(self._service, self._config.rank)
+            holder = ShardSnapshot(self._service, self._config.rank)
             await self._restore(holder)
             self._hear(self._member.notice)
             self._member.listen(self._hear)
             self._service.open()
             agreeing = self._agree()
-            snapshots = Snapshots(self._runtime, self._member, holder)
+            snapshots = NodeSnapshots(self._runtime, self._member, holder)
             cuts = awaited_later(self._runtime.spawn(snapshots.run(), name=f"{self._runtime.node}-cuts"))
             vitals = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
             failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
@@ -135,7 +137,7 @@ class ShardNode:
         work = agreement.run(self._config.silence_s)
         return [awaited_later(self._runtime.spawn(work, name=f"{self._runtime.node}-quorum"))]
 
-    async def _restore(self, holder: ShardHolder) -> None:
+    async def _restore(self, holder: ShardSnapshot) -> None:
         """Goes on from a checkpoint, where the run does."""
         folder, storage = self._config.resume_from, self._runtime.storage
         if folder:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from gradstream.server.shard.event_schedule import Fetched
 from gradstream.wire import v1
 
-__all__ = ["Outbox"]
+__all__ = ["PendingFetch"]
 
 
 @dataclass(slots=True, eq=False)
-class Outbox:
+class PendingFetch:
     """A fetch stream: the token of its chunks in the state machine.
 
     Args:

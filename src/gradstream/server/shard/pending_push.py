@@ -10,11 +10,11 @@ from gradstream.server.shard.state import Acknowledge
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = ["Inbox"]
+__all__ = ["PendingPush"]
 
 
 @dataclass(slots=True, eq=False)
-class Inbox:
+class PendingPush:
     """A push stream: the token of its chunks in the state machine. It stays while any of them is parked.
 
     Args:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from gradstream.runtime.base import Runtime
-from gradstream.server.aggregation import Contribution, rank_of
-from gradstream.server.shard.executor import Conductor
+from gradstream.server.aggregation import PushHeader, rank_of
+from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.known_members import KnownMembers
-from gradstream.server.shard.pending_push import Inbox
-from gradstream.server.shard.quorum_agreement import Agreement
+from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.wait_notifier import News
+from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = ["PushDesk"]
+__all__ = ["PushHandler"]
 
 RESULTS_PER_FRAME = 16
 """Results of a push are gathered: a frame for each would cost as much as a tenth of its chunk."""
 
 
-class PushDesk:
+class PushHandler:
     """Serves "push".
 
     Args:
@@ -35,10 +35,10 @@ class PushDesk:
     def __init__(
         self,
         runtime: Runtime,
-        conductor: Conductor,
+        conductor: ShardExecutor,
         inspection: Inspection,
-        news: News,
-        agreement: Agreement | None,
+        news: WaitNotifier,
+        agreement: QuorumProtocol | None,
         known_members: KnownMembers,
     ) -> None:
         self._runtime = runtime
@@ -57,10 +57,10 @@ class PushDesk:
         """
         request = v1.Push.FromString(stream.opened.body)
         self._inspection.push(stream.opened.sender, request)
-        inbox = Inbox(stream, self._runtime.now())
+        inbox = PendingPush(stream, self._runtime.now())
         await self._runtime.gather(self._take(inbox, request), self._answer(inbox))
 
-    async def _take(self, inbox: Inbox, request: v1.Push) -> None:
+    async def _take(self, inbox: PendingPush, request: v1.Push) -> None:
         """Reads chunks until the sender has said everything."""
         came = set[int]()
         while (received := await inbox.stream.recv()) is not None:
@@ -85,11 +85,13 @@ class PushDesk:
         inbox.ended = True
         inbox.wake.set()
 
-    def _contribute(self, inbox: Inbox, request: v1.Push, chunk: int, basis: int, part: Part | None) -> None:
+    def _contribute(
+        self, inbox: PendingPush, request: v1.Push, chunk: int, basis: int, part: Part | None
+    ) -> None:
         """Hands one chunk of a push to the state machine; None of what is absent."""
         opened = inbox.stream.opened
         self._known_members.check(opened)
-        contribution = Contribution(
+        contribution = PushHeader(
             sender=opened.sender,
             rank=rank_of(opened.sender),
             incarnation=opened.incarnation,
@@ -109,7 +111,7 @@ class PushDesk:
         if self._agreement is not None and not assign:
             self._agreement.came(request.round, contribution.rank, chunk)
 
-    async def _answer(self, inbox: Inbox) -> None:
+    async def _answer(self, inbox: PendingPush) -> None:
         """Sends results, many to a frame, until every chunk has one."""
         absent: set[int] = set()
         while inbox.results or absent != inbox.absent or inbox.pending or not inbox.ended:

@@ -1,4 +1,4 @@
-"""Shards that agree on a quorum: thin I/O around `Tally` and `Judge`.
+"""Shards that agree on a quorum: thin I/O around `QuorumVotes` and `QuorumLeader`.
 
 The first shard serves "quorum"; each other one keeps one stream to it, says what it holds whole, and
 hears the verdicts. A stream that breaks is opened again: what is not decided is said again, and the last
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
-from gradstream.server.quorum import Judge, Tally, Verdict
+from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 
-__all__ = ["Agreement"]
+__all__ = ["QuorumProtocol"]
 
 FIRST = "shard-0"
 RETRY_S = 0.1
@@ -38,7 +38,7 @@ class _Outbox:
         self.wake.set()
 
 
-class Agreement:
+class QuorumProtocol:
     """One shard's part in it.
 
     Args:
@@ -63,7 +63,7 @@ class Agreement:
         num_shards: int,
         workers: int = 0,
         waiting_every_s: float,
-        decided: Callable[[Verdict], None],
+        decided: Callable[[QuorumDecision], None],
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -72,8 +72,8 @@ class Agreement:
         self._workers = workers
         self._every_s = waiting_every_s
         self._decided = decided
-        self._tally = Tally(num_chunks)
-        self._judge = Judge(needed, num_shards) if rank == 0 else None
+        self._tally = QuorumVotes(num_chunks)
+        self._judge = QuorumLeader(needed, num_shards) if rank == 0 else None
         self._outboxes: dict[_Outbox, None] = {}  # of the streams that are open
         self._last = -1  # round of the last verdict
         if self._judge is not None:
@@ -95,7 +95,7 @@ class Agreement:
                 outbox.put(_told(verdict))
             self._decide(verdict)
 
-    def _decide(self, verdict: Verdict) -> None:
+    def _decide(self, verdict: QuorumDecision) -> None:
         if verdict.round > self._last:
             self._last = verdict.round
             self._tally.decided(verdict)
@@ -154,7 +154,7 @@ class Agreement:
     async def _hear_verdicts(self, stream: Stream, silence_s: float) -> None:
         while (received := await stream.recv(silence_s)) is not None:
             said = v1.Verdict.FromString(received.frame.body.data)
-            self._decide(Verdict(said.round, tuple(said.ranks)))
+            self._decide(QuorumDecision(said.round, tuple(said.ranks)))
         raise ClosedError(f"{stream.peer} has ended its stream")
 
     # ---- both ---------------------------------------------------------------------------
@@ -171,5 +171,5 @@ class Agreement:
                 await stream.waiting([])
 
 
-def _told(verdict: Verdict) -> v1.Verdict:
+def _told(verdict: QuorumDecision) -> v1.Verdict:
     return v1.Verdict(round=verdict.round, ranks=verdict.ranks)

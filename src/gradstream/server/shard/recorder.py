@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from gradstream.recording import Asked, Changed, Closed, Decided, Log, Pushed, Read, Summed
-from gradstream.server.aggregation import Contribution, FetchTerms
-from gradstream.server.quorum import Verdict
-from gradstream.server.shard.event_schedule import AsItComes, Change, Chunks, Fetched, Go, Updating
+from gradstream.recording import Changed, Closed, Decided, FetchAsked, Log, Pushed, Read, Summed
+from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.quorum import QuorumDecision
+from gradstream.server.shard.event_schedule import ArrivalOrder, Change, Chunks, Fetched, Go, Updating
 from gradstream.wire.window import SequenceWindow
 
 __all__ = ["SUM_EVERY", "ShardRecorder", "crc_of"]
@@ -20,7 +20,7 @@ SUM_EVERY = 64
 """Updates of a chunk from one CRC-32 of its parameters to the next."""
 
 
-class ShardRecorder(AsItComes):
+class ShardRecorder(ArrivalOrder):
     """An `Order` that lets everything happen as it comes, and notes it.
 
     A second copy of a contribution changes nothing, so only the first is noted.
@@ -39,7 +39,7 @@ class ShardRecorder(AsItComes):
         """See `Order`."""
         self._chunks = chunks
 
-    def push(self, chunk: int, new: Contribution, assign: bool, go: Go) -> None:
+    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
         """See `Order`."""
         came = self._came[chunk, new.rank]
         if new.sequence not in came:
@@ -54,7 +54,7 @@ class ShardRecorder(AsItComes):
     def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
         """See `Order`."""
         if fetch.acts:
-            self.log.add(Asked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
+            self.log.add(FetchAsked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
         go(terms)
 
     def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
@@ -71,7 +71,7 @@ class ShardRecorder(AsItComes):
         self.log.add(Changed(change.kind, change.ranks, change.clock, told, moments))
         return told
 
-    def decide(self, verdict: Verdict, go: Go) -> None:
+    def decide(self, verdict: QuorumDecision, go: Go) -> None:
         """See `Order`."""
         self.log.add(Decided(verdict.round, verdict.ranks, self._moments()))
         go()

@@ -1,6 +1,6 @@
 """A shard on the network: what it is made of once a model is registered, and what it serves then.
 
-Serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushDesk`, a `FetchDesk` and `Commands`.
+Serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and `VectorCommands`.
 Updates run on the node's arithmetic thread; a chunk is read only between two of them, so what a fetch gets of
 a chunk is one version.
 """
@@ -19,22 +19,22 @@ from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import SenderStates
-from gradstream.server.quorum import Verdict
+from gradstream.server.quorum import QuorumDecision
 from gradstream.server.rows import RowMap
-from gradstream.server.shard.chunk_leases import Readers
-from gradstream.server.shard.commands import Commands
+from gradstream.server.shard.chunk_leases import ChunkLeases
+from gradstream.server.shard.commands import VectorCommands
 from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.executor import Conductor
-from gradstream.server.shard.fetch_handler import FetchDesk
+from gradstream.server.shard.executor import ShardExecutor
+from gradstream.server.shard.fetch_handler import FetchHandler
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.known_members import KnownMembers
-from gradstream.server.shard.push_handler import PushDesk
-from gradstream.server.shard.quorum_agreement import Agreement
+from gradstream.server.shard.push_handler import PushHandler
+from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import ChangedRows
 from gradstream.server.shard.state import Sender, ShardState
-from gradstream.server.shard.store import Store
+from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
-from gradstream.server.shard.wait_notifier import News
+from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
@@ -65,10 +65,10 @@ class ShardService:
         self._config = config
         self._opened = asyncio.Event()
         self.changed: ChangedRows | None = None
-        self.agreement: Agreement | None = None
-        self.on_verdict: Callable[[Verdict], None] = lambda verdict: None
+        self.agreement: QuorumProtocol | None = None
+        self.on_verdict: Callable[[QuorumDecision], None] = lambda verdict: None
         self.counters: Counter[str] = Counter()
-        self.readers = Readers()
+        self.readers = ChunkLeases()
         self._known_members = KnownMembers(endpoint.identity)
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
@@ -90,7 +90,7 @@ class ShardService:
         optimizer, grouped = self._update_rule(model)
         self.chunks = ChunkMap(model.elems, model.chunk_elems, config.num_shards)
         here = self.chunks.chunks_of(config.rank)
-        self.store = Store(memory, self.chunks, config.rank, dtype, optimizer, grouped)
+        self.store = ShardStore(memory, self.chunks, config.rank, dtype, optimizer, grouped)
         if model.HasField("rows"):
             self.changed = ChangedRows(RowMap.of(self.chunks, model.rows), dtype)
         senders = None
@@ -98,7 +98,7 @@ class ShardService:
             senders = SenderStates(memory, self.chunks, self.store.elems, dtype, config.correction)
         updates = Updates(self._runtime, self.store, config.rule, senders, self.changed)
         self.state = ShardState(here, config.rule, quorum=config.quorum is not None, workers=config.workers)
-        self.conductor = Conductor(
+        self.conductor = ShardExecutor(
             self._runtime,
             config.rank,
             config.order,
@@ -132,8 +132,8 @@ class ShardService:
             return without_l2(optimizer), None if grouped is None else grouped.without_l2()
         return optimizer, grouped
 
-    def _agreement(self, needed: int, num_chunks: int) -> Agreement:
-        return Agreement(
+    def _agreement(self, needed: int, num_chunks: int) -> QuorumProtocol:
+        return QuorumProtocol(
             self._runtime,
             self._endpoint,
             rank=self._config.rank,
@@ -145,7 +145,7 @@ class ShardService:
             decided=self._decide,
         )
 
-    def _decide(self, verdict: Verdict) -> None:
+    def _decide(self, verdict: QuorumDecision) -> None:
         self.on_verdict(verdict)
         self.conductor.judge(verdict)
 
@@ -163,11 +163,11 @@ class ShardService:
             states=self.store.state,
         )
         self._inspection = inspection
-        news = News(runtime, config.waiting_every_s, self.state.awaited)
-        self._pushes = PushDesk(
+        news = WaitNotifier(runtime, config.waiting_every_s, self.state.awaited)
+        self._pushes = PushHandler(
             runtime, self.conductor, inspection, news, self.agreement, self._known_members
         )
-        self._fetches = FetchDesk(
+        self._fetches = FetchHandler(
             runtime,
             self.conductor,
             inspection,
@@ -179,7 +179,7 @@ class ShardService:
             self._known_members,
             silence_s=config.silence_s,
         )
-        self.commands = Commands(
+        self.commands = VectorCommands(
             runtime,
             self.store,
             self.state.chunks,

@@ -10,11 +10,11 @@ from gradstream.checkpoint.snapshot import Pieces, load
 from gradstream.runtime.base import Storage
 from gradstream.server.shard.service import ShardService
 
-__all__ = ["ShardHolder"]
+__all__ = ["ShardSnapshot"]
 
 
-class ShardHolder:
-    """Implements `checkpoint.snapshot.Holder`: a piece is a chunk.
+class ShardSnapshot:
+    """Implements `checkpoint.snapshot.SnapshotSource`: a piece is a chunk.
 
     Args:
         service: registered.
@@ -26,7 +26,7 @@ class ShardHolder:
         self._rank = rank
 
     def pieces(self) -> Mapping[str, Pieces]:
-        """See `Holder`."""
+        """See `SnapshotSource`."""
         chunks, store = self._service.chunks, self._service.store
         return {
             name: [
@@ -37,12 +37,12 @@ class ShardHolder:
         }
 
     def versions(self) -> Sequence[int]:
-        """See `Holder`."""
+        """See `SnapshotSource`."""
         return self._service.state.versions()
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """See `Holder`: with all that was acknowledged, and against pushes of a worker that is lost."""
+        """See `SnapshotSource`: with all that was acknowledged, and against pushes of a worker that is lost."""
         await self._service.conductor.flush()
         async with AsyncExitStack() as turns:
             await turns.enter_async_context(self._service.commands.turn)

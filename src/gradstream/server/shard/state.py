@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradstream.server.aggregation import (
-    Contribution,
+    AggregationRule,
     FetchTerms,
-    Rule,
+    PushHeader,
     among,
     by_round,
     completes_of,
     in_step,
 )
-from gradstream.server.quorum import Verdict
+from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.clocks import Clocks
 from gradstream.wire.window import SequenceWindow
 
@@ -66,7 +66,7 @@ Outcome = Literal["applied", "duplicate", "dropped"]
 class Parked:
     """A contribution and who waits for the answer. `token` also identifies its elements."""
 
-    contribution: Contribution
+    contribution: PushHeader
     token: Token
     assign: bool = False  # initial parameters: sets the elements of a chunk that has none yet
 
@@ -169,7 +169,7 @@ class ShardState:
     def __init__(
         self,
         chunks: Iterable[int],
-        rule: Rule,
+        rule: AggregationRule,
         window: Callable[[], SequenceWindow] = SequenceWindow,
         *,
         quorum: bool = False,
@@ -205,7 +205,7 @@ class ShardState:
         # A fetch behind a push that was dropped waits for nothing any more.
         return [*out, *self._release(chunk, state), *self._start(chunk, state)]
 
-    def decide(self, verdict: Verdict) -> list[Instruction]:
+    def decide(self, verdict: QuorumDecision) -> list[Instruction]:
         """It is known whose contributions make the update of a round."""
         self._verdicts[verdict.round] = frozenset(verdict.ranks)
         if len(self._verdicts) > VERDICTS_KEPT:
@@ -323,11 +323,11 @@ class ShardState:
             names.update((f"worker-{rank}", None) for rank in self.clocks.behind(chunk, min_clock))
         return sorted(names)
 
-    def _rule_now(self) -> Rule:
+    def _rule_now(self) -> AggregationRule:
         """The rule, of those workers who take part at this moment, where it waits for workers."""
         return among(self._rule, self.clocks.present)
 
-    def _window_of(self, state: ChunkState, who: Contribution) -> SequenceWindow:
+    def _window_of(self, state: ChunkState, who: PushHeader) -> SequenceWindow:
         key = _sender_of(who)
         if key not in state.windows:
             state.windows[key] = self._window()
@@ -354,10 +354,10 @@ class ShardState:
         state.parked.append(new)
         return []
 
-    def _late(self, state: ChunkState, contribution: Contribution) -> bool:
+    def _late(self, state: ChunkState, contribution: PushHeader) -> bool:
         return self._rule.drops(state.version, contribution) or self._left_out(contribution)
 
-    def _left_out(self, contribution: Contribution) -> bool:
+    def _left_out(self, contribution: PushHeader) -> bool:
         """Whether a verdict has left it out."""
         ranks = self._verdicts.get(contribution.round)
         return ranks is not None and contribution.rank not in ranks
@@ -374,7 +374,7 @@ class ShardState:
             state.parked = [held for held in state.parked if held not in late]
         return [self._dropped(chunk, state, held) for held in late]
 
-    def _candidates(self, state: ChunkState) -> list[Contribution]:
+    def _candidates(self, state: ChunkState) -> list[PushHeader]:
         """What the rule may choose from."""
         parked = [held.contribution for held in state.parked]
         if not self._quorum:
@@ -413,13 +413,13 @@ class ShardState:
             at_once or self._is_complete(chunk, state, contributions),
         )
 
-    def _is_complete(self, chunk: int, state: ChunkState, new: Sequence[Contribution]) -> bool:
+    def _is_complete(self, chunk: int, state: ChunkState, new: Sequence[PushHeader]) -> bool:
         """Whether the sum is applied once these are in it."""
         if self._in_step and not self._all_brought(chunk, max(one.clock for one in new), new):
             return False
         return self._completes(state.version, state.summed, new)
 
-    def _all_brought(self, chunk: int, clock: int, new: Sequence[Contribution] = ()) -> bool:
+    def _all_brought(self, chunk: int, clock: int, new: Sequence[PushHeader] = ()) -> bool:
         """Whether a clock is complete with these contributions, where updates are made in step."""
         return self._in_step and not {*self.clocks.behind(chunk, clock)} - {one.rank for one in new}
 
@@ -444,5 +444,5 @@ class ShardState:
         return [Release(token, chunk) for token in ready]
 
 
-def _sender_of(who: Contribution | FetchTerms) -> Sender:
+def _sender_of(who: PushHeader | FetchTerms) -> Sender:
     return who.sender, who.incarnation

@@ -13,10 +13,10 @@ from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Add, Replace
 from gradstream.server.chunks import ChunkMap
 
-__all__ = ["Store"]
+__all__ = ["ShardStore"]
 
 
-class Store:
+class ShardStore:
     """A shard's ranges of every vector.
 
     Args:

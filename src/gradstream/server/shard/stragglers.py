@@ -12,10 +12,10 @@ from collections.abc import Hashable
 from gradstream.server.shard.state import Apply
 from gradstream.wire import v1
 
-__all__ = ["Latecomers"]
+__all__ = ["StragglerTracker"]
 
 
-class Latecomers:
+class StragglerTracker:
     """Who came last to each chunk's latest update, when, and how long after the others."""
 
     def __init__(self) -> None:

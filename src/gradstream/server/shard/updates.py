@@ -12,12 +12,12 @@ import torch
 
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.aggregation import Contribution, Rule
+from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
 from gradstream.server.rows import RowPart
 from gradstream.server.shard.row_store import ChangedRows, Part, row_sum, whole
 from gradstream.server.shard.state import Apply
-from gradstream.server.shard.store import Store
+from gradstream.server.shard.store import ShardStore
 
 __all__ = ["Updates"]
 
@@ -39,8 +39,8 @@ class Updates:
     def __init__(
         self,
         runtime: Runtime,
-        store: Store,
-        rule: Rule,
+        store: ShardStore,
+        rule: AggregationRule,
         senders: SenderStates | None,
         changed: ChangedRows | None,
     ) -> None:
@@ -164,13 +164,13 @@ class Updates:
             if not one.absent
         ]
 
-    def _relative_rate(self, one: Contribution, due: Apply) -> float:
+    def _relative_rate(self, one: PushHeader, due: Apply) -> float:
         return one.learning_rate / due.learning_rate if self._store.has_rate and due.learning_rate else 1.0
 
     def _corrected(
         self,
         chunk: int,
-        present: Sequence[Contribution],
+        present: Sequence[PushHeader],
         pushed: Sequence[torch.Tensor],
         parameters: torch.Tensor,
     ) -> Sequence[torch.Tensor]:
@@ -183,7 +183,7 @@ class Updates:
         ]
 
 
-def _present(due: Apply) -> list[Contribution]:
+def _present(due: Apply) -> list[PushHeader]:
     return [held.contribution for held in due.update if not held.contribution.absent]
 
 

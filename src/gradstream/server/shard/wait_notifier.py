@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Stream
 
-__all__ = ["News"]
+__all__ = ["WaitNotifier"]
 
 
-class News:
+class WaitNotifier:
     """News of the chunks that a stream waits for.
 
     Args:

@@ -44,7 +44,7 @@ from gradstream.transport.grpc.connection import (
 from gradstream.transport.grpc.sessions import BAD_SECRET, CallerSession, Sessions
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls, explain
-from gradstream.transport.silence import Bell
+from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore, refusal_of
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_FRAME_BYTES, FrameError, decode, encode, payload_tensor
@@ -114,7 +114,7 @@ class _Gate:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._holders: dict[StreamCore, None] = {}
-        self._opened = Bell()
+        self._opened = Broadcast()
 
     def hold(self, stream: StreamCore) -> None:
         """Holds bulk back until the stream is over, or its time is."""
@@ -150,7 +150,7 @@ class _GrpcCarrier:
         self._outbox: deque[tuple[bytes, bool]] = deque()  # message, whether a cancel drops it
         self._over = False
         self._stopped = False
-        self._filled, self._emptied = Bell(), Bell()
+        self._filled, self._emptied = Broadcast(), Broadcast()
         self._admitted = asyncio.Event()
         self.stream: StreamCore | None = None
 

@@ -25,7 +25,7 @@ from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["BAD_SECRET", "NO_CHALLENGE", "CallerSession", "Session", "Sessions", "proved"]
+__all__ = ["BAD_SECRET", "NO_CHALLENGE", "CallerSession", "PeerSession", "Sessions", "proved"]
 
 BAD_SECRET = "the caller has not proved that it knows the secret of this run"
 """All that somebody is told who has not."""
@@ -39,7 +39,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
-class Session:
+class PeerSession:
     """One caller's, as the called side knows it."""
 
     number: int
@@ -60,7 +60,7 @@ class Sessions:
         self._identity = identity
         self._challenge_key = secrets.token_bytes(32)
         self._answered: dict[bytes, int] = {}  # challenges, by when they expire, in ns: each is good once
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, PeerSession] = {}
         self._of = Counter[str]()
 
     def challenge(self, now_ns: int) -> v1.Challenge:
@@ -68,7 +68,7 @@ class Sessions:
         stamp = _STAMP.pack(now_ns, secrets.token_bytes(16))
         return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp))
 
-    def greeted(self, raw: bytes, now_ns: int) -> tuple[Session, v1.Proven] | v1.Refuse:
+    def greeted(self, raw: bytes, now_ns: int) -> tuple[PeerSession, v1.Proven] | v1.Refuse:
         """A stranger answers a challenge: its session and our answer, or a refusal that tells nothing."""
         refused = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
         if len(raw) > LIMITS.greeting_bytes:
@@ -92,13 +92,13 @@ class Sessions:
             text = f"{greeting.sender} has {LIMITS.sessions} connections to {mine.name} already: close some"
             return v1.Refuse(code=v1.OVER_LIMIT, message=text)
         key = proof.session_key(mine.secret, greeting, job=mine.job, called=mine.name)
-        session = Session(secrets.randbits(63) | 1, key, greeting.sender, greeting.incarnation)
+        session = PeerSession(secrets.randbits(63) | 1, key, greeting.sender, greeting.incarnation)
         self._sessions[session.number] = session
         self._of[session.sender] += 1
         answer = proof.called_proof(mine.secret, greeting, job=mine.job, called=mine.name)
         return session, v1.Proven(proof=answer, session=session.number)
 
-    def passes(self, raw: bytes) -> Session | None:
+    def passes(self, raw: bytes) -> PeerSession | None:
         """Whose stream this is; None where the pass is nobody's, or was used before."""
         if len(raw) > PASS_BYTES:
             return None
@@ -114,7 +114,7 @@ class Sessions:
         session.used.add(shown.number)
         return session
 
-    def over(self, session: Session) -> None:
+    def over(self, session: PeerSession) -> None:
         """Its connection is gone. Idempotent."""
         if self._sessions.pop(session.number, None) is not None:
             self._of[session.sender] -= 1

@@ -1,4 +1,4 @@
-"""The `Shelf`: places in one piece of memory, each of which is taken, and some time later given back.
+"""The `Arena`: places in one piece of memory, each of which is taken, and some time later given back.
 
 Sizes are rounded up to powers of two. The place given back last is taken first: it is still in the
 processor's cache. Places are never cut or joined, so that those of one size cannot use up what another
@@ -7,10 +7,10 @@ size has had before; who finds no place copies in another way.
 
 from __future__ import annotations
 
-__all__ = ["Shelf"]
+__all__ = ["Arena"]
 
 
-class Shelf:
+class Arena:
     """Places in [start_bytes, stop_bytes), whose sizes are multiples of `ALIGNMENT_BYTES`.
 
     Args:
@@ -42,4 +42,4 @@ class Shelf:
 
 
 def _room(size_bytes: int) -> int:
-    return max(Shelf.ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())
+    return max(Arena.ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())

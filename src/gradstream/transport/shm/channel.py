@@ -23,7 +23,7 @@ from gradstream.memory import Span
 from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
 from gradstream.transport.carrier import ReferenceLostError
-from gradstream.transport.shm.leases import Borrowed, Given, Loaned
+from gradstream.transport.shm.leases import BorrowedLeases, GivenLeases, Loaned
 from gradstream.transport.socket.unix import recv_descriptors, send_descriptors
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Channel:
-    """One connection between two nodes, and what each has lent to the other; a `Depot` of their streams.
+    """One connection between two nodes, and what each has lent to the other; a `PayloadChannel` of their streams.
 
     Args:
         runtime: of this node.
@@ -63,8 +63,8 @@ class Channel:
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[bytes, Segment | None]] = deque()
-        self._given = Given(runtime, number, self._post, self.close)
-        self._borrowed = Borrowed(number, self._post)
+        self._given = GivenLeases(runtime, number, self._post, self.close)
+        self._borrowed = BorrowedLeases(number, self._post)
         self._hung_up = select.poll()
         self._hung_up.register(connection, select.POLLHUP)
         self._loop.add_reader(connection, self._readable)
@@ -74,21 +74,21 @@ class Channel:
     def lend(
         self, stream: StreamCore, span: Span, end: Callable[[], None]
     ) -> tuple[v1.Reference, Loaned] | None:
-        """See `Depot.lend`."""
+        """See `PayloadChannel.lend`."""
         return None if self.closed else self._given.lend(stream, span, end)
 
     def stow(self, stream: StreamCore, payload: torch.Tensor) -> v1.Reference | None:
-        """See `Depot.stow`."""
+        """See `PayloadChannel.stow`."""
         return None if self.closed else self._given.stow(stream, payload)
 
     def find(self, reference: v1.Reference) -> memoryview:
-        """See `Depot.find`."""
+        """See `PayloadChannel.find`."""
         if self.closed:
             raise ReferenceLostError
         return self._borrowed.find(reference)
 
     def intact(self) -> bool:
-        """See `Depot.intact`. A peer hangs up before it writes what was not returned in time."""
+        """See `PayloadChannel.intact`. A peer hangs up before it writes what was not returned in time."""
         return not self.closed and not self._hung_up.poll(0)
 
     # ---- the socket -----------------------------------------------------------------------

@@ -23,12 +23,12 @@ from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
 from gradstream.transport.carrier import ReferenceLostError
 from gradstream.transport.mailbox import Seen
-from gradstream.transport.shm.arena import Shelf
+from gradstream.transport.shm.arena import Arena
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
 
-__all__ = ["LEAST_BYTES", "SHELF_BYTES", "Borrowed", "Given", "Loaned", "Post"]
+__all__ = ["LEAST_BYTES", "SHELF_BYTES", "BorrowedLeases", "GivenLeases", "Loaned", "Post"]
 
 LEAST_BYTES = 32 << 10
 """Smaller payloads go with their frame: that costs less than the loan."""
@@ -86,7 +86,7 @@ class Loaned:
             self._hang_up(f"it kept memory for {patience_s:g} s that is needed here")
 
 
-class Given:
+class GivenLeases:
     """What this side has lent.
 
     Args:
@@ -103,7 +103,7 @@ class Given:
         self._hang_up = hang_up
         self._loop = asyncio.get_running_loop()
         self._shelf_segment: Segment | None = None
-        self._shelf = Shelf(0, SHELF_BYTES)
+        self._shelf = Arena(0, SHELF_BYTES)
         self._segments: dict[int, bool] = {}  # announced; whether the peer has mapped it
         self._loans: dict[int, Loaned] = {}
         self._of_stream: dict[StreamCore, list[int]] = {}
@@ -194,7 +194,7 @@ class Given:
         self._shelf_segment = None
 
 
-class Borrowed:
+class BorrowedLeases:
     """What this side was lent.
 
     Args:

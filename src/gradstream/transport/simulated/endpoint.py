@@ -17,7 +17,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
-from gradstream.transport.simulated.network import Lane, Packet, VirtualNetwork
+from gradstream.transport.simulated.network import Packet, StreamQueue, VirtualNetwork
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
@@ -89,7 +89,7 @@ class MemoryNetwork(VirtualNetwork):
 class _End:
     """A carrier: one side of a pipe."""
 
-    def __init__(self, out: Lane) -> None:
+    def __init__(self, out: StreamQueue) -> None:
         self.stream: StreamCore | None = None
         self.is_over = False
         self.out = out
@@ -174,8 +174,8 @@ class _Pipe:
         self.called = called
         self._network = network
         self._to = to
-        self.near = _End(Lane(network, caller, called, priority))
-        self.far = _End(Lane(network, called, caller, priority))
+        self.near = _End(StreamQueue(network, caller, called, priority))
+        self.far = _End(StreamQueue(network, called, caller, priority))
         self.near.far, self.far.far = self.far, self.near
         self.near.pipe = self.far.pipe = self
 

@@ -12,7 +12,7 @@ card takes CONTROL frames before BULK frames and serves the streams of either in
 frame; it does not interrupt a frame. Nodes of one machine share its cards, and need none for what they
 send each other.
 
-A `Lane` is one direction of one stream and keeps its frames' order at every stage. A lane that
+A `StreamQueue` is one direction of one stream and keeps its frames' order at every stage. A lane that
 has lost a frame (`Link.loss`, a partition) is silent from there on, and nobody is told.
 """
 
@@ -28,7 +28,7 @@ from gradstream.runtime.simulation import Link, Network
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.transport.base import Priority
 
-__all__ = ["Lane", "Packet", "VirtualNetwork"]
+__all__ = ["Packet", "StreamQueue", "VirtualNetwork"]
 
 
 @dataclass(slots=True)
@@ -59,21 +59,21 @@ class _Card:
         self,
         clock: Clock,
         bandwidth_bytes_s: float,
-        done: Callable[[Lane, Packet], None],
-        begun: Callable[[Lane, Packet, int], None] | None = None,
+        done: Callable[[StreamQueue, Packet], None],
+        begun: Callable[[StreamQueue, Packet, int], None] | None = None,
     ) -> None:
         self.bandwidth_bytes_s = bandwidth_bytes_s
         self._clock = clock
         self._done, self._begun = done, begun
-        self._turns: dict[Priority, deque[Lane]] = {priority: deque() for priority in Priority}
-        self._queues: dict[Lane, deque[Packet]] = {}
+        self._turns: dict[Priority, deque[StreamQueue]] = {priority: deque() for priority in Priority}
+        self._queues: dict[StreamQueue, deque[Packet]] = {}
         self._busy = False
 
     def service_ns(self, size_bytes: int) -> int:
         """How long a frame occupies the card."""
         return math.ceil(size_bytes / self.bandwidth_bytes_s * 1e9)
 
-    def put(self, lane: Lane, packet: Packet) -> None:
+    def put(self, lane: StreamQueue, packet: Packet) -> None:
         """Queues a frame behind those of its lane."""
         queue = self._queues.get(lane)
         if queue is None:
@@ -83,7 +83,7 @@ class _Card:
         if not self._busy:
             self._serve_next()
 
-    def drop(self, lane: Lane, *, everything: bool) -> None:
+    def drop(self, lane: StreamQueue, *, everything: bool) -> None:
         """Takes back what waits of a lane: all of it, or what is droppable."""
         queue = self._queues.get(lane)
         if queue is not None:
@@ -105,7 +105,7 @@ class _Card:
                     self._serve(lane, packet)
                     return
 
-    def _serve(self, lane: Lane, packet: Packet) -> None:
+    def _serve(self, lane: StreamQueue, packet: Packet) -> None:
         self._busy = True
         end_ns = max(self._clock.now_ns + self.service_ns(packet.size_bytes), packet.tail_ns)
         if self._begun is not None:
@@ -120,7 +120,7 @@ class _Card:
         self._clock.call_at(end_ns, served)
 
 
-class Lane:
+class StreamQueue:
     """One direction of one stream: frames in order from `source` to `target`."""
 
     def __init__(self, network: VirtualNetwork, source: str, target: str, priority: Priority) -> None:
@@ -214,10 +214,10 @@ class VirtualNetwork:
         return self._cards[machine]
 
     def _made(self, bandwidth_bytes_s: float) -> tuple[_Card, _Card]:
-        sending = _Card(self.clock, bandwidth_bytes_s, self._left, Lane.leaving)
-        return sending, _Card(self.clock, bandwidth_bytes_s, Lane.arrive)
+        sending = _Card(self.clock, bandwidth_bytes_s, self._left, StreamQueue.leaving)
+        return sending, _Card(self.clock, bandwidth_bytes_s, StreamQueue.arrive)
 
-    def _left(self, lane: Lane, packet: Packet) -> None:
+    def _left(self, lane: StreamQueue, packet: Packet) -> None:
         self.sent_bytes[lane.source] = self.sent_bytes.get(lane.source, 0) + packet.size_bytes
 
     def lost(self, link: Link) -> bool:

@@ -11,9 +11,9 @@ import socket
 from collections import deque
 from typing import Protocol
 
-from gradstream.transport.silence import Bell
+from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket import framing
-from gradstream.transport.socket.framing import Inbox, Parcel, Receiver
+from gradstream.transport.socket.framing import FrameReader, OutgoingFrame, Receiver
 from gradstream.wire.frames import FrameError
 
 __all__ = ["Connection", "Owner"]
@@ -39,16 +39,16 @@ class Connection:
     """
 
     def __init__(self, owner: Owner) -> None:
-        self.inbox = Inbox(owner)
+        self.inbox = FrameReader(owner)
         self.backlog_bytes = 0  # posted, and not taken over by the system
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
         self._closed = False
-        self._outbox: deque[Parcel] = deque()
+        self._outbox: deque[OutgoingFrame] = deque()
         self._flushing = False  # a flush is due, or waits for the socket
         self._waits_writable = False
-        self._emptied = Bell()
+        self._emptied = Broadcast()
 
     @property
     def started(self) -> bool:
@@ -66,7 +66,7 @@ class Connection:
 
     # ---- writing ------------------------------------------------------------------------
 
-    def post(self, parcel: Parcel) -> None:
+    def post(self, parcel: OutgoingFrame) -> None:
         """Sends a frame behind those posted before it. Frames of one turn of the loop leave together."""
         if self._closed:
             parcel.on_sent(parcel)

@@ -11,12 +11,12 @@ import socket
 
 from gradstream.runtime.base import Runtime
 
-__all__ = ["Lines"]
+__all__ = ["DataSockets"]
 
 UNCLAIMED_S = 10.0  # a line that nobody asks for is hung up after this
 
 
-class Lines:
+class DataSockets:
     """Lines that peers have dialled, until somebody takes them.
 
     Args:

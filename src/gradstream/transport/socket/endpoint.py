@@ -19,9 +19,9 @@ from gradstream.transport.base import Caller, Identity, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.proof import check_secret
-from gradstream.transport.socket.data_sockets import Lines
+from gradstream.transport.socket.data_sockets import DataSockets
 from gradstream.transport.socket.greeting import answer, greet
-from gradstream.transport.socket.multiplexer import Link, LinkCarrier
+from gradstream.transport.socket.multiplexer import MultiplexedCarrier, Multiplexer
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
@@ -88,11 +88,11 @@ class SocketEndpoint(EndpointCore):
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._connections = connections
         self._listener: socket.socket | None = None
-        self._links: dict[tuple[str, Priority], Link] = {}
-        self._callers: dict[tuple[str, int, int], Link] = {}  # by name, incarnation and their number
+        self._links: dict[tuple[str, Priority], Multiplexer] = {}
+        self._callers: dict[tuple[str, int, int], Multiplexer] = {}  # by name, incarnation and their number
         self._link_numbers = itertools.count(1)
         self._dialling: dict[asyncio.Task[None], None] = {}
-        self._lines = Lines(runtime)
+        self._lines = DataSockets(runtime)
 
     # ---- what a carrier adds ----------------------------------------------------------
 
@@ -206,12 +206,12 @@ class SocketEndpoint(EndpointCore):
         key = _key_of(greeting)
         if key not in self._callers:
             lost = partial(self._lost_caller, key)
-            caller = Link(self, greeting.sender, greeting.count, called=True, on_lost=lost)
+            caller = Multiplexer(self, greeting.sender, greeting.count, called=True, on_lost=lost)
             caller.incarnation = greeting.incarnation
             self._callers[key] = caller
         self._callers[key].connections[greeting.index].start(connected)
 
-    def answer(self, link: Link, carrier: LinkCarrier, opened: v1.Open) -> StreamCore:
+    def answer(self, link: Multiplexer, carrier: MultiplexedCarrier, opened: v1.Open) -> StreamCore:
         """Answers an Open that came over a link that a peer has made."""
         return self._incoming(opened, carrier, caller=Caller(link.peer, link.incarnation))
 
@@ -220,26 +220,28 @@ class SocketEndpoint(EndpointCore):
             if (name, incarnation) == caller:
                 link.fail("it has been refused too much")
 
-    def _lost_caller(self, key: tuple[str, int, int], link: Link) -> None:
+    def _lost_caller(self, key: tuple[str, int, int], link: Multiplexer) -> None:
         del link
         self._callers.pop(key, None)
 
     # ---- dialling -----------------------------------------------------------------------
 
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> LinkCarrier | Unreachable:
+    def _dial(self, peer: str, address: str | None, priority: Priority) -> MultiplexedCarrier | Unreachable:
         if address is None:
             return Unreachable("its address is not known")
         link = self._links.get((peer, priority))
         if link is None:
             count = self._connections if priority is Priority.BULK else 1
-            link = Link(self, peer, count, called=False, on_lost=partial(self._lost_link, (peer, priority)))
+            link = Multiplexer(
+                self, peer, count, called=False, on_lost=partial(self._lost_link, (peer, priority))
+            )
             self._links[peer, priority] = link
             task = self.runtime.spawn(self._join(link, address), name=f"{self.identity.name}: dial {peer}")
             self._dialling[task] = None
             task.add_done_callback(lambda done: self._dialling.pop(done, None))
         return link.carrier()
 
-    async def _join(self, link: Link, address: str) -> None:
+    async def _join(self, link: Multiplexer, address: str) -> None:
         """Connects a link's sockets, each with a greeting."""
         number = next(self._link_numbers)
         try:
@@ -283,7 +285,7 @@ class SocketEndpoint(EndpointCore):
         except (TimeoutError, OSError, FrameError, RefusedError):
             return None
 
-    def _lost_link(self, key: tuple[str, Priority], link: Link) -> None:
+    def _lost_link(self, key: tuple[str, Priority], link: Multiplexer) -> None:
         if self._links.get(key) is link:
             del self._links[key]
 

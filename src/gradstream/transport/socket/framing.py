@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
 
-__all__ = ["GREETING", "PIECE_BYTES", "PREFIX", "Inbox", "Parcel", "Place", "Receiver"]
+__all__ = ["GREETING", "PIECE_BYTES", "PREFIX", "FrameReader", "OutgoingFrame", "PayloadPlace", "Receiver"]
 
 GREETING = 0
 """The number of the stream that a connection begins with: no stream, but who is calling (see `greeting`)."""
@@ -35,7 +35,7 @@ _INBOX_BYTES = 16 << 10  # small: what is read of a payload along with its heade
 _WASTE = memoryview(bytearray(PIECE_BYTES))  # where payloads go that nobody wants
 
 
-class Place(NamedTuple):
+class PayloadPlace(NamedTuple):
     """Where a payload is received.
 
     Args:
@@ -50,16 +50,16 @@ class Place(NamedTuple):
 class Receiver(Protocol):
     """Is told of frames that arrive."""
 
-    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
         """Where to put the payload that follows this header; None skips it, and the frame with it."""
         ...
 
-    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
         """A frame is here, and its payload in its place."""
         ...
 
 
-class Parcel:
+class OutgoingFrame:
     """A frame on its way out.
 
     Args:
@@ -78,7 +78,7 @@ class Parcel:
         frame: v1.Frame,
         payload: memoryview | None = None,
         *,
-        on_sent: Callable[[Parcel], None],
+        on_sent: Callable[[OutgoingFrame], None],
     ) -> None:
         self.stream = stream
         self.number = number
@@ -129,7 +129,7 @@ class _Incoming:
     def __init__(self, prefix: bytearray, at: int) -> None:
         self.stream, self.number, self.header_bytes, self.payload_bytes = PREFIX.unpack_from(prefix, at)
         self.frame: v1.Frame | None = None
-        self.place: Place | None = None
+        self.place: PayloadPlace | None = None
         for what, got, most in (
             ("header", self.header_bytes, MAX_HEADER_BYTES),
             ("payload", self.payload_bytes, MAX_SKIP_BYTES),
@@ -138,7 +138,7 @@ class _Incoming:
                 raise FrameError(f"a frame of {got} bytes of {what}: expected at most {most}")
 
 
-class Inbox:
+class FrameReader:
     """Turns what is read from a socket into frames.
 
     Read into `room()`, then say with `took` how much that was.

@@ -14,10 +14,10 @@ import torch
 
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.carrier import Posted
-from gradstream.transport.silence import Bell
+from gradstream.transport.carrier import SendHandle
+from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket.connection import Connection
-from gradstream.transport.socket.framing import GREETING, Parcel, Place
+from gradstream.transport.socket.framing import GREETING, OutgoingFrame, PayloadPlace
 from gradstream.transport.socket.posted import PostedPayload
 from gradstream.transport.stream import StreamCore, refusal_of
 from gradstream.wire import v1
@@ -27,7 +27,7 @@ from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
 if TYPE_CHECKING:
     from gradstream.transport.socket.endpoint import SocketEndpoint
 
-__all__ = ["Link", "LinkCarrier", "bytes_of"]
+__all__ = ["MultiplexedCarrier", "Multiplexer", "bytes_of"]
 
 AHEAD = 1
 """Payloads of a stream that may wait behind one another."""
@@ -36,7 +36,7 @@ MAX_EARLY = 4096
 """Frames of a stream that may be here before one of lower number."""
 
 
-class LinkCarrier:
+class MultiplexedCarrier:
     """One stream's place on a link; implements `transport.stream.Carrier`.
 
     Args:
@@ -45,17 +45,17 @@ class LinkCarrier:
         runtime: of this node.
     """
 
-    def __init__(self, link: Link, number: int, runtime: Runtime) -> None:
+    def __init__(self, link: Multiplexer, number: int, runtime: Runtime) -> None:
         self.stream: StreamCore | None = None
         self.number = number
         self._link = link
         self._runtime = runtime
         self._is_over = False
         self._num_sent = self._num_arrived = 0
-        self._early: dict[int, tuple[v1.Frame, Place | None]] = {}
+        self._early: dict[int, tuple[v1.Frame, PayloadPlace | None]] = {}
         self._queued = 0  # parcels that have not left
-        self._lent: dict[Parcel, PostedPayload] = {}  # those of them that have a payload
-        self._left = Bell()
+        self._lent: dict[OutgoingFrame, PostedPayload] = {}  # those of them that have a payload
+        self._left = Broadcast()
 
     # ---- out ----------------------------------------------------------------------------
 
@@ -64,12 +64,12 @@ class LinkCarrier:
         self.stream = stream
         self.transmit(v1.Frame(open=opened), None)
 
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> Posted | None:
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
         """See `Carrier.transmit`."""
         if self._is_over:
             return None
         view = None if payload is None else bytes_of(payload)
-        parcel = Parcel(self.number, self._num_sent, frame, view, on_sent=self._sent)
+        parcel = OutgoingFrame(self.number, self._num_sent, frame, view, on_sent=self._sent)
         self._num_sent += 1
         self._queued += 1
         posted = None
@@ -78,7 +78,7 @@ class LinkCarrier:
         self._link.post(parcel)
         return posted
 
-    def _sent(self, parcel: Parcel) -> None:
+    def _sent(self, parcel: OutgoingFrame) -> None:
         self._queued -= 1
         posted = self._lent.pop(parcel, None)
         if posted is not None and not posted.returned:
@@ -105,7 +105,7 @@ class LinkCarrier:
 
     # ---- in -----------------------------------------------------------------------------
 
-    def place(self, frame: v1.Frame, payload_bytes: int) -> Place | None:
+    def place(self, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
         """Where a payload goes: where the stream's user wants it, else into new memory."""
         stream = self.stream
         if stream is None or self._is_over:
@@ -124,16 +124,16 @@ class LinkCarrier:
         chunk, dtype = frame.chunk, from_wire(frame.chunk.dtype)
         memory = stream.landing(chunk)
         if memory is not None and _fits(memory, chunk.elems, dtype):
-            return Place(memory, landed=True)
+            return PayloadPlace(memory, landed=True)
         if not stream.has_room(payload_bytes):
             return None
-        return Place(torch.empty(chunk.elems, dtype=dtype), landed=False)
+        return PayloadPlace(torch.empty(chunk.elems, dtype=dtype), landed=False)
 
     def opened(self) -> None:
         """The peer's Open, the first of its frames, was here."""
         self._num_arrived = 1
 
-    def arrived(self, number: int, frame: v1.Frame, place: Place | None) -> None:
+    def arrived(self, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
         """A frame is here; those before it may not be."""
         if number != self._num_arrived or self._early:
             if number < self._num_arrived or number in self._early or len(self._early) >= MAX_EARLY:
@@ -147,7 +147,7 @@ class LinkCarrier:
         self._num_arrived += 1
         self._feed(frame, place)
 
-    def _feed(self, frame: v1.Frame, place: Place | None) -> None:
+    def _feed(self, frame: v1.Frame, place: PayloadPlace | None) -> None:
         """Hands a frame, in its order, to the stream."""
         if self.stream is None:
             return
@@ -165,7 +165,7 @@ class LinkCarrier:
             self.stream.reject(error)
 
 
-class Link:
+class Multiplexer:
     """All streams that one node has opened to one other, of one priority.
 
     Args:
@@ -183,7 +183,7 @@ class Link:
         num_connections: int,
         *,
         called: bool,
-        on_lost: Callable[[Link], None],
+        on_lost: Callable[[Multiplexer], None],
     ) -> None:
         self.peer = peer
         self.incarnation = 0  # of the peer, where it is the caller
@@ -193,14 +193,14 @@ class Link:
         self._called = called
         self._on_lost = on_lost
         self._numbers = itertools.count(GREETING + 1)
-        self._streams: dict[int, LinkCarrier] = {}
+        self._streams: dict[int, MultiplexedCarrier] = {}
 
-    def carrier(self) -> LinkCarrier:
+    def carrier(self) -> MultiplexedCarrier:
         """Of a stream that is about to be opened."""
         return self._add(next(self._numbers))
 
-    def _add(self, number: int) -> LinkCarrier:
-        carrier = self._streams[number] = LinkCarrier(self, number, self._endpoint.runtime)
+    def _add(self, number: int) -> MultiplexedCarrier:
+        carrier = self._streams[number] = MultiplexedCarrier(self, number, self._endpoint.runtime)
         return carrier
 
     def _answer(self, number: int, opened: v1.Open) -> None:
@@ -209,7 +209,7 @@ class Link:
         carrier.opened()
         carrier.stream = self._endpoint.answer(self, carrier, opened)
 
-    def post(self, parcel: Parcel) -> None:
+    def post(self, parcel: OutgoingFrame) -> None:
         """Sends a frame: a payload by the connection that has the least to do."""
         connection = self.connections[0]
         if parcel.payload is not None and len(self.connections) > 1:
@@ -229,12 +229,12 @@ class Link:
 
     # ---- what connections tell ----------------------------------------------------------
 
-    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> Place | None:
+    def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
         """See `Receiver.place`."""
         carrier = self._streams.get(stream)
         return None if carrier is None else carrier.place(frame, payload_bytes)
 
-    def arrived(self, stream: int, number: int, frame: v1.Frame, place: Place | None) -> None:
+    def arrived(self, stream: int, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
         """See `Receiver.arrived`."""
         carrier = self._streams.get(stream)
         if carrier is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradstream.runtime.base import Runtime
-from gradstream.transport.silence import Bell
-from gradstream.transport.socket.framing import Parcel
+from gradstream.transport.silence import Broadcast
+from gradstream.transport.socket.framing import OutgoingFrame
 
 __all__ = ["PATIENCE_S", "PostedPayload"]
 
@@ -15,22 +15,22 @@ PATIENCE_S = 0.02
 
 
 class PostedPayload:
-    """A payload that leaves from where it lies; implements `transport.stream.Posted`.
+    """A payload that leaves from where it lies; implements `transport.stream.SendHandle`.
 
     Args:
         runtime: of this node.
         parcel: what it is part of.
     """
 
-    def __init__(self, runtime: Runtime, parcel: Parcel) -> None:
+    def __init__(self, runtime: Runtime, parcel: OutgoingFrame) -> None:
         self.returned = False
         self._runtime = runtime
         self._parcel = parcel
         self._callbacks: list[Callable[[], None]] = []
-        self._bell = Bell()
+        self._bell = Broadcast()
 
     def then(self, callback: Callable[[], None]) -> None:
-        """See `Posted.then`."""
+        """See `SendHandle.then`."""
         if self.returned:
             callback()
         else:

@@ -21,20 +21,20 @@ from gradstream.model.factors import outer_layers_of
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import names_of
 from gradstream.telemetry.events import StepEvent
-from gradstream.worker.batch_gate import Pace
+from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.exchange.base import Exchange, Surroundings, Transfers
+from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.server import ServerExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator
 from gradstream.worker.registration import row_exchange_of, row_spec_for
-from gradstream.worker.replica.base import Replica, ReplicaParts
+from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.loop import LoopGroupReplica, LoopServerReplica
 from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
-from gradstream.worker.replica.sufficient_factors import OuterProducts
+from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import Updater, decays_of, scales_of
 from gradstream.worker.schedule import OpenSchedule, Schedule
 
@@ -49,15 +49,15 @@ class Assembly:
         around: where the exchange lives.
         schedule: which minibatches are the worker's.
         pace: lets it begin each.
-        on_step, on_boundary: see `ReplicaParts`.
+        on_step, on_boundary: see `ReplicaContext`.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        around: Surroundings,
+        around: ExchangeContext,
         schedule: Schedule | OpenSchedule,
-        pace: Pace,
+        pace: BatchGate,
         *,
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
@@ -136,7 +136,7 @@ class Assembly:
             make = partial(LoopGroupReplica, loop=config.loop)
         return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
 
-    def _outer_products(self, group: Group) -> OuterProducts | None:
+    def _outer_products(self, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""
         config, around = self._config, self._around
         layers = outer_layers_of(config.model)
@@ -150,7 +150,7 @@ class Assembly:
         hosts = {_host_of(node.address) for node in around.member.notice.nodes if node.role == "worker"}
         near = group.shares_memory or len(hosts) == 1
         strategy, num_workers = config.strategy, config.num_workers
-        return OuterProducts(
+        return SufficientFactors(
             around.runtime,
             group,
             layers,
@@ -161,13 +161,13 @@ class Assembly:
 
     # ---- the replica --------------------------------------------------------------------
 
-    def _parts(self) -> ReplicaParts:
+    def _parts(self) -> ReplicaContext:
         config, around = self._config, self._around
         quorum = config.strategy.quorum(config.num_workers)
         rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
         decays = config.shards_rule is not None and config.strategy.decays_gradients
         assert rule is not None
-        return ReplicaParts(
+        return ReplicaContext(
             runtime=around.runtime,
             layout=config.model.layout,
             reduction=config.model.reduction,

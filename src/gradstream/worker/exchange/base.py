@@ -15,14 +15,14 @@ from gradstream.telemetry.traffic import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.worker.replica.base import Replica
 
-__all__ = ["Exchange", "Surroundings", "Transfers"]
+__all__ = ["Exchange", "ExchangeContext", "Transfers"]
 
 MAX_TRANSFERS = 128
 """Transfers reported one by one between two reports of vitals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ExchangeContext:
     """Where an exchange lives.
 
     Args:

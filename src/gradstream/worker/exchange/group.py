@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from gradstream.checkpoint.snapshot import Snapshots
+from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.collectives.group import Group
 from gradstream.runtime.base import Work, awaited_later
 from gradstream.server.chunks import ChunkMap
 from gradstream.telemetry.events import Event, ExchangeEvent
-from gradstream.worker.exchange.base import Surroundings, Transfers
+from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.group import GroupReplica
-from gradstream.worker.replica.snapshot import ReplicaHolder
+from gradstream.worker.replica.snapshot import ReplicaSnapshot
 
 __all__ = ["GroupExchange"]
 
@@ -29,7 +29,7 @@ class GroupExchange:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: ExchangeContext,
         group: Group,
         replica: Callable[[Transfers], GroupReplica],
         chunks: ChunkMap,
@@ -39,7 +39,7 @@ class GroupExchange:
         self._transfers = Transfers(around.rank, around.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
-        self._holder = ReplicaHolder(self.replica, chunks)
+        self._holder = ReplicaSnapshot(self.replica, chunks)
         self._cuts: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
@@ -56,7 +56,7 @@ class GroupExchange:
                 await around.init(self.replica.parameters)
             await self.replica.group.broadcast(self.replica.parameters)
             self.replica.version = 0
-        snapshots = Snapshots(around.runtime, around.member, self._holder)
+        snapshots = NodeSnapshots(around.runtime, around.member, self._holder)
         name = f"{around.runtime.node}-cuts"
         self._cuts = awaited_later(around.runtime.spawn(snapshots.run(), name=name))
 

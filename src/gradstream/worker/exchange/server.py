@@ -10,9 +10,9 @@ from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import ServerClient, names_of
 from gradstream.server.rows import RowMap
 from gradstream.telemetry.events import Event
-from gradstream.telemetry.traffic_reports import Accounts
+from gradstream.telemetry.traffic_reports import TrafficReports
 from gradstream.wire import v1
-from gradstream.worker.exchange.base import Surroundings, Transfers
+from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.server import ServerReplica
 
 __all__ = ["ServerExchange"]
@@ -31,7 +31,7 @@ class ServerExchange:
 
     def __init__(
         self,
-        around: Surroundings,
+        around: ExchangeContext,
         layout: Layout,
         chunk_elems: int,
         replica: Callable[[ServerClient], ServerReplica],
@@ -39,7 +39,7 @@ class ServerExchange:
     ) -> None:
         shards = names_of(around.member.notice.nodes, "shard")
         self._around = around
-        self._accounts = Accounts(around.rank)
+        self._accounts = TrafficReports(around.rank)
         self._transfers = Transfers(around.rank, around.member.emit)
         chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
         self._client = ServerClient(

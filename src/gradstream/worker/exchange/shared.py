@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from gradstream.checkpoint.manifest import STATE, Manifest
-from gradstream.checkpoint.snapshot import Pieces, Snapshots, load
-from gradstream.collectives.shared_window import Commons, form_commons
+from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
+from gradstream.collectives.shared_window import SharedWindow, form_commons
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError
@@ -28,11 +28,11 @@ from gradstream.server.client.client import names_of
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
 from gradstream.telemetry.events import Event, ExchangeEvent
-from gradstream.worker.exchange.base import Surroundings
+from gradstream.worker.exchange.base import ExchangeContext
 from gradstream.worker.gradient import Clip
-from gradstream.worker.replica.base import ReplicaParts
+from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.shared import SharedReplica
-from gradstream.worker.shared_words import Board
+from gradstream.worker.shared_words import SharedWords
 
 __all__ = ["SharedExchange", "Waits", "form_shared"]
 
@@ -47,7 +47,7 @@ _TORCH = {
 
 
 async def form_shared(
-    around: Surroundings, parts: ReplicaParts, model: Model, data: Dataset, clip: Clip, chunk_elems: int
+    around: ExchangeContext, parts: ReplicaContext, model: Model, data: Dataset, clip: Clip, chunk_elems: int
 ) -> SharedExchange:
     """All workers come together, and map what they are to share.
 
@@ -82,7 +82,7 @@ async def form_shared(
     try:
         layout = parts.layout
         parameters = await commons.common(layout.elems, layout.dtype, "parameters")
-        board = await Board.of(commons, around.rank, parts.num_workers, layout.elems)
+        board = await SharedWords.of(commons, around.rank, parts.num_workers, layout.elems)
         tables = await _tables(commons, data) if real and isinstance(data, SparseDataset) else {}
     except BaseException:
         await commons.close()
@@ -92,7 +92,7 @@ async def form_shared(
     return SharedExchange(around, commons, replica, _Start(data, tables), layout, chunk_elems)
 
 
-async def _tables(commons: Commons, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
+async def _tables(commons: SharedWindow, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
     """Room for the data, the same for all."""
     return {
         name: (await commons.common(elems, _TORCH[dtype], name)).tensor.numpy()
@@ -114,8 +114,8 @@ class SharedExchange:
 
     def __init__(
         self,
-        around: Surroundings,
-        commons: Commons,
+        around: ExchangeContext,
+        commons: SharedWindow,
         replica: SharedReplica,
         start: _Start,
         layout: Layout,
@@ -139,7 +139,7 @@ class SharedExchange:
                 await runtime.sleep(LOOK_S)
         self._start.map_data()
         self.replica.version = board.version
-        snapshots = Snapshots(runtime, around.member, self._holder)
+        snapshots = NodeSnapshots(runtime, around.member, self._holder)
         self._cuts = awaited_later(runtime.spawn(snapshots.run(), name=f"{runtime.node}-cuts"))
 
     async def _fill_parameters(self) -> int:
@@ -215,7 +215,7 @@ class Waits:
         silence_s: how long another worker may hold one lock.
     """
 
-    def __init__(self, runtime: Runtime, member: Member, board: Board, silence_s: float) -> None:
+    def __init__(self, runtime: Runtime, member: Member, board: SharedWords, silence_s: float) -> None:
         self._runtime = runtime
         self._member = member
         self._board = board
@@ -251,7 +251,7 @@ class Waits:
 
 
 class _SharedHolder:
-    """Implements `checkpoint.snapshot.Holder`: workers that are there divide the writing of the vector.
+    """Implements `checkpoint.snapshot.SnapshotSource`: workers that are there divide the writing of the vector.
 
     All of them stand then, so what each copies is of one moment.
 
@@ -273,15 +273,15 @@ class _SharedHolder:
         return chunks, chunks.chunks_of(names.index(f"worker-{self._replica.rank}"))
 
     def pieces(self) -> Mapping[str, Pieces]:
-        """See `Holder`."""
+        """See `SnapshotSource`."""
         (chunks, own), vector = self._owned(), self._replica.parameters.tensor
         bounds = [chunks.bounds(chunk) for chunk in own]
         return {"": [(start, vector[start:stop]) for start, stop in bounds]}
 
     def versions(self) -> Sequence[int]:
-        """See `Holder`: how many minibatches are in the model."""
+        """See `SnapshotSource`: how many minibatches are in the model."""
         return [self._replica.board.version] * len(self._owned()[1])
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """See `Holder`: all workers stand."""
+        """See `SnapshotSource`: all workers stand."""
         return nullcontext()

@@ -29,19 +29,19 @@ from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.strategies import api
 from gradstream.telemetry.events import StepEvent
 from gradstream.telemetry.stopwatch import Stopwatch
-from gradstream.telemetry.wait_attribution import Claims
-from gradstream.worker.batch_gate import Gate, Pace
+from gradstream.telemetry.wait_attribution import WaitAttribution
+from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import GradientSource, Result
-from gradstream.worker.observer import Watch
+from gradstream.worker.observer import Observer
 from gradstream.worker.replica.updater import Factors, UpdateRule
-from gradstream.worker.schedule import OpenSchedule, Passage, Schedule
+from gradstream.worker.schedule import OpenSchedule, Schedule, ScheduleHooks
 
-__all__ = ["Replica", "ReplicaParts"]
+__all__ = ["Replica", "ReplicaContext"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaParts:
+class ReplicaContext:
     """What every replica is made of.
 
     Args:
@@ -78,20 +78,20 @@ class ReplicaParts:
     num_workers: int
     lr: Rate
     joins: bool
-    pace: Pace
+    pace: BatchGate
     first_step: int = 0
     on_receipt: Callable[[Sequence[BatchRef]], None]
     on_step: Callable[[StepEvent], None]
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
     first_version: int | None = None
-    watch: Watch = field(default_factory=Watch)
+    watch: Observer = field(default_factory=Observer)
     update_rule: UpdateRule | None = None
     decays: Factors = ()
     scales: Factors = ()
 
 
 class Replica(ABC):
-    """Implements what `strategies.verbs.Worker` has besides the verbs of exchange.
+    """Implements what `strategies.api.Worker` has besides the verbs of exchange.
 
     Args:
         parts: see there.
@@ -102,9 +102,9 @@ class Replica(ABC):
 
     def __init__(
         self,
-        parts: ReplicaParts,
+        parts: ReplicaContext,
         allocate: Callable[..., Vector],
-        claims: Claims,
+        claims: WaitAttribution,
         parameters: Vector | None = None,
     ) -> None:
         self.rank = parts.rank
@@ -192,19 +192,19 @@ class Replica(ABC):
 
     @property
     def server(self) -> api.Server:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         raise InternalError('this run has no servers: the strategy says through = "group" or "shared"')
 
     @property
     def group(self) -> api.Peers:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         raise InternalError(
             'the workers of this run form no group: the strategy does not say through = "group"'
         )
 
     @property
     def shared(self) -> api.Shared:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         raise InternalError('each worker of this run has a vector of its own: through is not "shared"')
 
     # ---- batches ------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Replica(ABC):
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncIterator[api.Minibatch]:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         self._put_in = flush or self._flush
         self._bounded = before is not None
         if self._bounded and self._pace.driven:
@@ -222,7 +222,7 @@ class Replica(ABC):
                 "the strategy waits for the clocks of all workers, and its drive() holds some of them back: "
                 "they would be waited for for ever; use one of the two"
             )
-        passage = Passage(
+        passage = ScheduleHooks(
             gate=lambda: self._gate(before),
             turn=lambda: self._pace.turn.number,
             close=self._close,
@@ -243,7 +243,7 @@ class Replica(ABC):
                 await self._on_boundary(self, [ref, *self._missed()])
 
     async def _gate(self, before: Callable[[], Awaitable[None]] | None) -> Gate:
-        """See `Pace.gate`. The step begins here: with the waiting for clocks, where there are any."""
+        """See `BatchGate.gate`. The step begins here: with the waiting for clocks, where there are any."""
         begun_ns = self._runtime.now()
         if before is not None:
             await self._return()
@@ -263,7 +263,7 @@ class Replica(ABC):
 
     @property
     def phase(self) -> str:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return self._pace.phase
 
     def _missed(self) -> list[BatchRef]:
@@ -342,13 +342,13 @@ class Replica(ABC):
     # ---- gradients ----------------------------------------------------------------------
 
     async def gradient(self, batch: api.Minibatch) -> ComputedGradient:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         gradient = self._start(batch, mean=True)
         await gradient.done()
         return gradient
 
     def gradient_soon(self, batch: api.Minibatch) -> ComputedGradient:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return self._start(batch, mean=False)
 
     def _start(self, batch: api.Minibatch, *, mean: bool) -> ComputedGradient:

@@ -12,11 +12,11 @@ from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
 from gradstream.model.factors import KeptLayers
 from gradstream.telemetry.traffic import Transfer
-from gradstream.telemetry.wait_attribution import Claims
+from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.base import Replica, ReplicaParts
-from gradstream.worker.replica.peers import Peers
-from gradstream.worker.replica.sufficient_factors import OuterProducts
+from gradstream.worker.replica.base import Replica, ReplicaContext
+from gradstream.worker.replica.peers import GroupPeers
+from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import Updater
 from gradstream.worker.schedule import Schedule
 
@@ -24,7 +24,7 @@ __all__ = ["GroupReplica"]
 
 
 class GroupReplica(Replica):
-    """Implements `strategies.verbs.Worker` where there are no servers.
+    """Implements `strategies.api.Worker` where there are no servers.
 
     Parameters and gradient lie in the group's memory, so that it can work in place.
 
@@ -36,28 +36,30 @@ class GroupReplica(Replica):
         sharded: each worker updates its slices alone.
         parameters: of this worker, or of all.
         outer: layers that may be exchanged as factors.
-        on_transfer: see `Peers`.
+        on_transfer: see `GroupPeers`.
     """
 
     def __init__(
         self,
-        parts: ReplicaParts,
+        parts: ReplicaContext,
         group: Group,
         buckets: Buckets,
         updater: Updater,
         sharded: bool,
         parameters: Vector,
-        outer: OuterProducts | None = None,
+        outer: SufficientFactors | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
-        claims = Claims()
+        claims = WaitAttribution()
         super().__init__(parts, group.allocate, claims, parameters)
         self._outer = outer
-        self._peers = Peers(parts.runtime, group, buckets, claims, updater, sharded, self, outer, on_transfer)
+        self._peers = GroupPeers(
+            parts.runtime, group, buckets, claims, updater, sharded, self, outer, on_transfer
+        )
 
     @property
-    def group(self) -> Peers:
-        """See `strategies.verbs.Worker`."""
+    def group(self) -> GroupPeers:
+        """See `strategies.api.Worker`."""
         return self._peers
 
     async def newest(self) -> torch.Tensor:

@@ -26,7 +26,7 @@ from gradstream.strategies import api
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Result
-from gradstream.worker.replica.base import Replica, ReplicaParts
+from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.server import ServerReplica
 from gradstream.worker.schedule import EndingSource, OpenSchedule, Supply
@@ -182,7 +182,7 @@ class LoopReplica(Replica):
         loop: computes the gradients.
     """
 
-    def __init__(self, parts: ReplicaParts, *exchange: Any, loop: Loop) -> None:
+    def __init__(self, parts: ReplicaContext, *exchange: Any, loop: Loop) -> None:
         turns = _Turns(loop, parts.rank, parts.layout.elems, self._took_turn)
         super().__init__(replace(parts, differentiator=turns), *exchange)
         assert isinstance(parts.schedule, OpenSchedule)

@@ -15,20 +15,20 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.memory import Span, Vector
-from gradstream.model.factors import OuterLayer
+from gradstream.model.factors import FactoredLayer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies import api
 from gradstream.telemetry.events import GROUP
 from gradstream.telemetry.traffic import Transfer
-from gradstream.telemetry.wait_attribution import Claims, Kind
+from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.worker.computed import ComputedGradient
-from gradstream.worker.replica.sufficient_factors import OuterProducts, outside
+from gradstream.worker.replica.sufficient_factors import SufficientFactors, outside
 from gradstream.worker.replica.updater import Updater
 
-__all__ = ["Peers", "Rounds"]
+__all__ = ["GroupPeers", "GroupRounds"]
 
 
-class Rounds(Protocol):
+class GroupRounds(Protocol):
     """What the peers need of their replica."""
 
     parameters: Vector
@@ -43,8 +43,8 @@ class Rounds(Protocol):
         ...
 
 
-class Peers:
-    """Implements `strategies.verbs.Peers`.
+class GroupPeers:
+    """Implements `strategies.api.GroupPeers`.
 
     Args:
         runtime: of this node.
@@ -63,11 +63,11 @@ class Peers:
         runtime: Runtime,
         group: Group,
         buckets: Buckets,
-        claims: Claims,
+        claims: WaitAttribution,
         updater: Updater,
         sharded: bool,
-        replica: Rounds,
-        outer: OuterProducts | None = None,
+        replica: GroupRounds,
+        outer: SufficientFactors | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
         self.updater = updater
@@ -96,11 +96,11 @@ class Peers:
 
     @property
     def buckets(self) -> Sequence[api.Bucket]:
-        """See `strategies.verbs.Peers`."""
+        """See `strategies.api.GroupPeers`."""
         return self._bounds
 
     async def samples(self, gradient: api.Gradient) -> Sequence[int]:
-        """See `strategies.verbs.Peers`. The plan says it; where there is none, the workers tell one another.
+        """See `strategies.api.GroupPeers`. The plan says it; where there is none, the workers tell one another.
 
         All make the update at the learning rate η of the first worker that has samples, or their parameters
         would differ. A gradient whose own rate is η_i, in a loop of the user's, counts η_i/η of its weight.
@@ -131,7 +131,7 @@ class Peers:
         return [(round(total[one]), total[size + one]) for one in range(size)]
 
     async def allreduce(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
-        """See `strategies.verbs.Peers`."""
+        """See `strategies.api.GroupPeers`."""
         if not self._total:
             return
         weight *= self._relative_rate
@@ -144,14 +144,14 @@ class Peers:
         self._sums.append((bucket[0], total))
 
     async def reduce_scatter(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
-        """See `strategies.verbs.Peers`."""
+        """See `strategies.api.GroupPeers`."""
         if self._total:
             span = await self._ready(gradient, bucket)
             weight *= self._relative_rate
             mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
             self._sums.append((self._buckets.slice_in(bucket, self._group.rank)[0], mine))
 
-    async def _as_factors(self, gradient: api.Gradient, bucket: api.Bucket) -> Sequence[OuterLayer]:
+    async def _as_factors(self, gradient: api.Gradient, bucket: api.Bucket) -> Sequence[FactoredLayer]:
         """The layers in this bucket that are exchanged as factors."""
         if self._outer is None:
             return ()
@@ -161,7 +161,7 @@ class Peers:
         return [one for one in self._outer.layers if one.start < bucket[1] and bucket[0] < one.stop]
 
     async def _allreduce_around(
-        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[OuterLayer]
+        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
     ) -> None:
         """The bucket without these layers, and the layers that end in it: into the gradient's own vector."""
         assert self._outer is not None
@@ -219,7 +219,7 @@ class Peers:
         self.exchanged_bytes += span.tensor.nbytes
 
     async def update(self, gradient: api.Gradient) -> None:
-        """See `strategies.verbs.Peers`."""
+        """See `strategies.api.GroupPeers`."""
         assert isinstance(gradient, ComputedGradient)
         await gradient.done()
         if self._sums:
@@ -250,7 +250,7 @@ class Peers:
         self._exchange_s = 0.0
 
     async def all_gather(self) -> None:
-        """See `strategies.verbs.Peers`."""
+        """See `strategies.api.GroupPeers`."""
         begun_ns, parameters = self._runtime.now(), self._replica.parameters
         # One vector for all has nothing to be moved, bucket by bucket: all wait for each other, once.
         bounds = [(0, len(parameters))] if self.sharded and self._group.shares_memory else self._bounds

@@ -25,8 +25,8 @@ import torch
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Slot
 from gradstream.model.rows import RowGradient, TableRows
-from gradstream.server.rows import RowMap, RowPart, Run, clipped, joined, pack, packed_elems
-from gradstream.server.update import Piece
+from gradstream.server.rows import RowMap, RowPart, RowRange, clipped, joined, pack, packed_elems
+from gradstream.server.update import UpdatePiece
 from gradstream.strategies.base import RowExchange
 
 __all__ = ["RowSum"]
@@ -61,7 +61,7 @@ class RowSum:
         self.rest.tensor.mul_(factor)
         self.tables.scale(factor)
 
-    def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, Piece]:
+    def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, UpdatePiece]:
         """What is to be sent, by chunk; chunks without any of it are left out.
 
         Without a threshold, payloads of whole chunks lie in `rest`, which must stay as it is until they have
@@ -78,14 +78,14 @@ class RowSum:
             for slot in self.tables.tables
         ]
         touched = self._touched(tables)
-        pieces: dict[int, Piece] = {}
+        pieces: dict[int, UpdatePiece] = {}
         for chunk in range(self._rows.chunks.num_chunks):
             runs = self._rows.runs(chunk)
             if chunk not in touched and all(run.table >= 0 for run in runs):
                 continue
             if not weighs and len(runs) == 1 and runs[0].table < 0:
                 start = runs[0].row
-                pieces[chunk] = Piece(0, self.rest[start : start + runs[0].stop])
+                pieces[chunk] = UpdatePiece(0, self.rest[start : start + runs[0].stop])
                 continue
             start, stop = self._rows.chunks.bounds(chunk)
             held = parameters[start:stop]
@@ -116,7 +116,7 @@ class RowSum:
                 touched.update(range(low, high + 1))
         return touched
 
-    def _piece(self, chunk: int, part: RowPart) -> Piece | None:
+    def _piece(self, chunk: int, part: RowPart) -> UpdatePiece | None:
         """Some rows of a chunk as they are sent: as all of it, where that takes no more."""
         num_rows, values = len(part.numbers), part.values
         if not num_rows:
@@ -127,9 +127,9 @@ class RowSum:
         else:
             payload, num_rows = values.new_zeros(stop - start), 0
             payload[self._rows.elements(chunk, part.numbers)] = values
-        return Piece(num_rows, Vector(f"rows of chunk {chunk}", payload).all)
+        return UpdatePiece(num_rows, Vector(f"rows of chunk {chunk}", payload).all)
 
-    def _blocks(self, run: Run, chunk: torch.Tensor, test: Test | None) -> RowPart:
+    def _blocks(self, run: RowRange, chunk: torch.Tensor, test: Test | None) -> RowPart:
         """The blocks of a run of the rest that are to be sent, taken out of the sum; None for all of them."""
         held = self.rest.tensor[run.row : run.row + run.stop - run.start]
         if test is None:

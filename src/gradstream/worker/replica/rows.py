@@ -17,13 +17,13 @@ from gradstream.model.base import Layout
 from gradstream.model.rows import RowGradient
 from gradstream.optim.schedules import nominal_rate
 from gradstream.runtime.base import Work
-from gradstream.server.client.arrival import Arrival, Patch
+from gradstream.server.client.arrival import Arrival, SparseDelta
 from gradstream.server.client.client import ServerClient
-from gradstream.server.update import Piece, Update
+from gradstream.server.update import Update, UpdatePiece
 from gradstream.strategies import api
 from gradstream.strategies.base import RowExchange
 from gradstream.worker.computed import ComputedGradient
-from gradstream.worker.replica.base import ReplicaParts
+from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.own_steps import OwnSteps
 from gradstream.worker.replica.row_sum import RowSum
 from gradstream.worker.replica.server import ServerReplica
@@ -35,7 +35,7 @@ BRIEF_ELEMS = 1 << 16
 
 
 class RowReplica(ServerReplica):
-    """Implements `strategies.verbs.Worker` where only what has changed is exchanged.
+    """Implements `strategies.api.Worker` where only what has changed is exchanged.
 
     Args:
         parts: what every replica is made of.
@@ -43,7 +43,7 @@ class RowReplica(ServerReplica):
         exchange: what is significant enough to be sent.
     """
 
-    def __init__(self, parts: ReplicaParts, server: ServerClient, *, exchange: RowExchange) -> None:
+    def __init__(self, parts: ReplicaContext, server: ServerClient, *, exchange: RowExchange) -> None:
         super().__init__(parts, server)
         assert server.rows is not None
         self._rows = server.rows
@@ -62,9 +62,9 @@ class RowReplica(ServerReplica):
     # ---- down ---------------------------------------------------------------------------
 
     async def adopt(self, arrival: Arrival) -> None:
-        """See `strategies.verbs.Worker`: what has come lands on the parameters, own steps are taken back."""
+        """See `strategies.api.Worker`: what has come lands on the parameters, own steps are taken back."""
         await arrival.done()
-        assert isinstance(arrival, Patch)
+        assert isinstance(arrival, SparseDelta)
         patch, parameters = arrival, self.parameters
 
         def land() -> None:
@@ -76,7 +76,7 @@ class RowReplica(ServerReplica):
         self._computes_on(arrival)
 
     async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
-        """See `strategies.verbs.Worker`; `flush` as in `ServerClient.fetch_soon`."""
+        """See `strategies.api.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()
         await self.adopt(self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock))
@@ -84,7 +84,7 @@ class RowReplica(ServerReplica):
     # ---- local steps and sums -------------------------------------------------------------
 
     async def apply(self, gradient: api.Gradient, lr: float | None = None) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if not gradient.samples:
             return
         rate, rows = self._local_rate(gradient, lr), _rows_of(gradient)
@@ -97,7 +97,7 @@ class RowReplica(ServerReplica):
         )
 
     async def accumulate(self, gradient: api.Gradient) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if not gradient.samples:
             self._count(gradient)
             return
@@ -129,7 +129,7 @@ class RowReplica(ServerReplica):
     async def descend(
         self, gradient: api.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if momentum:
             raise ConfigError(
                 f"local momentum of {momentum:g} moves every parameter at every step, so none is left out of "
@@ -141,19 +141,19 @@ class RowReplica(ServerReplica):
     # ---- up -----------------------------------------------------------------------------
 
     def take_accumulated(self) -> Update:
-        """See `strategies.verbs.Worker`. What is not significant is left, and comes with a later one."""
+        """See `strategies.api.Worker`. What is not significant is left, and comes with a later one."""
         update = super().take_accumulated()
         update.pieces, update.prompt = partial(self._pieces, self._held, everything=False), True
         return update
 
     def update(self, gradient: api.Gradient) -> Update:
-        """See `strategies.verbs.Worker`: it leaves once the gradient is complete."""
+        """See `strategies.api.Worker`: it leaves once the gradient is complete."""
         update = super().update(gradient)
         if update.vector is None:
             return update
         rows, unsent = _rows_of(gradient), self._unsent
 
-        async def pieces() -> Mapping[int, Piece]:
+        async def pieces() -> Mapping[int, UpdatePiece]:
             await gradient.done()
             unsent.rest, unsent.tables = gradient.vector, rows
             return await self._pieces(unsent, everything=True)
@@ -172,7 +172,7 @@ class RowReplica(ServerReplica):
         if self._held.left:  # of a push that was under way
             await self._flush()
 
-    async def _pieces(self, total: RowSum, *, everything: bool) -> Mapping[int, Piece]:
+    async def _pieces(self, total: RowSum, *, everything: bool) -> Mapping[int, UpdatePiece]:
         parameters, rate = self.parameters, nominal_rate(self._lr) if self._weighs else 1.0
         return await self._runtime.compute(
             lambda _: total.take(parameters.tensor, rate, everything=everything),

@@ -28,21 +28,21 @@ from gradstream.server.update import Update
 from gradstream.strategies import api
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_scaled
-from gradstream.worker.replica.base import Replica, ReplicaParts
+from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.updater import Updater
 
 __all__ = ["ServerReplica"]
 
 
 class ServerReplica(Replica):
-    """Implements `strategies.verbs.Worker` where there is a parameter server.
+    """Implements `strategies.api.Worker` where there is a parameter server.
 
     Args:
         parts: what every replica is made of.
         server: client of the parameter server, with a spare vector.
     """
 
-    def __init__(self, parts: ReplicaParts, server: ServerClient) -> None:
+    def __init__(self, parts: ReplicaContext, server: ServerClient) -> None:
         super().__init__(parts, partial(parts.runtime.memory.allocate, exchanged=True), server.claims)
         self._server = server
         self._basis: Sequence[int] = [0] * server.chunks.num_chunks
@@ -60,12 +60,12 @@ class ServerReplica(Replica):
 
     @property
     def server(self) -> ServerClient:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return self._server
 
     @property
     def unpushed(self) -> int:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return len(self._refs)
 
     def retire(self) -> None:
@@ -94,14 +94,14 @@ class ServerReplica(Replica):
         return None if mean else self.server.settle()
 
     async def adopt(self, arrival: Arrival) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         await arrival.done()
         self.server.spare, self.parameters = self.parameters, arrival.vector
         self.server.spare.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival)
 
     async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
-        """See `strategies.verbs.Worker`; `flush` as in `ServerClient.fetch_soon`."""
+        """See `strategies.api.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()  # who waits for others, who may stand for a cut, stands for it too
         spare, self.server.spare = self.server.spare, self._gradient
@@ -126,7 +126,7 @@ class ServerReplica(Replica):
             await self.server.enter()
 
     async def gradient(self, batch: api.Minibatch) -> ComputedGradient:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         gradient = await super().gradient(batch)
         if self._decays and gradient.samples:
             target, source = gradient.vector, self.parameters
@@ -136,7 +136,7 @@ class ServerReplica(Replica):
         return gradient
 
     def gradient_soon(self, batch: api.Minibatch) -> ComputedGradient:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if self._decays:
             raise UserCodeError(
                 "gradient_soon() with weight decay, in a strategy that says decays_gradients: only "
@@ -145,7 +145,7 @@ class ServerReplica(Replica):
         return super().gradient_soon(batch)
 
     async def apply(self, gradient: api.Gradient, lr: float | None = None) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if not gradient.samples:
             return
         rate = self._local_rate(gradient, lr)
@@ -155,7 +155,7 @@ class ServerReplica(Replica):
         )
 
     async def accumulate(self, gradient: api.Gradient) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if not gradient.samples:
             self._count(gradient)
             return
@@ -189,7 +189,7 @@ class ServerReplica(Replica):
     async def descend(
         self, gradient: api.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if not gradient.samples:
             self._count(gradient)
             return
@@ -268,7 +268,7 @@ class ServerReplica(Replica):
         self._refs.extend(gradient.refs)
 
     async def optimize(self, gradient: api.Gradient) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         if gradient.samples:
             assert isinstance(gradient, ComputedGradient)
             updater, target, source = self._own_updater(), self.parameters, gradient.vector
@@ -291,7 +291,7 @@ class ServerReplica(Replica):
         return self._updater
 
     async def pull_towards(self, arrival: Arrival, share: float) -> Update:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         await arrival.done()
         pull, parameters, difference = ElasticPull(share), self.parameters, arrival.vector
         await self._work(lambda: pull(parameters.tensor, difference.tensor), [], [parameters, difference])
@@ -300,7 +300,7 @@ class ServerReplica(Replica):
         return self._take_own(difference)
 
     async def start_from(self, arrival: Arrival) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         await arrival.done()
         start, parameters = arrival.vector, self.parameters
         await self._work(lambda: parameters.tensor.copy_(start.tensor), [start], [parameters])
@@ -308,7 +308,7 @@ class ServerReplica(Replica):
         self._computes_on(arrival)
 
     async def take_outer_gradient(self) -> Update:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         start, parameters = self._origin, self.parameters
         if start is None or start is not self.server.spare:
             raise InternalError("take_outer_gradient() without w_start: call start_from() after each fetch")
@@ -317,18 +317,18 @@ class ServerReplica(Replica):
         return self._take_own(start)
 
     def take_parameters(self) -> Update:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return self._take_own(self.parameters)
 
     def take_state(self, beside: Update) -> Sequence[Update]:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return [
             replace(beside, vector=vector, target=name, on_done=None, refs=())
             for name, vector in self._own_updater().state.items()
         ]
 
     async def refresh_state(self) -> None:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         state, spare = self._own_updater().state, self.server.spare
         for name in state:
             self.server.spare = self._gradient
@@ -352,7 +352,7 @@ class ServerReplica(Replica):
         taken.loss = loss if share == 1.0 else taken.loss + share * (loss - taken.loss)
 
     def take_accumulated(self) -> Update:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         update, self._taken = self._taken, Update(None, 0, 0.0, self._basis, num_gradients=0)
         self._num_summed = 0
         refs, self._refs = tuple(self._refs), []
@@ -361,7 +361,7 @@ class ServerReplica(Replica):
         return update
 
     def update(self, gradient: api.Gradient) -> Update:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         assert isinstance(gradient, ComputedGradient)
         update = Update(
             gradient.vector if gradient.samples else None,

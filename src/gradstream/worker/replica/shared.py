@@ -19,20 +19,20 @@ from gradstream.memory import Span, Vector
 from gradstream.model.base import Model
 from gradstream.runtime.base import Work
 from gradstream.sparse.data import SparseRows
-from gradstream.sparse.model import Place, SparseModel
+from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS
 from gradstream.strategies import api
-from gradstream.telemetry.wait_attribution import Claims
+from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Result
-from gradstream.worker.replica.base import Replica, ReplicaParts
-from gradstream.worker.shared_words import Board
+from gradstream.worker.replica.base import Replica, ReplicaContext
+from gradstream.worker.shared_words import SharedWords
 
 __all__ = ["SharedReplica"]
 
 
 class SharedReplica(Replica):
-    """Implements `strategies.verbs.Worker`, and `strategies.verbs.Shared`, where workers have one vector.
+    """Implements `strategies.api.Worker`, and `strategies.api.Shared`, where workers have one vector.
 
     Args:
         parts: what every replica is made of.
@@ -46,14 +46,14 @@ class SharedReplica(Replica):
 
     def __init__(
         self,
-        parts: ReplicaParts,
+        parts: ReplicaContext,
         model: Model,
         parameters: Vector,
-        board: Board,
+        board: SharedWords,
         unlock: Callable[[int, int], Awaitable[None]],
         alone: bool,
     ) -> None:
-        super().__init__(parts, parts.runtime.memory.allocate, Claims(), parameters)
+        super().__init__(parts, parts.runtime.memory.allocate, WaitAttribution(), parameters)
         self.board = board
         self._model = model
         self._unlock = unlock
@@ -68,12 +68,12 @@ class SharedReplica(Replica):
 
     @property
     def shared(self) -> api.Shared:
-        """See `strategies.verbs.Worker`."""
+        """See `strategies.api.Worker`."""
         return self
 
     @property
     def sparse(self) -> bool:
-        """See `strategies.verbs.Shared`."""
+        """See `strategies.api.Shared`."""
         return isinstance(self._model, SparseModel)
 
     async def newest(self) -> torch.Tensor:
@@ -84,13 +84,13 @@ class SharedReplica(Replica):
         """An update is in the model when the strategy goes on from it."""
 
     async def sweep(self, batch: api.Minibatch, update: str) -> None:
-        """See `strategies.verbs.Shared`."""
+        """See `strategies.api.Shared`."""
         assert isinstance(batch, SampleBatch)
         model, rate = self._model, self._rate(batch.ref)
         assert isinstance(model, SparseModel)
         rows: list[SparseRows] = []
 
-        def go(at: Place) -> float:
+        def go(at: SweepState) -> float:
             if not rows:
                 parts = batch.samples or self._differentiator.read(batch.ref, self.step)
                 rows.append(_joined([model.rows(part) for part in parts]))
@@ -114,11 +114,11 @@ class SharedReplica(Replica):
         self._in_model((batch.ref,))
 
     async def add(self, gradient: api.Gradient, update: str) -> None:
-        """See `strategies.verbs.Shared`."""
+        """See `strategies.api.Shared`."""
         assert isinstance(gradient, ComputedGradient)
         elements, rate = gradient.vector.tensor, gradient.lr
 
-        def go(at: Place) -> float:
+        def go(at: SweepState) -> float:
             if self._alone:
                 at.parameters.add_(elements, alpha=-rate)
                 at.state[0] = len(elements)
@@ -139,10 +139,10 @@ class SharedReplica(Replica):
         self._in_model(gradient.refs)
 
     async def _carried_out(
-        self, go: Callable[[Place], float], num: int, work: Work, reads: Sequence[Span] = ()
+        self, go: Callable[[SweepState], float], num: int, work: Work, reads: Sequence[Span] = ()
     ) -> float:
         """Σ of what `go` returns, called until it has got to `num`; it stops at locks that it cannot have."""
-        at, total = Place(self.parameters.tensor, self.board.locks, self.rank + 1), 0.0
+        at, total = SweepState(self.parameters.tensor, self.board.locks, self.rank + 1), 0.0
         got_to = -1
         while True:
             total += await self._runtime.compute(

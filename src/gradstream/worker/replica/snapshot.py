@@ -11,11 +11,11 @@ from gradstream.runtime.base import Storage
 from gradstream.server.chunks import ChunkMap
 from gradstream.worker.replica.group import GroupReplica
 
-__all__ = ["ReplicaHolder"]
+__all__ = ["ReplicaSnapshot"]
 
 
-class ReplicaHolder:
-    """Implements `checkpoint.snapshot.Holder`: a piece is this worker's slice of a bucket.
+class ReplicaSnapshot:
+    """Implements `checkpoint.snapshot.SnapshotSource`: a piece is this worker's slice of a bucket.
 
     All workers stand after the same round then, with the same parameters; so they divide the writing.
 
@@ -29,7 +29,7 @@ class ReplicaHolder:
         self._chunks = chunks
 
     def pieces(self) -> Mapping[str, Pieces]:
-        """See `Holder`."""
+        """See `SnapshotSource`."""
         parameters, updater = self._replica.parameters.tensor, self._replica.group.updater
         owned = self._replica.group.owned
         out: dict[str, Pieces] = {"": [(start, parameters[start:stop]) for start, stop in owned]}
@@ -38,11 +38,11 @@ class ReplicaHolder:
         return out
 
     def versions(self) -> Sequence[int]:
-        """See `Holder`: the number of rounds in the model."""
+        """See `SnapshotSource`: the number of rounds in the model."""
         return [self._replica.version] * len(self._chunks.chunks_of(self._replica.rank))
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """See `Holder`: nobody but this worker writes them, and it stands."""
+        """See `SnapshotSource`: nobody but this worker writes them, and it stands."""
         return nullcontext()
 
     def restore(self, storage: Storage, folder: str) -> None:

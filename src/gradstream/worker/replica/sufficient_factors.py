@@ -20,19 +20,19 @@ import torch
 from gradstream.collectives.group import Group
 from gradstream.errors import GradientError
 from gradstream.memory import Span, Vector
-from gradstream.model.factors import Kept, KeptLayers, OuterLayer
+from gradstream.model.factors import FactoredLayer, FactorPair, KeptLayers
 from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import FactorsEvent
 
-__all__ = ["Decide", "OuterProducts", "outside"]
+__all__ = ["Decide", "SufficientFactors", "outside"]
 
-Decide = Callable[[OuterLayer, int], bool]
+Decide = Callable[[FactoredLayer, int], bool]
 """Whether the gradient of a layer goes as factors, with so many rows a worker; the same at all workers."""
 
 BLOCK_ELEMS = 64  # of `slice_of`
 
 
-def outside(bucket: tuple[int, int], layers: Sequence[OuterLayer]) -> list[tuple[int, int]]:
+def outside(bucket: tuple[int, int], layers: Sequence[FactoredLayer]) -> list[tuple[int, int]]:
     """[start, stop) of what a bucket has besides these layers, which are in the order of the vector."""
     pieces, done = [], bucket[0]
     for layer in layers:
@@ -55,18 +55,18 @@ class _Round:
         kept: this worker's own.
     """
 
-    layer: OuterLayer
+    layer: FactoredLayer
     sizes: Sequence[int]
     span: Span
     own: Span
-    kept: Kept
+    kept: FactorPair
 
     @classmethod
-    def of(cls, layer: OuterLayer, sizes: Sequence[int], vector: Vector, rank: int) -> _Round:
+    def of(cls, layer: FactoredLayer, sizes: Sequence[int], vector: Vector, rank: int) -> _Round:
         part_elems = part_of(layer, max(sizes))
         span = vector[: part_elems * len(sizes)]
         own = vector[part_elems * rank : part_elems * (rank + 1)]
-        return cls(layer, sizes, span, own, Kept(layer, *_factors(layer, span.tensor, sizes, rank)))
+        return cls(layer, sizes, span, own, FactorPair(layer, *_factors(layer, span.tensor, sizes, rank)))
 
     def weigh(self, weight: float) -> None:
         """Multiplies this worker's share in."""
@@ -88,13 +88,13 @@ class _Round:
                 first = False
 
 
-def part_of(layer: OuterLayer, rows: int) -> int:
+def part_of(layer: FactoredLayer, rows: int) -> int:
     """Elements of a worker's part: whole blocks, so that `slice_of` cuts at them."""
     return -(-layer.factor_elems(rows) // BLOCK_ELEMS) * BLOCK_ELEMS
 
 
 def _factors(
-    layer: OuterLayer, flat: torch.Tensor, sizes: Sequence[int], rank: int
+    layer: FactoredLayer, flat: torch.Tensor, sizes: Sequence[int], rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """δ (K_r, M) and x (K_r, Q) of a worker, in the factors of all."""
     part = flat[part_of(layer, max(sizes)) * rank :]
@@ -103,7 +103,7 @@ def _factors(
     return delta, part[delta_elems : delta_elems + x_elems].view(sizes[rank], layer.inputs)
 
 
-class OuterProducts:
+class SufficientFactors:
     """What a worker does for the layers that may go as factors.
 
     Args:
@@ -119,7 +119,7 @@ class OuterProducts:
         self,
         runtime: Runtime,
         group: Group,
-        layers: Sequence[OuterLayer],
+        layers: Sequence[FactoredLayer],
         decide: Decide,
         dtype: torch.dtype,
         on_choice: Callable[[FactorsEvent], None],
@@ -138,7 +138,7 @@ class OuterProducts:
         self._shown = False
 
     @property
-    def layers(self) -> Sequence[OuterLayer]:
+    def layers(self) -> Sequence[FactoredLayer]:
         """Those that go as factors in this round, in the order of the vector."""
         return [one.layer for one in self._round.values()]
 
@@ -156,7 +156,7 @@ class OuterProducts:
         }
         return {name: one.kept for name, one in self._round.items()} or None
 
-    def _memory_of(self, layer: OuterLayer, rows: int) -> Vector:
+    def _memory_of(self, layer: FactoredLayer, rows: int) -> Vector:
         """As much as it takes; all workers make it in the same round, and in the same order."""
         elems = part_of(layer, rows) * self._group.size
         found = self._memory.get(layer.name)
@@ -220,7 +220,7 @@ class OuterProducts:
             gradient_elems={layer.name: layer.elems for layer in self._layers},
         )
 
-    async def exchange(self, layer: OuterLayer, gradient: Vector, weight: float) -> Span:
+    async def exchange(self, layer: FactoredLayer, gradient: Vector, weight: float) -> Span:
         """Gathers a layer's factors and forms the product, in its place of the gradient vector (E,).
 
         Returns:

@@ -6,10 +6,10 @@ import asyncio
 
 from gradstream.runtime.base import Runtime
 
-__all__ = ["Bell"]
+__all__ = ["Wakeup"]
 
 
-class Bell:
+class Wakeup:
     """Wakes everybody who waits when it is rung; a ring that nobody waits for is kept."""
 
     __slots__ = ("_event",)
