@@ -71,7 +71,7 @@ def record_of(scenes: Sequence[Scene], rows: ledger.Rows) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commits": sorted({row["commit"][:12] for row in rows.values() if row["commit"]}),
         "machine": machine,
-        "world": {
+        "config": {
             "sample_s": subject.SAMPLE_S,
             "jitter": subject.JITTER,
             "bandwidth_bytes_s": subject.BANDWIDTH_BYTES_S,

@@ -77,10 +77,10 @@ def main() -> None:
 def virtual_seconds(size: int, num_bytes: int, how: str) -> float:
     """One allreduce in whole messages, begun by all ranks at once."""
     link = Link(latency_s=ALPHA_S)
-    world = SimulationConfig(
+    config = SimulationConfig(
         costs={"reduce": Cost(per_elem_s=4 * GAMMA_S_BYTE)},
         network=Network(bandwidth_bytes_s=BYTES_S, link=link, header_bytes=0),
-        phantom=True,
+        shape_only=True,
     )
 
     async def work(group: Group) -> float:
@@ -89,7 +89,7 @@ def virtual_seconds(size: int, num_bytes: int, how: str) -> float:
         await group.allreduce(group.allocate(num_bytes // 4, torch.float32, "gradient").all)
         return ranks.now_s - 1.0
 
-    ranks = VirtualRanks(size, world=world)
+    ranks = VirtualRanks(size, config=config)
     found: list[float] = ranks.run(work, how=how, piece_bytes=4 << 20)
     return max(found)
 

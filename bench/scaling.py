@@ -117,12 +117,12 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-def world(batch_s: float, *, bandwidth_bytes_s: float = BANDWIDTH_BYTES_S) -> SimulationConfig:
+def config(batch_s: float, *, bandwidth_bytes_s: float = BANDWIDTH_BYTES_S) -> SimulationConfig:
     """The original's machines."""
     return SimulationConfig(
         costs={"gradient": Cost(per_sample_s=batch_s / BATCH)},
         network=Network(bandwidth_bytes_s=bandwidth_bytes_s, link=Link(latency_s=LATENCY_S)),
-        phantom=True,
+        shape_only=True,
     )
 
 
@@ -134,7 +134,7 @@ def step_s(
     run = simulate(
         Sized(layers),
         numbered(batch * workers * steps),
-        world=where,
+        config=where,
         strategy=scheme.strategy,
         workers=workers,
         servers=scheme.servers,
@@ -156,7 +156,7 @@ def scaling(most: int, only: str) -> dict[str, Any]:
         for title, scheme in ((one, scheme) for one, scheme in SCHEMES.items() if only in one):
             row = rows[title] = {"epoch_s": [], "closed_s": []}
             for workers in [count for count in WORKERS if count <= most]:
-                where = world(subject.batch_s)
+                where = config(subject.batch_s)
                 seconds = step_s(subject.layers, scheme, workers, batch=BATCH, where=where)
                 rounds = SAMPLES / BATCH / workers
                 row["epoch_s"].append(seconds * rounds)
@@ -178,7 +178,7 @@ def divided() -> list[dict[str, Any]]:
     shallow, rows = SUBJECTS["10,805,651"], []
     layers = [sum(shallow.layers) // 16] * 16
     for bandwidth in (12.5e6, 125e6, 1.25e9):
-        where = world(shallow.batch_s, bandwidth_bytes_s=bandwidth)
+        where = config(shallow.batch_s, bandwidth_bytes_s=bandwidth)
         for workers in (1, 4, 16, 64):
             batch = 1024 // workers
             row: dict[str, Any] = {"workers": workers, "batch": batch, "bandwidth_bytes_s": bandwidth}

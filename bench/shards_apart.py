@@ -131,8 +131,8 @@ def row(given: argparse.Namespace, kind: str, shards: int) -> dict[str, Any]:
     run = runs[len(runs) // 2]
     per_s, of_bound = speed(run, shards, given.mbit)
     os.environ["SHARDS_APART_STEPS"] = str(SIMULATED * given.steps)
-    world = simulated_world(given.mbit, statistics.median(step["compute_s"] for step in steps_of(run)))
-    simulated = simulate(KINDS[kind](), servers=shards, world=world)
+    config = simulated_world(given.mbit, statistics.median(step["compute_s"] for step in steps_of(run)))
+    simulated = simulate(KINDS[kind](), servers=shards, config=config)
     simulated_per_s, simulated_of_bound = speed(simulated, shards, given.mbit)
     figures = {
         "strategy": kind,
@@ -178,7 +178,7 @@ def simulated_world(mbit: int, gradient_s: float) -> SimulationConfig:
         f"{role}-{index}": f"machine-{index}" for role in ("worker", "shard") for index in range(MACHINES)
     }
     network = Network(bandwidth_bytes_s=mbit * 1e6 / 8, link=Link(latency_s=50e-6), machines=machines)
-    return SimulationConfig(costs={"gradient": Cost(base_s=gradient_s)}, network=network, phantom=True)
+    return SimulationConfig(costs={"gradient": Cost(base_s=gradient_s)}, network=network, shape_only=True)
 
 
 def bare(mbit: int, shards: int) -> float:

@@ -27,7 +27,7 @@ from gradstream.testing.runs import Sized, numbered
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS, STEPS, SEEDS = 16, 25, 3
 COSTS = {
-    "gradient": Cost(base_s=0.1, spread=LogNormal(0.5)),
+    "gradient": Cost(base_s=0.1, jitter=LogNormal(0.5)),
     "apply": Cost(per_elem_s=4e-10),
     "copy": Cost(per_elem_s=4e-10),
 }
@@ -40,13 +40,13 @@ STRATEGIES: dict[str, gs.Strategy] = {
 
 def measured(strategy: gs.Strategy, speeds: dict[str, float]) -> dict[str, float]:
     """Means over seeds; per step of one worker."""
-    world = SimulationConfig(
-        costs=COSTS, speeds=speeds, network=Network(bandwidth_bytes_s=1.25e9), phantom=True
+    config = SimulationConfig(
+        costs=COSTS, speeds=speeds, network=Network(bandwidth_bytes_s=1.25e9), shape_only=True
     )
     rows: list[Any] = [
         simulate(
             Sized([500_000] * 6), numbered(WORKERS * STEPS), strategy=strategy, optimizer=gs.optim.SGD(lr=0.1),
-            workers=WORKERS, servers=4, batch_size=1, epochs=1, world=world, seed=seed,
+            workers=WORKERS, servers=4, batch_size=1, epochs=1, config=config, seed=seed,
         )
         for seed in range(SEEDS)
     ]  # fmt: skip

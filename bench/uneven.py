@@ -132,15 +132,15 @@ def order_statistic(needed: int, backup: int) -> float:
 
 def verdicts(needed: int, backup: int, steps: int, seed: int) -> list[float]:
     """Seconds of each round."""
-    world = SimulationConfig(
-        costs={"gradient": Cost(base_s=1.0, spread=Exponential())},
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0, jitter=Exponential())},
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0)),
-        phantom=True,
+        shape_only=True,
     )
     run = simulate(
         Sized([64]),
         numbered(1024),
-        world=world,
+        config=config,
         strategy=gs.Synchronous(backup=backup),
         workers=needed + backup,
         batch_size=1,

@@ -15,7 +15,7 @@ class Damping(EveryPush):  # the server: every push is an update of its own
     power: float
 
     def weights(self, version, update):
-        return [(1 + version - one.basis) ** -self.power for one in update]
+        return [(1 + version - one.base_version) ** -self.power for one in update]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Damped(gs.Strategy):
     """Asynchronous SGD, w ← w - γ·g / (1 + τ)^power (Zhang, Gupta, Lian, Liu, IJCAI 2016)."""
 
     power: float = 1.0
-    cut = "queue"  # each worker takes minibatches as it needs them
+    partitioning = "queue"  # each worker takes minibatches as it needs them
     survives_worker_loss = True  # nobody waits for anybody
 
     def optimizer(self):
@@ -31,7 +31,7 @@ class Damped(gs.Strategy):
 
     async def train(self, worker):  # the client
         async for batch in worker.batches():
-            await worker.refresh()  # w, and its version
+            await worker.pull()  # w, and its version
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 

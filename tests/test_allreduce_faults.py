@@ -22,13 +22,13 @@ from gradstream.worker.replica.peers import GroupPeers
 
 MODEL, DATA = least_squares(60, 700, whole=False)
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=2e-3)},
+    costs={"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=2e-3)},
     network=Network(bandwidth_bytes_s=1e6, link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 SMALL = 128 * 8 / (1 << 20)
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.Adam(lr=0.05), "workers": 3, "batch_size": 4, "epochs": 4, "chunk_elems": 64,
-    "world": WORLD, "deadlines": QUICK, "keep_last": 3,
+    "config": WORLD, "deadlines": QUICK, "keep_last": 3,
 }  # fmt: skip
 EXACT: dict[str, Any] = {"optimizer": gs.optim.SGD(lr=2.0**-7, momentum=0.5), "workers": 4}
 """With whole numbers, rounds of 16 samples: every sum, and its mean, is exact in any order."""
@@ -222,7 +222,7 @@ def test_who_waits_for_a_long_evaluation_does_not_take_it_for_a_death() -> None:
     costs = {**WORLD.costs, "evaluate": Cost(base_s=60 * QUICK.silence_s)}
     job = {
         **JOB,
-        "world": SimulationConfig(costs=costs, network=WORLD.network),
+        "config": SimulationConfig(costs=costs, network=WORLD.network),
         "strategy": STRATEGIES["whole"],
     }
     run = simulate(MODEL, held, evaluate_every=10, **job)

@@ -23,7 +23,7 @@ LAYERS = [BUCKET_ELEMS] * 6 + [BUCKET_ELEMS // 4]  # one bucket each, in backwar
 OFFSETS = [0.30, 0.35, 0.40, 0.80, 0.85, 0.90, 1.0]  # some come faster than they can leave, some do not
 
 
-def world(offsets: Sequence[float]) -> SimulationConfig:
+def config(offsets: Sequence[float]) -> SimulationConfig:
     return SimulationConfig(
         costs={
             "gradient": Cost(base_s=GRADIENT_S),
@@ -33,7 +33,7 @@ def world(offsets: Sequence[float]) -> SimulationConfig:
         offsets=offsets,
         # What takes time is latency and sums: a card's time is shared with signs of life.
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-3)),
-        phantom=True,
+        shape_only=True,
     )
 
 
@@ -41,7 +41,7 @@ def step_s(layers: Sequence[int], offsets: Sequence[float], workers: int = 2, **
     """Virtual seconds of a step, without the first: with two workers each step takes the same."""
     run = simulate(
         Sized(layers), numbered(64), strategy=AllReduce(algorithm="ring", bucket_mib=1.0, **options),
-        workers=workers, batch_size=1, steps=5, optimizer=gs.optim.SGD(lr=0.1), world=world(offsets),
+        workers=workers, batch_size=1, steps=5, optimizer=gs.optim.SGD(lr=0.1), config=config(offsets),
     )  # fmt: skip
     steps = [e["compute_s"] + e["wait_s"] for e in run.events if e["event"] == "step" and e["rank"] == 0]
     assert workers > 2 or steps[1:] == pytest.approx(steps[1:2] * 4, abs=1e-8)
@@ -71,11 +71,11 @@ def test_a_step_takes_what_the_recursion_of_wait_free_backprop_says(workers: int
     assert overlapped < 0.75 * serial
 
 
-def test_many_workers_in_a_phantom_world() -> None:
+def test_many_workers_in_a_shape_only_world() -> None:
     """A ring's time with so many is latency: 2 (W - 1) messages one after the other, for each bucket."""
     run = simulate(
         Sized([1000, 1000]), numbered(640), strategy=AllReduce(algorithm="ring"), workers=32,
-        batch_size=1, steps=1, world=world([0.5, 1.0]),
+        batch_size=1, steps=1, config=config([0.5, 1.0]),
     )  # fmt: skip
     assert run.summary["steps"] == 32
     per_step_s = GRADIENT_S + APPLY_S + 2 * 31 * 1e-3
@@ -85,7 +85,7 @@ def test_many_workers_in_a_phantom_world() -> None:
 def test_a_round_is_told_of_as_one_transfer_of_the_whole_gradient() -> None:
     run = simulate(
         Sized(LAYERS), numbered(8), strategy=AllReduce(bucket_mib=1.0), workers=2, batch_size=1, steps=3,
-        world=world(OFFSETS),
+        config=config(OFFSETS),
     )  # fmt: skip
     transfers = [event for event in run.events if event["event"] == "transfer"]
     assert [event["size_bytes"] for event in transfers] == [4 * sum(LAYERS)] * 2 * 3
@@ -97,11 +97,11 @@ def test_waiting_is_due_to_the_slowest_worker_and_what_is_left_to_the_exchange()
         costs={"gradient": Cost(base_s=GRADIENT_S)},
         speeds={"worker-2": 0.5},
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-2)),
-        phantom=True,
+        shape_only=True,
     )
     run = simulate(
         Sized([1000]), numbered(64), strategy=AllReduce(algorithm="ring"), workers=3, batch_size=1, steps=8,
-        world=slow,
+        config=slow,
     )  # fmt: skip
     figures = figures_of(run.events)
     for worker in figures.workers:
@@ -116,6 +116,6 @@ def test_waiting_is_due_to_the_slowest_worker_and_what_is_left_to_the_exchange()
     fast = dataclasses.replace(slow, speeds={}, network=Network(link=Link(latency_s=0.1)))
     run = simulate(
         Sized([1000]), numbered(64), strategy=AllReduce(algorithm="ring"), workers=3, batch_size=1, steps=8,
-        world=fast,
+        config=fast,
     )  # fmt: skip
     assert reason_of(figures_of(run.events)).kind == "network"

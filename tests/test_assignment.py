@@ -174,10 +174,10 @@ def test_a_worker_that_others_are_to_relieve_is_given_something_if_they_do_not_c
 
 def simulated(strategy: Any, epochs: int = 2, **options: Any) -> gs.Run:
     model, data = least_squares(8000, 8)
-    world = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": UNEVEN[3]})
+    config = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": UNEVEN[3]})
     return gs.simulate(
         model, data, strategy=strategy, workers=4, batch_size=32, epochs=epochs,
-        optimizer=gs.optim.SGD(lr=2.0**-12), world=options.pop("world", world), **options,
+        optimizer=gs.optim.SGD(lr=2.0**-12), config=options.pop("config", config), **options,
     )  # fmt: skip
 
 
@@ -209,8 +209,8 @@ def test_a_very_slow_worker_does_one_minibatch_where_the_others_are_done_by_then
     strategy: Any, assignment: Any
 ) -> None:
     """Its first takes 10.7 s, in which the others do all; a second would be waited for as long again."""
-    world = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": 0.003})
-    run = simulated(strategy, assignment=assignment, world=world)
+    config = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-3)}, speeds={"worker-3": 0.003})
+    run = simulated(strategy, assignment=assignment, config=config)
     assert run.summary["samples_accounted"] == 16_000
     assert [row["rank"] for row in run.history].count(3) == 1
     assert run.summary["train_s"] <= 1.01 * 32e-3 / 0.003
@@ -229,19 +229,19 @@ def test_a_death_costs_what_the_dead_worker_would_have_done(rank: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_times_that_vary_lose_little(seed: int) -> None:
-    world = SimulationConfig(
-        costs={"gradient": Cost(per_sample_s=1e-3, spread=Exponential())},
+    config = SimulationConfig(
+        costs={"gradient": Cost(per_sample_s=1e-3, jitter=Exponential())},
         speeds={"worker-3": UNEVEN[3]},
     )
-    run = simulated("downpour", world=world, seed=seed)
+    run = simulated("downpour", config=config, seed=seed)
     assert run.summary["train_s"] <= 1.15 * IDEAL_S
 
 
 def test_samples_a_second_are_as_many_with_short_epochs() -> None:
     model, data = least_squares(64, 8)
-    world = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-4)})
+    config = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-4)})
     run = gs.simulate(
-        model, data, strategy="downpour", workers=4, batch_size=8, epochs=100, world=world,
+        model, data, strategy="downpour", workers=4, batch_size=8, epochs=100, config=config,
         optimizer=gs.optim.SGD(lr=2.0**-12),
     )  # fmt: skip
     assert run.summary["train_s"] <= 1.25 * 6400 * 1e-4 / 4
@@ -263,7 +263,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_stream_cannot_be_a_queue() -> None:
-    def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
+    def batches(rank: int, config: int, epoch: int, seed: int) -> Any:
         yield np.ones((4, 8)), np.ones(4)
 
     model, _ = least_squares(8, 8)

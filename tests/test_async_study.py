@@ -132,7 +132,7 @@ def test_a_rate_is_not_chosen_by_the_images_that_are_reported(study: Modules) ->
 def test_each_worker_keeps_its_own_classes(study: Modules, cut: Any) -> None:
     data = study.subject.data(by_label=True)
     plan = data.plan(
-        PartitionSpec(cut=cut, batch_size=4, workers=30, seed=7, shares=None, epochs=2, steps=None)
+        PartitionSpec(partitioning=cut, batch_size=4, workers=30, seed=7, shares=None, epochs=2, steps=None)
     )
     seen = []
     for worker in range(30):

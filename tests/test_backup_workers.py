@@ -58,7 +58,7 @@ def test_the_first_n_that_every_shard_holds_are_chosen_once() -> None:
 
 
 def contribution(rank: int, round_: int, sequence: int) -> PushHeader:
-    return PushHeader(f"worker-{rank}", rank, 1, sequence, samples=1, round=round_, basis=round_)
+    return PushHeader(f"worker-{rank}", rank, 1, sequence, samples=1, round=round_, base_version=round_)
 
 
 def shard(num_chunks: int = 1) -> ShardState:
@@ -119,7 +119,7 @@ def replayed(model: Any, data: Any, batches: Sequence[Sequence[int]]) -> np.ndar
 
 POOR = Link(latency_s=1e-3, jitter_s=1e-3, loss=0.01, duplicate=0.05)
 NODES = [f"worker-{rank}" for rank in range(5)] + [f"shard-{rank}" for rank in range(3)]
-NOISY = {"gradient": Cost(base_s=1e-2, spread=Exponential()), "apply": Cost(base_s=1e-3)}
+NOISY = {"gradient": Cost(base_s=1e-2, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLDS = {
     "noisy": SimulationConfig(costs=NOISY),
     "slow link": SimulationConfig(costs=NOISY, network=Network(cards={"worker-1": 2e5, "shard-0": 2e6})),
@@ -132,7 +132,7 @@ WORLDS = {
 
 
 def backed_up(
-    world: SimulationConfig, *, workers: int = 5, backup: int = 1, **options: Any
+    config: SimulationConfig, *, workers: int = 5, backup: int = 1, **options: Any
 ) -> tuple[Run, bool]:
     """A run on integer data, and whether it has the bits of one node with the accepted samples."""
     model, data = least_squares(160, FEATURES, grid=GRID)
@@ -143,7 +143,7 @@ def backed_up(
         data,
         strategy=strategy,
         workers=workers,
-        world=world,
+        config=config,
         optimizer=gs.optim.Momentum(LR, 0.5),
         **options,
     )
@@ -152,17 +152,17 @@ def backed_up(
 
 
 @pytest.mark.parametrize(
-    ("world", "servers"), [("noisy", 1), ("noisy", 3), ("slow link", 2), ("slow worker", 1), ("lossy", 3)]
+    ("config", "servers"), [("noisy", 1), ("noisy", 3), ("slow link", 2), ("slow worker", 1), ("lossy", 3)]
 )
-def test_equals_one_node_with_exactly_the_accepted_samples(world: str, servers: int) -> None:
-    for seed in range(2 if world == "noisy" else 1):
-        run, same = backed_up(WORLDS[world], servers=servers, seed=seed)
+def test_equals_one_node_with_exactly_the_accepted_samples(config: str, servers: int) -> None:
+    for seed in range(2 if config == "noisy" else 1):
+        run, same = backed_up(WORLDS[config], servers=servers, seed=seed)
         rounds = rounds_of(run)
         assert [event["round"] for event in rounds] == list(range(12))
         assert all(len(event["accepted"]) == 4 and len(event["ids"]) == 16 for event in rounds)
         assert all(sorted(event["accepted"] + event["left_out"]) == list(range(5)) for event in rounds)
         assert same
-    assert any(event["left_out"] != rounds[0]["left_out"] for event in rounds) or world != "noisy"
+    assert any(event["left_out"] != rounds[0]["left_out"] for event in rounds) or config != "noisy"
 
 
 def test_late_steps_are_told_and_every_samples_fate_is_known() -> None:
@@ -264,7 +264,7 @@ def test_checkpoints_and_evaluations_on_the_way() -> None:
     data = gs.from_arrays(data.inputs, data.targets, data.inputs[:8], data.targets[:8])
     run = simulate(
         model, data, strategy=gs.Synchronous(backup=2), workers=6, epochs=4, batch_size=4, chunk_elems=64,
-        world=WORLDS["slow worker"], optimizer=gs.optim.SGD(lr=LR), evaluate_every=5, checkpoint_every=6,
+        config=WORLDS["slow worker"], optimizer=gs.optim.SGD(lr=LR), evaluate_every=5, checkpoint_every=6,
         storage=MemoryStorage(), deadlines=QUICK,
     )  # fmt: skip
     assert not [event for event in run.events if event["event"] == "checkpoint_failed"]
@@ -293,13 +293,13 @@ def order_statistic(needed: int, backup: int) -> float:
 
 def round_times(needed: int, backup: int, steps: int, seed: int) -> list[float]:
     """Seconds from one verdict to the next, of exponential gradients with mean 1 and nothing else."""
-    world = SimulationConfig(
-        costs={"gradient": Cost(base_s=1.0, spread=Exponential())},
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0, jitter=Exponential())},
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0)),
-        phantom=True,
+        shape_only=True,
     )
     run = simulate(
-        Sized([64]), numbered(1024), world=world, workers=needed + backup, batch_size=1, steps=steps,
+        Sized([64]), numbered(1024), config=config, workers=needed + backup, batch_size=1, steps=steps,
         strategy=gs.Synchronous(backup=backup), chunk_elems=64, seed=seed,
     )  # fmt: skip
     ends: dict[int, float] = {}
@@ -371,6 +371,6 @@ def test_backup_that_makes_no_sense() -> None:
 
 
 def test_without_backup_nothing_is_told_of_rounds() -> None:
-    run, _ = backed_up(SimulationConfig(costs={"gradient": Cost(spread=LogNormal(0.1))}), backup=0)
+    run, _ = backed_up(SimulationConfig(costs={"gradient": Cost(jitter=LogNormal(0.1))}), backup=0)
     assert rounds_of(run) == []
     assert run.summary["samples_accounted"] == 12 * 20

@@ -93,7 +93,7 @@ def test_what_is_asked_for_is_all_that_is_measured(options: list[str], line: str
 def test_the_prediction_is_of_the_links_that_carry_it(ranks: int) -> None:
     """Measured on virtual time in pieces, as operations go: the formula then says what they take."""
     network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=2e-4), header_bytes=0)
-    world = SimulationConfig(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
+    config = SimulationConfig(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
     elems = 1_200_000
 
     async def work(group: Group) -> tuple[MeasuredCosts, float]:
@@ -104,7 +104,7 @@ def test_the_prediction_is_of_the_links_that_carry_it(ranks: int) -> None:
         await group.allreduce(vector.all, algorithm="ring")
         return figures, asyncio.get_running_loop().time() - begun_s
 
-    for figures, took_s in VirtualRanks(ranks, world=world).run(work, how="messages"):
+    for figures, took_s in VirtualRanks(ranks, config=config).run(work, how="messages"):
         assert figures.alpha_s == pytest.approx(2e-4, rel=1e-2)
         assert figures.beta_s_byte == pytest.approx(1e-8, rel=1e-3)
         assert Choice(ranks, figures).seconds("ring", 4 * elems) == pytest.approx(

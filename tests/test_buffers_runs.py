@@ -73,7 +73,7 @@ def mean_output(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("slow", ["worker-0", "worker-1"])
 def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) -> None:
     data = pictures()
-    world = gs.sim.SimulationConfig(
+    config = gs.sim.SimulationConfig(
         costs={"gradient": gs.sim.Cost(per_sample_s=1e-3)},
         network=gs.sim.Network(bandwidth_bytes_s=1e6, link=gs.sim.Link(latency_s=2e-3)),
         speeds={slow: 0.3},
@@ -86,7 +86,7 @@ def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) 
         batch_size=SIZES,
         steps=7,
         chunk_elems=64,
-        world=world,
+        config=config,
         evaluate_every=3,
         metrics={"mean": mean_output},
     )

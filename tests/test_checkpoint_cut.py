@@ -30,17 +30,17 @@ from gradstream.testing.runs import (
 from gradstream.wire import v1
 
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 MODEL, DATA = least_squares(101, 200, seed=1, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.Adam(lr=0.05), "workers": 3, "servers": 2, "batch_size": 4, "epochs": 6,
-    "chunk_elems": 64, "deadlines": QUICK, "world": WORLD, "checkpoint_every": None,
+    "chunk_elems": 64, "deadlines": QUICK, "config": WORLD, "checkpoint_every": None,
 }  # fmt: skip
 TOKENS: dict[str, Any] = {
     "strategy": "downpour", "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
-    "epochs": 4, "chunk_elems": 64, "deadlines": QUICK, "world": WORLD, "checkpoint_every": None,
+    "epochs": 4, "chunk_elems": 64, "deadlines": QUICK, "config": WORLD, "checkpoint_every": None,
 }  # fmt: skip
 NUM_TOKENS = 24
 
@@ -245,7 +245,7 @@ def test_manifest_survives_json() -> None:
     assert Manifest.decode(data).encode() == data
 
 
-def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
+def batches(rank: int, config: int, epoch: int, seed: int) -> Any:
     rng = np.random.default_rng([rank, epoch, seed])
     for _ in range(9):
         inputs = rng.standard_normal((4, 200)).astype("float32")
@@ -271,7 +271,7 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slow_disk = SimulationConfig(costs={**WORLD.costs, "write": Cost(base_s=0.5)}, network=WORLD.network)
-    job = {**JOB, "world": slow_disk, "checkpoint_every": 8, "epochs": 3}
+    job = {**JOB, "config": slow_disk, "checkpoint_every": 8, "epochs": 3}
     whole = simulate(MODEL, DATA, **{**job, "checkpoint_every": None})
     stood = []
     for free_bytes in (None, 0):  # nobody knows: copied; nothing: written where it is

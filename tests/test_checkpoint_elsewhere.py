@@ -27,7 +27,7 @@ MODEL, DATA = least_squares(320, 400, seed=1, whole=False, dtype="float32", redu
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.SGD(lr=0.01), "workers": 2, "servers": 2, "batch_size": 8, "epochs": 2,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 10,
-    "world": SimulationConfig(costs={"gradient": Cost(base_s=0.03), "write": Cost(base_s=0.2)}),
+    "config": SimulationConfig(costs={"gradient": Cost(base_s=0.03), "write": Cost(base_s=0.2)}),
 }  # fmt: skip
 CHUNK_BYTES = 64 * 4
 

@@ -43,7 +43,7 @@ OTHERS = [
     TensorSpec("tied.bias", (), "F32", same_as="layer.bias"),
 ]
 ELEMS, CHUNK = 121, 64
-WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.03, spread=Exponential())})
+WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.03, jitter=Exponential())})
 
 
 def write(storage: Storage, step: int, policy: Policy | None = None) -> str:
@@ -196,7 +196,7 @@ def test_a_full_disk_is_said_and_training_goes_on_with_the_last_one_kept() -> No
     model, data = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
     job: dict[str, Any] = {
         "optimizer": gs.optim.Adam(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 20,
-        "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 4, "world": WORLD,
+        "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 4, "config": WORLD,
     }  # fmt: skip
     whole = simulate(model, data, **job)
     storage = FullStorage(full_from=9)  # one checkpoint fits: 2 shards and the headers, of 3 files

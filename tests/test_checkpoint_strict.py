@@ -51,7 +51,7 @@ def test_checkpoints_on_the_way_load_strictly(strategy: str) -> None:
         checkpoint_every=4,
         keep_last=3,
         storage=storage,
-        world=gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.1)}),
+        config=gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.1)}),
     )
     files = [f"{one.folder}/{MODEL}" for one in kept(storage)]
     assert len(files) == 3

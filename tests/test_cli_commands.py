@@ -61,7 +61,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.job: Any = None
-        self.world: SimulationConfig | None = None
+        self.config: SimulationConfig | None = None
         self.spec = ""
         self.listen: Any = None
         self.outcome: Run | BaseException = Run(events=[FINISHED])
@@ -75,10 +75,10 @@ class Recorder:
         job: Any,
         *,
         on_event: Callable[[Any], None],
-        world: SimulationConfig | None = None,
+        config: SimulationConfig | None = None,
         listen: Any = None,
     ) -> Run:
-        self.job, self.world, self.listen = job, world, listen
+        self.job, self.config, self.listen = job, config, listen
         on_event(FINISHED)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -222,22 +222,32 @@ def test_json_is_alone_on_stdout(recorder: Recorder) -> None:
 
 
 def test_simulate_builds_a_world(recorder: Recorder) -> None:
-    options = ["--phantom", "--latency", "0.01", "--bandwidth", "1e8", "--gradient-s", "2", "--spread", "0.3"]
+    options = [
+        "--shape-only",
+        "--latency",
+        "0.01",
+        "--bandwidth",
+        "1e8",
+        "--gradient-s",
+        "2",
+        "--jitter",
+        "0.3",
+    ]
     result = call("simulate", "job.py", "--workers", "64", *options)
     assert result.exit_code == 0, result.output
     assert recorder.job.workers == 64
-    world = recorder.world
-    assert world is not None
-    assert world.phantom
-    assert world.network.link.latency_s == 0.01
-    assert world.network.bandwidth_bytes_s == 1e8
-    assert world.costs["gradient"].base_s == 2.0
-    assert world.costs["apply"].spread == LogNormal(0.3)
+    config = recorder.config
+    assert config is not None
+    assert config.shape_only
+    assert config.network.link.latency_s == 0.01
+    assert config.network.bandwidth_bytes_s == 1e8
+    assert config.costs["gradient"].base_s == 2.0
+    assert config.costs["apply"].jitter == LogNormal(0.3)
 
 
 def test_simulate_without_options_is_the_default_world(recorder: Recorder) -> None:
     call("simulate", "job.py")
-    assert recorder.world == SimulationConfig()
+    assert recorder.config == SimulationConfig()
 
 
 def test_demo_runs_its_own_job(recorder: Recorder) -> None:

@@ -107,7 +107,7 @@ def test_butterfly_and_halving_doubling_cross_where_the_sheet_says(size: int, fa
 
 def test_figures_are_those_of_the_network() -> None:
     network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=2e-3), header_bytes=0)
-    world = SimulationConfig(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
+    config = SimulationConfig(costs={"reduce": Cost(per_elem_s=4e-10)}, network=network)
     events: list[Any] = []
 
     async def work(group: Group) -> MeasuredCosts:
@@ -115,7 +115,7 @@ def test_figures_are_those_of_the_network() -> None:
         assert group.choice is not None
         return group.choice.figures
 
-    outcomes = VirtualRanks(5, world=world).run(work, how="auto", on_event=events.append)
+    outcomes = VirtualRanks(5, config=config).run(work, how="auto", on_event=events.append)
     for found in outcomes:
         assert found == outcomes[0]
         assert found.alpha_s == pytest.approx(2e-3, rel=1e-3)
@@ -134,7 +134,7 @@ def test_two_storeys_take_the_seconds_of_their_formula(hosts: str) -> None:
     size, m = len(hosts), len(set(hosts))
     elems, alpha_s, bytes_s = 1000 * size, 1e-3, 1e9
     network = Network(bandwidth_bytes_s=bytes_s, link=Link(latency_s=alpha_s), header_bytes=0)
-    world = SimulationConfig(costs={"reduce": Cost()}, network=network, phantom=True)
+    config = SimulationConfig(costs={"reduce": Cost()}, network=network, shape_only=True)
 
     async def work(group: Group) -> float:
         span = group.allocate(elems, torch.float32, "gradient").all
@@ -142,7 +142,7 @@ def test_two_storeys_take_the_seconds_of_their_formula(hosts: str) -> None:
         await group.allreduce(span)
         return ranks.now_s - 1
 
-    ranks = VirtualRanks(size, world=world)
+    ranks = VirtualRanks(size, config=config)
     took_s = max(ranks.run(work, how="hierarchical", hosts=hosts))
     costs = hierarchical.costs(m, size // m)
     assert took_s == pytest.approx(sum(cost.seconds(4 * elems, alpha_s, 1 / bytes_s) for cost in costs), 1e-6)
@@ -159,7 +159,7 @@ def test_ranks_on_hosts(hosts: str) -> None:
         return vector.tensor.numpy()
 
     network = Network(link=Link(latency_s=1e-3, jitter_s=1e-3))
-    for outcome in VirtualRanks(size, world=SimulationConfig(network=network)).run(
+    for outcome in VirtualRanks(size, config=SimulationConfig(network=network)).run(
         work, how="auto", hosts=hosts
     ):
         np.testing.assert_array_equal(outcome, parts.sum(axis=0))

@@ -169,8 +169,8 @@ def seconds(
 ) -> dict[str, float]:
     """Of one allreduce by each algorithm, which all ranks begin at the same instant, on virtual time."""
     options = {"bandwidth_bytes_s": BYTES_S, "link": Link(latency_s=ALPHA_S), "header_bytes": 0, **network}
-    world = SimulationConfig(
-        costs={"reduce": Cost(per_elem_s=gamma_s_elem)}, network=Network(**options), phantom=True
+    config = SimulationConfig(
+        costs={"reduce": Cost(per_elem_s=gamma_s_elem)}, network=Network(**options), shape_only=True
     )
 
     async def work(group: Group) -> list[float]:
@@ -183,7 +183,7 @@ def seconds(
             took_s.append(ranks.now_s - number)
         return took_s
 
-    ranks = VirtualRanks(size, world=world)
+    ranks = VirtualRanks(size, config=config)
     return dict(zip(hows, np.max(ranks.run(work, piece_bytes=piece_bytes), axis=0), strict=True))
 
 

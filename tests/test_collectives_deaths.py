@@ -45,7 +45,7 @@ def test_killed_at_each_chunk(how: str, piece_elems: int) -> None:
     right = [float(sum(range(SIZE)) * SIZE)] * ELEMS
     failed = 0
     for number, victim in itertools.product(range(1, messages + 1), range(SIZE if short else 1)):
-        ranks = VirtualRanks(SIZE, seed=number, world=SimulationConfig(network=NETWORK))
+        ranks = VirtualRanks(SIZE, seed=number, config=SimulationConfig(network=NETWORK))
         ranks.kill_at_chunk(victim, number)
         outcomes = ranks.run(twice, how=how, silence_s=SILENCE_S, piece_bytes=4 * piece_elems)
         assert ranks.killed is not None, f"the fault at chunk {number} never fired"
@@ -74,7 +74,7 @@ def test_silent_from_any_moment(how: str) -> None:
         cuts = [Partition(start_s, 1e9, frozenset({victim}), others)]
         cuts.append(Partition(start_s, 1e9, others, frozenset({victim})))
         network = Network(bandwidth_bytes_s=1e7, link=NETWORK.link, partitions=cuts)
-        ranks = VirtualRanks(SIZE, world=SimulationConfig(network=network))
+        ranks = VirtualRanks(SIZE, config=SimulationConfig(network=network))
         outcomes = ranks.run(many, how=how, silence_s=SILENCE_S)
         for rank in (0, 2, 3):
             assert isinstance(outcomes[rank], DeadlineError), outcomes[rank]
@@ -94,7 +94,7 @@ def test_who_is_slow_is_not_silent() -> None:
         await group.allreduce(vector.all)
         return vector.tensor[0].item()
 
-    ranks = VirtualRanks(SIZE, world=SimulationConfig(network=NETWORK))
+    ranks = VirtualRanks(SIZE, config=SimulationConfig(network=NETWORK))
     assert ranks.run(work, silence_s=SILENCE_S) == [4.0] * SIZE
 
 
@@ -102,7 +102,7 @@ def test_who_is_slow_is_not_silent() -> None:
 def test_killed_in_two_storeys(hosts: str) -> None:
     messages, failed = 12, 0
     for number, victim in itertools.product(range(1, messages + 1), range(SIZE)):
-        ranks = VirtualRanks(SIZE, seed=number, world=SimulationConfig(network=NETWORK))
+        ranks = VirtualRanks(SIZE, seed=number, config=SimulationConfig(network=NETWORK))
         ranks.kill_at_chunk(victim, number)
         outcomes = ranks.run(twice, how="hierarchical", hosts=hosts, silence_s=SILENCE_S)
         assert ranks.killed is not None
@@ -120,7 +120,7 @@ def test_who_never_comes_is_named() -> None:
         raise AssertionError("there is no group")
 
     for absent in range(3):
-        outcomes = VirtualRanks(3, world=SimulationConfig(network=NETWORK)).run(
+        outcomes = VirtualRanks(3, config=SimulationConfig(network=NETWORK)).run(
             work, absent=[absent], silence_s=SILENCE_S
         )
         for rank in {0, 1, 2} - {absent}:
@@ -140,14 +140,14 @@ async def many(group: Group) -> int:
 
 @pytest.mark.parametrize("how", ALGORITHMS)
 def test_a_rank_that_stands_still_for_less_loses_nobody(how: str) -> None:
-    ranks = VirtualRanks(SIZE, world=SimulationConfig(network=NETWORK))
+    ranks = VirtualRanks(SIZE, config=SimulationConfig(network=NETWORK))
     with Standstill(ranks.cluster, "worker-1", 0.5, 0.5 + 0.9 * SILENCE_S):
         assert ranks.run(many, how=how, silence_s=SILENCE_S) == [30] * SIZE
 
 
 @pytest.mark.parametrize("how", ALGORITHMS)
 def test_a_rank_that_stands_still_for_longer_is_lost_and_knows_that_it_is_the_one(how: str) -> None:
-    ranks = VirtualRanks(SIZE, world=SimulationConfig(network=NETWORK))
+    ranks = VirtualRanks(SIZE, config=SimulationConfig(network=NETWORK))
     with Standstill(ranks.cluster, "worker-1", 0.5, 0.5 + 3 * SILENCE_S):
         for outcome in ranks.run(many, how=how, silence_s=SILENCE_S):
             assert isinstance(outcome, DeadlineError), outcome

@@ -38,7 +38,7 @@ def test_every_rank_has_the_sum(how: str) -> None:
                 sums.append((await group.allreduce(vector.all)).tensor.clone().numpy())
             return sums
 
-        for outcome in VirtualRanks(size, world=RACK).run(work, how=how):
+        for outcome in VirtualRanks(size, config=RACK).run(work, how=how):
             for parts, got in zip(inputs.values(), outcome, strict=True):
                 np.testing.assert_array_equal(got, np.sum(parts, axis=0))
 
@@ -58,7 +58,7 @@ def test_scatter_gather_broadcast_and_weights() -> None:
                 await group.broadcast(told.all, root=group.size - 1)
                 return vector.tensor.numpy(), told.tensor.numpy()
 
-            for summed, told in VirtualRanks(size, world=RACK).run(work):
+            for summed, told in VirtualRanks(size, config=RACK).run(work):
                 np.testing.assert_array_equal(summed, total)
                 np.testing.assert_array_equal(told, np.full(elems, float(size - 1)))
 
@@ -68,7 +68,7 @@ def test_the_order_of_arrivals_changes_no_bit(how: str) -> None:
     """Numbers whose sum depends on the order, cut into pieces; another seed is another interleaving."""
     size, elems = 5, 300
     network = Network(bandwidth_bytes_s=1e8, link=Link(latency_s=1e-5, jitter_s=1e-3))
-    world = SimulationConfig(costs={"reduce": Cost(base_s=1e-4, spread=Exponential())}, network=network)
+    config = SimulationConfig(costs={"reduce": Cost(base_s=1e-4, jitter=Exponential())}, network=network)
     parts = np.random.default_rng(7).standard_normal((size, elems)).astype(np.float32)
 
     async def work(group: Group) -> bytes:
@@ -78,7 +78,7 @@ def test_the_order_of_arrivals_changes_no_bit(how: str) -> None:
 
     found, times = set(), set()
     for seed in range(200 // len(ALGORITHMS) + 1):
-        ranks = VirtualRanks(size, seed=seed, world=world)
+        ranks = VirtualRanks(size, seed=seed, config=config)
         found |= set(ranks.run(work, how=how, piece_bytes=256))
         times.add(ranks.now_s)
     assert len(found) == 1
@@ -92,7 +92,7 @@ def test_operations_may_be_asked_for_before_the_last_has_returned() -> None:
         await runtime.gather(*(group.allreduce(vector.all) for vector in vectors))
         return [vector.tensor[0].item() for vector in vectors]
 
-    ranks = VirtualRanks(3, world=RACK)
+    ranks = VirtualRanks(3, config=RACK)
     for outcome in ranks.run(work, how="butterfly"):
         assert outcome == [3.0, 6.0, 9.0, 12.0]
 
@@ -101,7 +101,7 @@ def test_ranks_that_do_different_things_are_told() -> None:
     async def work(group: Group) -> None:
         await group.allreduce(Vector("v", torch.zeros(100 + group.rank // 2)).all)
 
-    outcomes = VirtualRanks(3, world=RACK).run(work)
+    outcomes = VirtualRanks(3, config=RACK).run(work)
     assert all(isinstance(outcome, ConfigError | PeerLostError) for outcome in outcomes)
     assert any("all ranks must call the same operations" in str(outcome) for outcome in outcomes)
 
@@ -112,14 +112,16 @@ def test_an_operation_that_is_given_up_fails_for_all() -> None:
             raise ValueError("not today")
         await group.allreduce(Vector("v", torch.zeros(100)).all)
 
-    outcomes = VirtualRanks(4, world=RACK).run(work, how="butterfly")
+    outcomes = VirtualRanks(4, config=RACK).run(work, how="butterfly")
     for rank in (0, 2, 3):
         assert isinstance(outcomes[rank], PeerLostError)
         assert outcomes[rank].peer == "worker-1"
 
 
-def test_a_phantom_moves_sizes_only() -> None:
-    world = SimulationConfig(phantom=True, network=Network(bandwidth_bytes_s=1e9, link=Link(latency_s=1e-3)))
+def test_a_shape_only_moves_sizes_only() -> None:
+    config = SimulationConfig(
+        shape_only=True, network=Network(bandwidth_bytes_s=1e9, link=Link(latency_s=1e-3))
+    )
 
     async def work(group: Group) -> float:
         runtime = ranks.cluster.runtime(group.names[group.rank])
@@ -128,6 +130,6 @@ def test_a_phantom_moves_sizes_only() -> None:
         await group.allreduce(vector.all)
         return (runtime.now() - begun_ns) / 1e9
 
-    ranks = VirtualRanks(4, world=world)
+    ranks = VirtualRanks(4, config=config)
     outcomes = ranks.run(work)
     assert max(outcomes) == pytest.approx(0.15, rel=0.1)  # 1.5 times 100 MB through cards of 1 GB/s

@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_not_deleted_and_is_none_of_those_kept(name: str
 MODEL, DATA = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.SGD(lr=0.05), "workers": 2, "servers": 1, "batch_size": 4, "epochs": 20,
-    "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 4, "strategy": "synchronous", "world": WORLD,
+    "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": 4, "strategy": "synchronous", "config": WORLD,
 }  # fmt: skip
 
 

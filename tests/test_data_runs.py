@@ -138,7 +138,7 @@ def test_each_worker_makes_its_own_stream(strategy: str) -> None:
 
 
 def test_a_dead_workers_stream_is_gone_through_by_the_others() -> None:
-    world = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(per_sample_s=1e-2)})
+    config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(per_sample_s=1e-2)})
     run = gs.simulate(
         Tokens(2),
         gs.from_stream(numbered_stream, batches=4),
@@ -148,7 +148,7 @@ def test_a_dead_workers_stream_is_gone_through_by_the_others() -> None:
         epochs=3,
         chunk_elems=64,
         deadlines=QUICK,
-        world=world,
+        config=config,
         script=kill_at("worker-1", 0.3),
     )
     counts = token_counts(run, 48)
@@ -158,22 +158,22 @@ def test_a_dead_workers_stream_is_gone_through_by_the_others() -> None:
     assert counts.max() <= 4  # what it had pushed without its receipt having arrived
 
 
-def test_a_stream_of_unknown_length_runs_for_steps_and_in_phantom_worlds() -> None:
+def test_a_stream_of_unknown_length_runs_for_steps_and_in_shape_only_worlds() -> None:
     def forever(rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
         yield np.ones((3, 2)), np.ones(3)
 
     model, _ = least_squares(8, 2, reduction="mean")
     run = gs.simulate(model, gs.from_stream(forever), optimizer=gs.optim.SGD(lr=0.1), workers=2, steps=5)
     assert (run.summary["steps"], run.summary["samples"]) == (10, 30)
-    phantom = gs.simulate(
+    shape_only = gs.simulate(
         model,
         gs.from_stream(forever),
         workers=2,
         steps=5,
         batch_size=4,
-        world=gs.sim.SimulationConfig(phantom=True),
+        config=gs.sim.SimulationConfig(shape_only=True),
     )
-    assert phantom.summary["samples"] == 40
+    assert shape_only.summary["samples"] == 40
     with pytest.raises(gs.errors.ConfigError, match=r"epochs=2: nobody knows.*give steps= instead"):
         gs.simulate(model, gs.from_stream(forever), workers=2, epochs=2)
 

@@ -21,7 +21,7 @@ from gradstream.testing.runs import QUICK, Tokens, least_squares, numbered, toke
 
 LR, GRID = 2.0**-7, 2.0**-10
 LATE = SimulationConfig(  # the network is slower than the gradients, and each chunk goes its own way
-    costs={"gradient": Cost(base_s=1e-3), "apply": Cost(base_s=1e-3, spread=Exponential())},
+    costs={"gradient": Cost(base_s=1e-3), "apply": Cost(base_s=1e-3, jitter=Exponential())},
     network=Network(link=Link(latency_s=5e-3, jitter_s=2e-2)),
 )
 
@@ -48,7 +48,7 @@ def boundaries_differ(k: int) -> list[bool]:
     model, data = least_squares(64, 300, grid=GRID)
     simulate(
         model, data, strategy=Watched(push_every=k, fetch_every=k, overlap=False), optimizer=gs.optim.SGD(lr=LR),
-        workers=1, servers=2, batch_size=4, steps=24, chunk_elems=64, seed=3, world=LATE,
+        workers=1, servers=2, batch_size=4, steps=24, chunk_elems=64, seed=3, config=LATE,
     )  # fmt: skip
     assert len({own.tobytes() for own, _ in Watched.boundaries}) > 3  # it moves
     return [own.tobytes() != server.tobytes() for own, server in Watched.boundaries]
@@ -74,7 +74,7 @@ def pushed_and_applied(strategy: gs.Strategy, seed: int) -> tuple[int, int, int]
     """Chunks pushed and chunk updates applied; and by how much samples are wrong, over all chunks."""
     run = simulate(
         Tokens(num_chunks=5), numbered(50), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=4, servers=2,
-        batch_size=3, epochs=3, chunk_elems=64, seed=seed, world=LATE, deadlines=QUICK,
+        batch_size=3, epochs=3, chunk_elems=64, seed=seed, config=LATE, deadlines=QUICK,
     )  # fmt: skip
     wrong = int(np.abs(token_counts(run, 50) - 3).sum())
     return run.summary["pushes"] * 5, run.summary["updates"], wrong  # initial parameters are one of both
@@ -93,12 +93,12 @@ class Doubling(gs.Downpour):
 
     async def train(self, worker: Any) -> None:
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             update = worker.take_accumulated()
             await worker.server.push_soon(update)
             if worker.step == 4:
-                await worker.server.settle()
+                await worker.server.flush()
                 update.on_done = None
                 await worker.server.push_soon(update)
 
@@ -143,7 +143,7 @@ class Hasty(gs.Downpour):
 
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             if worker.step % self.push_every == 0:
                 await worker.server.push_soon(worker.take_accumulated())
@@ -170,10 +170,10 @@ async def kill_one(cluster: Any) -> None:
 
 def longest_step_s(strategy: gs.Strategy) -> float:
     """Of those that are left when worker 1 of 3 is killed. Raises if the run does not come to its end."""
-    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
+    config = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
     run = simulate(
         Tokens(num_chunks=2), numbered(60), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=3,
-        batch_size=1, epochs=2, chunk_elems=64, world=world, deadlines=QUICK, script=kill_one,
+        batch_size=1, epochs=2, chunk_elems=64, config=config, deadlines=QUICK, script=kill_one,
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]
     ends: dict[str, list[float]] = {}

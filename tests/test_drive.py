@@ -46,7 +46,7 @@ from gradstream.worker.batch_gate import BatchGate
 
 NUM_TOKENS, EPOCHS = 24, 6
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 DRIVES: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ DRIVES: dict[str, dict[str, Any]] = {
 
 def tokens(strategy: gs.Strategy, **options: Any) -> gs.Run:
     """A run in which everything applied can be counted."""
-    options = {"workers": 4, "epochs": EPOCHS, "world": WORLD, **options}
+    options = {"workers": 4, "epochs": EPOCHS, "config": WORLD, **options}
     return simulate(
         Tokens(num_chunks=3), numbered(NUM_TOKENS), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), servers=2,
         batch_size=2, chunk_elems=64, deadlines=QUICK, **options,
@@ -106,7 +106,7 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
 def test_who_joins_and_leaves_when_so_many_samples_are_in_the_model() -> None:
     """Gradients of 3 s, so that what is heard a quarter of a second late is at most a step of everybody."""
     slow = SimulationConfig(costs={"gradient": Cost(base_s=3.0)}, network=WORLD.network)
-    told = turns(tokens(gs.Downpour(**DRIVES["all"]), world=slow))
+    told = turns(tokens(gs.Downpour(**DRIVES["all"]), config=slow))
     assert [len(event["engaged"]) for event in told] == [1, 2, 3, 4, 0, 1]
     assert [event["phase"] for event in told] == ["alone", *4 * ["together"], "alone"]
     due = [0, 12, 12 + 10, 12 + 2 * 10, NUM_TOKENS * EPOCHS - 30]
@@ -127,15 +127,19 @@ class Restless(gs.Downpour):
         rng, samples = random.Random(self.seed), 0
         while samples < run.total_samples - 20:
             samples += rng.choice([0, 0, 2, 8, 20])
-            await run.engage(rng.choice([0, 1, 2, 4]), rng.choice(["alone", "together"]))
-            await run.engage(rng.choice([1, 1, 2, 3, 9]), rng.choice(["alone", "together", "else"]))
+            await run.set_active_workers(rng.choice([0, 1, 2, 4]), rng.choice(["alone", "together"]))
+            await run.set_active_workers(
+                rng.choice([1, 1, 2, 3, 9]), rng.choice(["alone", "together", "else"])
+            )
             await run.until(samples=samples)
 
 
 def check_restless(*seeds: int) -> None:
     for seed in seeds:
         strategy = Restless(push_every=1 + seed % 3, overlap=seed % 2 == 0, seed=seed)
-        run = tokens(strategy, seed=seed, world=bad_world(4, 2), shares=[1, 0, 2, 1], assignment="partitions")
+        run = tokens(
+            strategy, seed=seed, config=bad_world(4, 2), shares=[1, 0, 2, 1], assignment="partitions"
+        )
         check_exactly_once(run, NUM_TOKENS, EPOCHS)
 
 
@@ -299,7 +303,7 @@ class Solo(gs.Downpour):
         return True
 
     async def drive(self, run: Participation) -> None:
-        await run.engage(1, ALONE)
+        await run.set_active_workers(1, ALONE)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -318,7 +322,7 @@ def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: i
         rule.apply(w, gradient, {"sum": sums}, lr=0.05, step=step + 1)
     run = simulate(
         model, data, strategy=Solo(push_every=3, fetch_every=2, local_momentum=0.9), optimizer=rule,
-        workers=4, servers=shards, batch_size=4, epochs=3, chunk_elems=64, seed=3, world=WORLD,
+        workers=4, servers=shards, batch_size=4, epochs=3, chunk_elems=64, seed=3, config=WORLD,
         deadlines=QUICK,
     )  # fmt: skip
     assert np.array_equal(run.parameters["w"], w.numpy())
@@ -330,7 +334,7 @@ def adagrad_counts(**options: Any) -> np.ndarray[Any, Any]:
     run = simulate(
         Tokens(num_chunks=3), numbered(NUM_TOKENS), optimizer=gs.optim.Adagrad(lr=1.0, initial_accumulator=0.5),
         strategy=gs.Downpour(warm_start="3epochs", waves=2, wave_every=12, finish_alone=NUM_TOKENS),
-        workers=4, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, world=WORLD, deadlines=QUICK,
+        workers=4, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, config=WORLD, deadlines=QUICK,
         **options,
     )  # fmt: skip
     return run.parameters["tokens"][:, :NUM_TOKENS]
@@ -405,7 +409,7 @@ class Broken(Solo):
     """Its drive raises."""
 
     async def drive(self, run: Participation) -> None:
-        await run.engage(2)
+        await run.set_active_workers(2)
         raise ZeroDivisionError("of the drive")
 
 
@@ -438,7 +442,7 @@ class DrivenRounds(gs.Synchronous):
     """A strategy whose workers go through rounds together."""
 
     async def drive(self, run: Participation) -> None:
-        await run.engage(1)
+        await run.set_active_workers(1)
 
 
 @dataclass(frozen=True)
@@ -446,7 +450,7 @@ class DrivenClocks(gs.SSP):
     """A strategy whose workers wait for one another's clocks."""
 
     async def drive(self, run: Participation) -> None:
-        await run.engage(1)
+        await run.set_active_workers(1)
 
 
 def test_clocks_are_not_driven() -> None:

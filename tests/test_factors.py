@@ -186,7 +186,7 @@ def test_shares_that_grow_take_memory_that_grows() -> None:
     options: Any = {"steps": None, "epochs": 2, "optimizer": gs.optim.SGD(lr=2.0**-12)}
     expected = trained(AllReduce(factors=False), [4, 4], **options)
     strategy = AllReduce(factors=True, bucket_mib=BUCKET)
-    found = trained(strategy, [4, 4], world=slow, shares="measured", **options)
+    found = trained(strategy, [4, 4], config=slow, shares="measured", **options)
     assert [event["samples"] for event in found.events if event["event"] == "shares"][-1][0] > 4
     near(found, expected)
 
@@ -267,10 +267,10 @@ def test_bytes_decide_and_one_machine_does_not() -> None:
     assert not AllReduce(factors=False).as_factors(wide, 1, workers=2, near=False)
 
 
-def test_a_phantom_runs_no_backward_pass_that_would_tell_but_can_be_told() -> None:
-    world = SimulationConfig(network=Network(bandwidth_bytes_s=1e6), phantom=True)
+def test_a_shape_only_runs_no_backward_pass_that_would_tell_but_can_be_told() -> None:
+    config = SimulationConfig(network=Network(bandwidth_bytes_s=1e6), shape_only=True)
     told, guessed, plain = (
-        trained(AllReduce(factors=factors), [4, 4], world=world) for factors in (True, None, False)
+        trained(AllReduce(factors=factors), [4, 4], config=config) for factors in (True, None, False)
     )
     assert bytes_of(guessed) == bytes_of(plain) > bytes_of(told)
     assert not [event for event in guessed.events if event["event"] == "factors"]

@@ -103,10 +103,10 @@ class Loop:
 def test_each_minibatch_is_in_the_model_once_or_told_as_missing(
     blocks: list[int], epochs: int, per_step: int, reach: int, data: st.DataObject
 ) -> None:
-    world, parts = len(blocks), [per_step * count for count in blocks]
-    ledger = OpenLedger(world, rounds=False)
-    loops = [Loop(ledger, rank, parts, epochs, per_step, reach) for rank in range(world)]
-    actions, in_time = st.tuples(st.integers(0, 7), st.integers(0, world - 1)), True
+    config, parts = len(blocks), [per_step * count for count in blocks]
+    ledger = OpenLedger(config, rounds=False)
+    loops = [Loop(ledger, rank, parts, epochs, per_step, reach) for rank in range(config)]
+    actions, in_time = st.tuples(st.integers(0, 7), st.integers(0, config - 1)), True
     for kind, rank in data.draw(st.lists(actions, max_size=99)):
         loop, living = loops[rank], [one for one in loops if one.alive]
         if kind == 0 and loop.alive and len(living) > 1:
@@ -120,7 +120,7 @@ def test_each_minibatch_is_in_the_model_once_or_told_as_missing(
             pass
     assert ledger.finished
     done = Counter(place for loop in loops for step in loop.steps[: loop.heard] for place in step)
-    planned = {(e, r, k) for e in range(epochs) for r in range(world) for k in range(parts[r])}
+    planned = {(e, r, k) for e in range(epochs) for r in range(config) for k in range(parts[r])}
     assert set(done) <= planned
     assert set(done.values()) <= {1}
     missing = [(loss.rank, loss.missing) for loss in ledger.losses() if loss.missing]

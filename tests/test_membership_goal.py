@@ -99,7 +99,7 @@ def test_it_travels_as_a_table() -> None:
 WORLDS = {
     "even": SimulationConfig(costs={"gradient": Cost(base_s=0.01)}),
     "uneven": SimulationConfig(
-        costs={"gradient": Cost(base_s=0.01, spread=LogNormal(1.0)), "apply": Cost(base_s=1e-3)},
+        costs={"gradient": Cost(base_s=0.01, jitter=LogNormal(1.0)), "apply": Cost(base_s=1e-3)},
         network=Network(link=Link(latency_s=5e-3, jitter_s=2e-2)),
         speeds={"worker-1": 0.2},
     ),
@@ -112,14 +112,14 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def tokens_run(strategy: str, world: str, seed: int, **options: Any) -> tuple[gs.Run, int]:
+def tokens_run(strategy: str, config: str, seed: int, **options: Any) -> tuple[gs.Run, int]:
     """A run of `Tokens`, and how many samples its parameters say are in the model."""
     options = {"epochs": 50, "workers": 3, "servers": 2, "batch_size": 2, "chunk_elems": 64, **options}
     model = Tokens(5)
     model.reduction = "sum" if strategy in ("synchronous", "in turn") else "mean"
     run = simulate(
         model, numbered(30), strategy=STRATEGIES[strategy], optimizer=gs.optim.SGD(lr=1.0), seed=seed,
-        deadlines=QUICK, world=WORLDS[world], **options,
+        deadlines=QUICK, config=WORLDS[config], **options,
     )  # fmt: skip
     scale = 6 if model.reduction == "sum" else 1  # an update is the mean over the round
     counts = np.rint(run.parameters["tokens"] * scale).astype(int)[:, :30]
@@ -127,15 +127,15 @@ def tokens_run(strategy: str, world: str, seed: int, **options: Any) -> tuple[gs
     return run, int(counts[0].sum())
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("config", WORLDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_in_the_model_is_what_is_accounted_for(strategy: str, world: str) -> None:
+def test_what_is_in_the_model_is_what_is_accounted_for(strategy: str, config: str) -> None:
     """Every sample that the run says it has gone through is in every chunk, once; and no other."""
-    rng = random.Random(strategy + world)
+    rng = random.Random(strategy + config)
     for seed in range(3):
         by_samples = gs.until(samples=rng.randint(1, 300))
         goal = by_samples if seed % 2 else gs.until(seconds=rng.uniform(0.01, 1.0))
-        run, in_model = tokens_run(strategy, world, seed, until=goal)
+        run, in_model = tokens_run(strategy, config, seed, until=goal)
         (finished,) = [event for event in run.events if event["event"] == "finished"]
         assert finished["reason"]
         assert finished["samples"] == in_model == sum(row["samples"] for row in run.history)
@@ -202,7 +202,7 @@ def test_synchronous_ends_with_the_bits_of_that_many_rounds() -> None:
         "workers": 2,
         "batch_size": 5,
         "optimizer": gs.optim.SGD(lr=0.05),
-        "world": WORLDS["uneven"],
+        "config": WORLDS["uneven"],
     }
     run = simulate(model, data, epochs=30, until=gs.until(seconds=0.7), **options)
     rounds = len(run.history) // 2
@@ -225,7 +225,7 @@ def test_accuracy_with_evaluations() -> None:
     data = gs.from_arrays(x[:300], y[:300], x[300:], y[300:])
     run = simulate(
         model, data, optimizer=gs.optim.SGD(lr=0.1), workers=2, batch_size=10, epochs=100, evaluate_every=3,
-        until=gs.until(accuracy=0.9), world=WORLDS["even"],
+        until=gs.until(accuracy=0.9), config=WORLDS["even"],
     )  # fmt: skip
     reached = next(row for row in run.evaluations if row["accuracy"] >= 0.9)
     final = run.evaluations[-1]
@@ -240,7 +240,7 @@ def test_running_loss() -> None:
     model, data = least_squares(200, 5, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy="downpour", optimizer=gs.optim.SGD(lr=0.05), workers=2, batch_size=10, epochs=100,
-        until=gs.until(loss=0.55), world=WORLDS["even"],
+        until=gs.until(loss=0.55), config=WORLDS["even"],
     )  # fmt: skip
     assert run.summary["reason"].startswith("training loss 0.")
     assert len(run.history) < 1000
@@ -263,7 +263,7 @@ def test_a_worker_that_dies_about_then(name: str) -> None:
         run = simulate(
             Tokens(3), numbered(30), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0), seed=seed, epochs=50,
             workers=3, batch_size=2, chunk_elems=64, deadlines=dataclasses.replace(QUICK, lease_s=0.4),
-            world=WORLDS["uneven"], until=gs.until(seconds=0.5), script=kill_at(name, at_s),
+            config=WORLDS["uneven"], until=gs.until(seconds=0.5), script=kill_at(name, at_s),
             on_event=events.append,
         )  # fmt: skip
         finished = next(event for event in events if event["event"] == "finished")
@@ -280,10 +280,10 @@ def test_an_unlucky_network(strategy: str, monkeypatch: pytest.MonkeyPatch) -> N
     bad = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)
     pairs = [(f"worker-{rank}", f"shard-{shard}") for rank in range(3) for shard in range(2)]
     links = {pair: bad for worker, shard in pairs for pair in ((worker, shard), (shard, worker))}
-    world = SimulationConfig(
-        costs={"gradient": Cost(base_s=0.01, spread=Exponential())}, network=Network(links=links)
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=0.01, jitter=Exponential())}, network=Network(links=links)
     )
-    monkeypatch.setitem(WORLDS, "unlucky", world)
+    monkeypatch.setitem(WORLDS, "unlucky", config)
     for seed in range(4):
         run, in_model = tokens_run(strategy, "unlucky", seed, until=gs.until(samples=100))
         assert run.summary["samples_accounted"] == in_model >= 100

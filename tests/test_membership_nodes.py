@@ -32,8 +32,8 @@ class Cluster:
     """A coordinator, a shard and two workers with two batches each."""
 
     def __init__(self, *, survives: bool = True, network: Network | None = None, seed: int = 0) -> None:
-        world = SimulationConfig(network=network or Network())
-        self.virtual = VirtualCluster(seed, world)
+        config = SimulationConfig(network=network or Network())
+        self.virtual = VirtualCluster(seed, config)
         self.network = MemoryNetwork(self.virtual)
         self.survives = survives
         self.events: list[dict[str, Any]] = []

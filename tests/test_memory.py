@@ -1,4 +1,4 @@
-"""Who holds which range of a vector: conflicts, narrowing, phantom memory."""
+"""Who holds which range of a vector: conflicts, narrowing, shape-only memory."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_spans_are_views() -> None:
     assert len(shared[8:99]) == 2
 
 
-def test_phantom_memory_has_a_bill_and_no_elements() -> None:
-    memory = Memory(phantom=True)
+def test_shape_only_memory_has_a_bill_and_no_elements() -> None:
+    memory = Memory(shape_only=True)
     made = memory.allocate(1 << 40, torch.float32, "parameters")
     assert made.tensor.is_meta
     assert memory.allocated_bytes == {"parameters": 4 << 40}

@@ -62,12 +62,12 @@ def simulated(
     model = gs.from_functions(
         init=lambda seed: {"w": W}, outputs=lambda p, x: x @ p["w"], gradients=gradients, dtype="float64"
     )
-    world = SimulationConfig(
+    config = SimulationConfig(
         costs={"gradient": Cost(base_s=1.0)},
         speeds={f"worker-{rank}": SPEEDS[rank] for rank in range(workers)},
         network=Network(bandwidth_bytes_s=1e15, link=Link(latency_s=1e-5)),
     )
-    options = {"optimizer": gs.optim.SGD(lr=RATE), "chunk_elems": 64, "world": world, **options}
+    options = {"optimizer": gs.optim.SGD(lr=RATE), "chunk_elems": 64, "config": config, **options}
     run = gs.simulate(
         model, gs.from_arrays(X, Y), strategy=strategy, workers=workers, batch_size=4, epochs=1, **options
     )

@@ -150,10 +150,10 @@ def test_a_minibatch_keeps_its_rate_whoever_computes_it() -> None:
     planned = {gs.schedules.Linear(1.0, 0.5)(Position(step, 48, 16)) for step in range(48)}
     lr = gs.schedules.Linear(1.0, 0.5)
     events: list[Any] = []
-    world = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.01)})
+    config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.01)})
     simulate(
         Tokens(2), numbered(64), strategy="downpour", optimizer=gs.optim.SGD(lr=lr), workers=2, batch_size=2,
-        epochs=3, chunk_elems=64, deadlines=QUICK, world=world, script=kill_at("worker-1", 0.1),
+        epochs=3, chunk_elems=64, deadlines=QUICK, config=config, script=kill_at("worker-1", 0.1),
         on_event=events.append,
     )  # fmt: skip
     steps = [event for event in events if event["event"] == "step"]

@@ -34,12 +34,12 @@ from gradstream.testing.runs import least_squares
 from gradstream.testing.storage import FailingStorage
 
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=5e-3)),
 )
 ENTRIES: list[Entry] = [
-    Pushed(0, 3, 1, 0, basis=0, version=-1, assign=True),
-    Pushed(300, 0, 70_000, 1 << 40, basis=90, version=100, absent=True),
+    Pushed(0, 3, 1, 0, base_version=0, version=-1, assign=True),
+    Pushed(300, 0, 70_000, 1 << 40, base_version=90, version=100, absent=True),
     FetchAsked(1, 2, 3, 4),
     Read(1, 2, 300, 1, 5, clock=1 << 62),
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
@@ -136,7 +136,7 @@ def recorded(**options: Any) -> tuple[gs.Run, dict[str, LogPart]]:
         batch_size=4,
         epochs=3,
         chunk_elems=64,
-        world=WORLD,
+        config=WORLD,
         storage=storage,
         **options,
     )

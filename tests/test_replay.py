@@ -26,7 +26,7 @@ from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=5e-3)),
 )
 SHARD = "recording/simulation/shard-0.rec"
@@ -34,7 +34,7 @@ SHARD = "recording/simulation/shard-0.rec"
 
 def recorded(strategy: Any, seed: int = 0, **options: Any) -> gs.Run:
     model, data = least_squares(48, 300, whole=False, dtype="float32")
-    given: dict[str, Any] = {"workers": 3, "epochs": 3, "world": WORLD, "batch_size": 4}
+    given: dict[str, Any] = {"workers": 3, "epochs": 3, "config": WORLD, "batch_size": 4}
     options = given | {"optimizer": gs.optim.Adagrad(lr=0.01)} | options
     return simulate(
         model,
@@ -100,8 +100,8 @@ def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
     ids=repr,
 )
 def test_who_took_which_minibatch_is_in_the_recording(strategy: Any, options: dict[str, Any]) -> None:
-    world = dataclasses.replace(WORLD, speeds={"worker-2": 0.3})
-    run = recorded(strategy, world=world, epochs=6, **options)
+    config = dataclasses.replace(WORLD, speeds={"worker-2": 0.3})
+    run = recorded(strategy, config=config, epochs=6, **options)
     steps = [event for event in run.events if event["event"] == "step"]
     assert len({sum(step["rank"] == rank for step in steps) for rank in range(3)}) > 1
     again = replay(run)
@@ -121,10 +121,10 @@ def test_seeds_are_different_runs_and_each_is_replayed() -> None:
 
 def test_retries_and_second_copies_are_not_taken_for_others() -> None:
     link = Link(latency_s=1e-3, jitter_s=2e-3, loss=0.004, duplicate=0.3)
-    world = dataclasses.replace(WORLD, network=Network(link=link))
+    config = dataclasses.replace(WORLD, network=Network(link=link))
     retries = 0
     for seed in range(2):
-        run = recorded(gs.Downpour(), seed, world=world, deadlines=QUICK)
+        run = recorded(gs.Downpour(), seed, config=config, deadlines=QUICK)
         again = replay(run)
         list(again)
         assert same(again, run)
@@ -202,7 +202,7 @@ def test_rows_of_tables_are_exchanged_alone_in_a_replay_too() -> None:
         batch_size=4,
         epochs=2,
         chunk_elems=256,
-        world=WORLD,
+        config=WORLD,
         record=True,
     )
     assert run.summary["pushed_bytes"] < 0.5 * 25 * 600 * 3 * 4  # of whole chunks
@@ -222,7 +222,7 @@ def test_a_run_that_broke_shows_the_update_that_broke_it() -> None:
     )  # fmt: skip
     storage = MemoryStorage()
     with pytest.raises(gs.errors.GradientError) as raised:
-        simulate(job, world=WORLD, storage=storage)
+        simulate(job, config=WORLD, storage=storage)
     files = {name: data for name, data in storage.files.items() if name.startswith("recording")}
     with replay(gs.Run(recording=files, job=job)) as again:
         jump = loss_jump()
@@ -272,7 +272,7 @@ def swapped(entries: list[Entry]) -> list[Entry]:
     for first, second in pairwise(pushes[8:]):
         a, b = entries[first], entries[second]
         assert isinstance(a, Pushed) and isinstance(b, Pushed)
-        if a.rank != b.rank and a.moment != b.moment and a.basis <= b.version:
+        if a.rank != b.rank and a.moment != b.moment and a.base_version <= b.version:
             entries[first] = dataclasses.replace(b, moment=a.moment, version=a.version)
             entries[second] = dataclasses.replace(a, moment=b.moment, version=b.version)
             return entries

@@ -26,10 +26,10 @@ from gradstream.trackers.tfevents import EventFile, Scalar, crc32c
 def run() -> Run:
     model, data = least_squares(48, 200)
     costs = {"gradient": Cost(base_s=0.1), "apply": Cost(base_s=0.01)}
-    world = SimulationConfig(costs=costs, speeds={"worker-1": 0.5})
+    config = SimulationConfig(costs=costs, speeds={"worker-1": 0.5})
     options: dict[str, Any] = {"workers": 2, "servers": 2, "steps": 12, "chunk_elems": 64, "batch_size": 2}
     return simulate(
-        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), world=world, **options
+        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), config=config, **options
     )
 
 

@@ -25,11 +25,11 @@ def simulated(
 ) -> Events:
     """Four workers, eight steps; a gradient takes a second."""
     network = Network(bandwidth_bytes_s=bytes_s)
-    world = SimulationConfig(
-        costs={"gradient": Cost(base_s=1.0)}, speeds=speeds or {}, network=network, phantom=True
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0)}, speeds=speeds or {}, network=network, shape_only=True
     )
     run = simulate(
-        Sized([CHUNK] * 8), numbered(64), world=world, strategy=strategy or gs.Synchronous(),
+        Sized([CHUNK] * 8), numbered(64), config=config, strategy=strategy or gs.Synchronous(),
         workers=4, batch_size=1, chunk_elems=CHUNK, steps=8, seed=1,
     )  # fmt: skip
     return run.events
@@ -184,9 +184,9 @@ def test_a_slow_disk_of_one_worker_is_named_with_it() -> None:
 
 def test_checkpoints_that_workers_stand_still_for_are_named() -> None:
     model, data = least_squares(64, 4)
-    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1), "snapshot": Cost(base_s=2.0)})
+    config = SimulationConfig(costs={"gradient": Cost(base_s=0.1), "snapshot": Cost(base_s=2.0)})
     run = simulate(
-        model, data, world=world, strategy="synchronous", workers=2, batch_size=4, steps=8, chunk_elems=64,
+        model, data, config=config, strategy="synchronous", workers=2, batch_size=4, steps=8, chunk_elems=64,
         checkpoint_every=2, storage=MemoryStorage(),
     )  # fmt: skip
     found = reason_of(figures_of(run.events))
@@ -198,11 +198,13 @@ def test_checkpoints_that_workers_stand_still_for_are_named() -> None:
 def test_tiny_chunks_are_named(costs: Mapping[str, Cost]) -> None:
     """512 chunks of 256 bytes: the shard, and the network's cards, do nothing but pass messages."""
     network = Network(bandwidth_bytes_s=3e6, header_bytes=640)
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1e-3), **costs}, network=network, phantom=True)
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=1e-3), **costs}, network=network, shape_only=True
+    )
     options: dict[str, Any] = {"workers": 4, "batch_size": 1, "steps": 8, "seed": 1}
     tiny, large = (
         reason_of(figures_of(simulate(
-            Sized([CHUNK] * 8), numbered(64), world=world, strategy="downpour", chunk_elems=elems, **options
+            Sized([CHUNK] * 8), numbered(64), config=config, strategy="downpour", chunk_elems=elems, **options
         ).events))
         for elems in (64, CHUNK)
     )  # fmt: skip

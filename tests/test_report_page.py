@@ -53,10 +53,10 @@ class Balance(HTMLParser):
 def slow_run() -> Run:
     """Three workers, of which one takes three times as long; two shards; an evaluation."""
     model, data = least_squares(48, 200)
-    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 1 / 3})
+    config = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 1 / 3})
     options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 8, "chunk_elems": 64, "batch_size": 2}
     run = simulate(
-        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), world=world, **options
+        model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=0.01), config=config, **options
     )
     found = EvaluatedEvent(step=4, epoch=0, samples=24, accuracy=0.5, loss=2.0, metrics={"top5": 0.75})
     evaluated = json.loads(encode(found, node="worker-0", time_s=1.5))

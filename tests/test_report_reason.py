@@ -19,19 +19,19 @@ from gradstream.testing.runs import Sized, least_squares, numbered
 CHUNK = 4096
 
 
-def run_in(world: SimulationConfig, strategy: Strategy, *, steps: int = 8, **options: Any) -> Run:
+def run_in(config: SimulationConfig, strategy: Strategy, *, steps: int = 8, **options: Any) -> Run:
     given: dict[str, Any] = {"workers": 4, "batch_size": 1, "chunk_elems": CHUNK, "steps": steps, "seed": 1}
     model = Sized([CHUNK] * 8)
-    return simulate(model, numbered(64), world=world, strategy=strategy, **(given | options))
+    return simulate(model, numbered(64), config=config, strategy=strategy, **(given | options))
 
 
-def reason_in(world: SimulationConfig, strategy: Strategy, **options: Any) -> Reason:
-    return reason_of(figures_of(run_in(world, strategy, **options).events))
+def reason_in(config: SimulationConfig, strategy: Strategy, **options: Any) -> Reason:
+    return reason_of(figures_of(run_in(config, strategy, **options).events))
 
 
 def world_of(gradient_s: float, **options: Any) -> SimulationConfig:
     costs = {"gradient": Cost(base_s=gradient_s), **options.pop("costs", {})}
-    return SimulationConfig(costs=costs, phantom=True, **options)
+    return SimulationConfig(costs=costs, shape_only=True, **options)
 
 
 @pytest.mark.parametrize("slow", ["worker-0", "worker-2"])
@@ -60,8 +60,8 @@ def test_a_worker_with_a_slow_network_is_late_and_not_slow() -> None:
 
 
 def test_workers_that_are_slow_by_turns_are_not_named() -> None:
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
-    reason = reason_in(world, gs.Synchronous(), steps=100)
+    config = SimulationConfig(costs={"gradient": Cost(base_s=1.0, jitter=Exponential())}, shape_only=True)
+    reason = reason_in(config, gs.Synchronous(), steps=100)
     assert (reason.kind, reason.culprit) == ("turns", "")
 
 
@@ -101,10 +101,10 @@ def test_sums_of_ones_own_are_computing() -> None:
 def test_a_worker_that_evaluates_most_of_the_time_is_not_slow() -> None:
     model, data = least_squares(40, 8)
     data = gs.from_arrays(data.inputs, data.targets, data.inputs, data.targets)
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0), "evaluate": Cost(base_s=2.0)})
+    config = SimulationConfig(costs={"gradient": Cost(base_s=1.0), "evaluate": Cost(base_s=2.0)})
     for strategy in ("synchronous", "downpour"):
         run = simulate(
-            model, data, world=world, strategy=strategy, workers=2, batch_size=2, steps=8, evaluate_every=2
+            model, data, config=config, strategy=strategy, workers=2, batch_size=2, steps=8, evaluate_every=2
         )
         reason = reason_of(figures_of(run.events))
         assert (reason.kind, reason.culprit) == ("evaluation", "worker-0")

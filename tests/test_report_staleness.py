@@ -50,7 +50,7 @@ def test_quantiles_are_values_that_occur() -> None:
 @pytest.fixture(scope="module")
 def run() -> gs.Run:
     model, data = least_squares(48, 130)
-    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 0.25})
+    config = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, speeds={"worker-2": 0.25})
     return simulate(
         model,
         data,
@@ -60,7 +60,7 @@ def run() -> gs.Run:
         batch_size=2,
         epochs=4,
         chunk_elems=64,
-        world=world,
+        config=config,
     )
 
 

@@ -19,10 +19,10 @@ GRADIENT = {"gradient": Cost(per_sample_s=1.0)}
 
 def ended(strategy: Any, speeds: dict[str, float] = SLOW, **options: Any) -> Run:
     given: dict[str, Any] = {"workers": 4, "batch_size": 1, "steps": 5, "seed": 1, "chunk_elems": 64}
-    world = SimulationConfig(
-        costs=GRADIENT, speeds=speeds, phantom=True, network=options.pop("network", Network())
+    config = SimulationConfig(
+        costs=GRADIENT, speeds=speeds, shape_only=True, network=options.pop("network", Network())
     )
-    return gs.simulate(Sized([64] * 4), numbered(64), world=world, strategy=strategy, **(given | options))
+    return gs.simulate(Sized([64] * 4), numbered(64), config=config, strategy=strategy, **(given | options))
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ WORLD = SimulationConfig(
 )
 
 
-def play(work: Any, seed: int = 0, world: SimulationConfig = WORLD) -> Any:
+def play(work: Any, seed: int = 0, config: SimulationConfig = WORLD) -> Any:
     """Runs work(runtime) on a node, and returns (its result, virtual seconds)."""
-    cluster = VirtualCluster(seed, world)
+    cluster = VirtualCluster(seed, config)
     result = cluster.run(work(cluster.runtime("node")))
     return result, cluster.clock.now_ns / 1e9
 
@@ -387,10 +387,10 @@ def test_what_arithmetic_raises_comes_out_and_memory_is_back() -> None:
     play(work)
 
 
-@pytest.mark.parametrize("phantom", [False, True])
-def test_progress_comes_at_the_modelled_offsets_and_frees_memory(phantom: bool) -> None:
+@pytest.mark.parametrize("shape_only", [False, True])
+def test_progress_comes_at_the_modelled_offsets_and_frees_memory(shape_only: bool) -> None:
     """backprop = 1/2: the first element at half of the duration, the rest linearly to the end."""
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0)}, backprop=0.5, phantom=phantom)
+    config = SimulationConfig(costs={"gradient": Cost(base_s=1.0)}, backprop=0.5, shape_only=shape_only)
 
     async def work(runtime: VirtualRuntime) -> list[tuple[int, float]]:
         gradient = runtime.memory.allocate(8, torch.float32, "gradient")
@@ -410,17 +410,17 @@ def test_progress_comes_at_the_modelled_offsets_and_frees_memory(phantom: bool) 
 
         result = await runtime.compute(
             arithmetic, work=Work("gradient"), writes=[gradient.all], milestones=(2, 4, 8),
-            on_progress=progressed, phantom="none",
+            on_progress=progressed, shape_only="none",
         )  # fmt: skip
-        assert result == ("none" if phantom else "loss")
+        assert result == ("none" if shape_only else "loss")
         return log
 
-    assert play(work, world=world)[0] == [(2, 0.625), (4, 0.75), (8, 1.0)]
+    assert play(work, config=config)[0] == [(2, 0.625), (4, 0.75), (8, 1.0)]
 
 
 def test_traces_are_gone_through_per_kind() -> None:
-    world = SimulationConfig(
-        costs={kind: Cost(base_s=1.0, spread=Trace((1.0, 2.0))) for kind in ("gradient", "apply")}
+    config = SimulationConfig(
+        costs={kind: Cost(base_s=1.0, jitter=Trace((1.0, 2.0))) for kind in ("gradient", "apply")}
     )
 
     async def work(runtime: VirtualRuntime) -> list[float]:
@@ -431,7 +431,7 @@ def test_traces_are_gone_through_per_kind() -> None:
             times.append((runtime.now() - begun) / 1e9)
         return times
 
-    assert play(work, world=world)[0] == [1.0, 1.0, 2.0, 1.0]
+    assert play(work, config=config)[0] == [1.0, 1.0, 2.0, 1.0]
 
 
 @pytest.mark.parametrize("at", [3, 40, 200])

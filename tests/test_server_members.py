@@ -39,7 +39,7 @@ def contribution(incarnation: int, sequence: int = 1, sender: str = "worker-0", 
         "num_gradients": 1,
         "learning_rate": 1.0,
         "round": 0,
-        "basis": 0,
+        "base_version": 0,
     }
     return PushHeader(
         sender=sender, rank=0, incarnation=incarnation, sequence=sequence, **{**defaults, **fields}
@@ -310,7 +310,8 @@ def test_a_run_goes_on_exactly_once_after_a_death(strategy: str, monkeypatch: py
     model, data = least_squares(240, 200, whole=False, dtype="float32", reduction="mean")
     run = simulate(
         model, data, strategy=strategy, workers=3, servers=2, batch_size=8, epochs=4, chunk_elems=64,
-        optimizer=gs.optim.SGD(lr=0.01), deadlines=QUICK, world=SimulationConfig(costs={"gradient": Cost(base_s=0.03)}),
+        optimizer=gs.optim.SGD(lr=0.01), deadlines=QUICK,
+        config=SimulationConfig(costs={"gradient": Cost(base_s=0.03)}),
         script=kill_at("worker-1", 0.4),
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]

@@ -20,7 +20,7 @@ from gradstream.wire.window import SequenceWindow
 
 
 def contribution(
-    rank: int, sequence: int, *, number: int = 0, samples: int = 4, basis: int = 0
+    rank: int, sequence: int, *, number: int = 0, samples: int = 4, base_version: int = 0
 ) -> PushHeader:
     return PushHeader(
         sender=f"worker-{rank}",
@@ -29,7 +29,7 @@ def contribution(
         sequence=sequence,
         samples=samples,
         round=number,
-        basis=basis,
+        base_version=base_version,
     )
 
 
@@ -136,7 +136,7 @@ def test_staleness_counts_updates_since_the_basis() -> None:
     for sequence in range(2, 5):
         state.push(0, Parked(contribution(0, sequence), sequence))
         state.applied(0)
-    state.push(0, Parked(contribution(1, 1, basis=1), "late"))
+    state.push(0, Parked(contribution(1, 1, base_version=1), "late"))
     (acknowledged,) = state.applied(0)
     assert isinstance(acknowledged, Acknowledge)
     assert (acknowledged.version, acknowledged.staleness) == (4, 2)

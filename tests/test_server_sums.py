@@ -46,8 +46,8 @@ from gradstream.worker.replica.server import ServerReplica
 NUM_SAMPLES = 24
 
 
-def contribution(sequence: int, *, rank: int = 0, basis: int = 0, **fields: Any) -> PushHeader:
-    return PushHeader(f"worker-{rank}", rank, 1, sequence, samples=1, basis=basis, **fields)
+def contribution(sequence: int, *, rank: int = 0, base_version: int = 0, **fields: Any) -> PushHeader:
+    return PushHeader(f"worker-{rank}", rank, 1, sequence, samples=1, base_version=base_version, **fields)
 
 
 def initialised(rule: AggregationRule, window: type[SequenceWindow] = SequenceWindow) -> ShardState:
@@ -237,13 +237,13 @@ class Summing(gs.AsySG):
 
 
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 
 
 def tokens_run(seed: int, *, workers: int = 3, **options: Any) -> Run:
-    options = {"world": WORLD, "epochs": 2, "strategy": Summing(), **options}
+    options = {"config": WORLD, "epochs": 2, "strategy": Summing(), **options}
     return simulate(
         Tokens(num_chunks=4),
         numbered(NUM_SAMPLES),
@@ -265,8 +265,8 @@ def test_what_is_left_in_the_sum_is_in_the_model_at_the_end(gradients: int) -> N
 
 def test_a_final_fetch_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the end of the run takes the parameters as they are."""
-    refresh = ServerReplica.refresh
-    monkeypatch.setattr(ServerReplica, "refresh", lambda self, own=True, flush=False: refresh(self, own=own))
+    pull = ServerReplica.pull
+    monkeypatch.setattr(ServerReplica, "pull", lambda self, own=True, flush=False: pull(self, own=own))
     with pytest.raises(AssertionError, match=r"was applied [01] times"):
         check_exactly_once(tokens_run(0), NUM_SAMPLES, epochs=2)
 
@@ -342,7 +342,7 @@ def test_sums_count_once_on_a_bad_network_and_only_with_a_window(
 
     def check() -> None:
         for seed in range(6):
-            run = tokens_run(seed, workers=2, world=bad_world(2, 2))
+            run = tokens_run(seed, workers=2, config=bad_world(2, 2))
             check_exactly_once(run, NUM_SAMPLES, epochs=2)
 
     if window is SequenceWindow:
@@ -352,8 +352,8 @@ def test_sums_count_once_on_a_bad_network_and_only_with_a_window(
             check()
 
 
-def test_a_phantom_world_sums_nothing_and_comes_to_its_end() -> None:
-    run = tokens_run(0, world=dataclasses.replace(WORLD, phantom=True))
+def test_a_shape_only_world_sums_nothing_and_comes_to_its_end() -> None:
+    run = tokens_run(0, config=dataclasses.replace(WORLD, shape_only=True))
     assert run.summary["samples_accounted"] == 2 * NUM_SAMPLES
 
 
@@ -370,11 +370,11 @@ class Drift:
         self,
         gradient: torch.Tensor,
         parameters: torch.Tensor,
-        basis: torch.Tensor,
+        base_version: torch.Tensor,
         state: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         state["seen"].add_(1.0)
-        return gradient + (parameters - basis)
+        return gradient + (parameters - base_version)
 
 
 def copy(states: SenderStates, sender: str, version: int, value: float) -> bool:
@@ -394,11 +394,11 @@ def test_a_correction_sees_what_the_gradient_was_computed_on() -> None:
     assert copy(states, "worker-1", 5, 7.0)
     assert copy(states, "worker-0", 6, 4.0)
     now = torch.full((64,), 10.0)
-    for basis, expected in ((3, 9.0), (3, 9.0), (6, 7.0)):
-        one = contribution(1, basis=basis)
+    for base_version, expected in ((3, 9.0), (3, 9.0), (6, 7.0)):
+        one = contribution(1, base_version=base_version)
         assert torch.equal(states.corrected(one, 0, torch.ones(64), now), torch.full((64,), expected))
         states.used(one, 0)
-    for wrong in (contribution(1, basis=6), contribution(1, rank=2)):
+    for wrong in (contribution(1, base_version=6), contribution(1, rank=2)):
         with pytest.raises(UserCodeError, match=r"computed on version .*, of which the shard has no copy"):
             states.corrected(wrong, 0, torch.ones(64), torch.ones(64))
 
@@ -411,14 +411,14 @@ def test_copies_take_memory_as_they_are_needed_at_once() -> None:
         place = states.place("worker-0", 0, version)
         assert place is not None
         spans.add(place.tensor.data_ptr())
-        states.used(contribution(1, basis=version), 0)
+        states.used(contribution(1, base_version=version), 0)
     assert len(spans) == 1
     for version in range(20, 20 + 2 * MOST_COPIES):  # of fetches that nobody adopts
         place = states.place("worker-0", 0, version)
         assert place is not None
         spans.add(place.tensor.data_ptr())
     assert len(spans) == MOST_COPIES
-    states.spans(contribution(1, basis=version), 0)
+    states.spans(contribution(1, base_version=version), 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -436,14 +436,14 @@ class Lazy(Drifting):
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches():
             if worker.step % 2 == 0:
-                await worker.refresh()
+                await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 
 
 def learnt(strategy: gs.Strategy, **options: Any) -> np.ndarray[Any, Any]:
     model, data = least_squares(64, 100, whole=False)
-    options = {"workers": 3, "servers": 2, "batch_size": 4, "steps": 6, "world": WORLD, **options}
+    options = {"workers": 3, "servers": 2, "batch_size": 4, "steps": 6, "config": WORLD, **options}
     run = simulate(
         model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=2.0**-7), chunk_elems=64, **options
     )
@@ -464,7 +464,7 @@ class Looking(Drifting):
     async def train(self, worker: Worker) -> None:
         assert isinstance(worker, ServerReplica)
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             for _ in range(5 * MOST_COPIES if worker.rank == 0 else 0):  # others go on meanwhile
                 await worker.newest()
@@ -498,7 +498,7 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
 
         async def train(self, worker: Worker) -> None:
             async for batch in worker.batches():
-                await worker.refresh(own=self.own)
+                await worker.pull(own=self.own)
                 await worker.accumulate(await worker.gradient(batch))
                 await worker.server.push_soon(worker.take_accumulated())
 
@@ -506,7 +506,7 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
             return EveryN(1)
 
     def stale(own: bool) -> Mapping[str, int]:
-        world = SimulationConfig(costs={"gradient": Cost(base_s=1e-3)}, network=slow)
+        config = SimulationConfig(costs={"gradient": Cost(base_s=1e-3)}, network=slow)
         model, data = least_squares(64, 100, whole=False)
         run = simulate(
             model,
@@ -515,7 +515,7 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
             optimizer=gs.optim.SGD(lr=2.0**-7),
             workers=1,
             steps=8,
-            world=world,
+            config=config,
         )
         exchanged = [event for event in run.events if event["event"] == "exchange"]
         return {key: value for event in exchanged for key, value in event["staleness"].items()}

@@ -197,10 +197,10 @@ def round_s(run: Run, epoch: int) -> float:
 def uneven(shares: Literal["measured"] | None, *, spread: float = 0.0, **options: Any) -> Run:
     """Four workers, of which the last is 4 times slower; integer data, so that sums are exact."""
     model, data = least_squares(2048, 64, grid=GRID)
-    cost = Cost(per_sample_s=1e-3, spread=LogNormal(spread))
-    world = SimulationConfig(costs={"gradient": cost}, speeds={"worker-3": 0.25})
+    cost = Cost(per_sample_s=1e-3, jitter=LogNormal(spread))
+    config = SimulationConfig(costs={"gradient": cost}, speeds={"worker-3": 0.25})
     options = {"workers": 4, "batch_size": 32, "epochs": 3, "seed": 1, "chunk_elems": 64, **options}
-    return simulate(model, data, world=world, shares=shares, optimizer=gs.optim.SGD(lr=2.0**-7), **options)
+    return simulate(model, data, config=config, shares=shares, optimizer=gs.optim.SGD(lr=2.0**-7), **options)
 
 
 def test_a_slow_worker_gets_less_and_rounds_take_what_all_speeds_together_allow() -> None:
@@ -303,7 +303,7 @@ def test_where_shares_cannot_be_measured() -> None:
     with pytest.raises(ConfigError, match="a partition of its own"):
         simulate(model, data, workers=2, epochs=1, **options)
 
-    def batches(rank: int, world: int, epoch: int, seed: int) -> Any:
+    def batches(rank: int, config: int, epoch: int, seed: int) -> Any:
         yield np.ones((4, 4)), np.ones(4)
 
     with pytest.raises(ConfigError, match="leave out shares"):

@@ -25,7 +25,7 @@ from gradstream.testing.runs import (
 
 NUM_SAMPLES, EPOCHS = 24, 3
 WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, spread=Exponential()), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 LEASE_S = QUICK.lease_s
@@ -45,7 +45,7 @@ def run_killing(name: str, seconds: float, seed: int, **options: Any) -> tuple[g
         chunk_elems=64,
         seed=seed,
         deadlines=QUICK,
-        world=WORLD,
+        config=WORLD,
         script=kill_at(name, seconds),
         on_event=events.append,
         **options,
@@ -79,7 +79,7 @@ def duties(seconds: float | None, **costs: Cost) -> list[Any]:
         epochs=EPOCHS,
         chunk_elems=64,
         deadlines=QUICK,
-        world=dataclasses.replace(WORLD, costs={**WORLD.costs, **costs}),
+        config=dataclasses.replace(WORLD, costs={**WORLD.costs, **costs}),
         script=None if seconds is None else kill_at("worker-0", seconds),
         on_event=events.append,
     )
@@ -155,7 +155,7 @@ def test_two_of_three_workers_killed() -> None:
         run = simulate(
             Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
             workers=3, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
-            world=WORLD, script=script, on_event=events.append,
+            config=WORLD, script=script, on_event=events.append,
         )  # fmt: skip
         check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
         assert lost(events) == ["worker-2", "worker-0"]
@@ -187,7 +187,7 @@ def test_death_of_who_is_needed_ends_the_run_and_names_them(name: str, strategy:
             simulate(
                 Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
                 workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed,
-                deadlines=QUICK, world=WORLD, script=kill_at(name, seconds), on_event=events.append,
+                deadlines=QUICK, config=WORLD, script=kill_at(name, seconds), on_event=events.append,
             )  # fmt: skip
         assert caught.value.peer == name
         if name != "coordinator":
@@ -203,12 +203,12 @@ def test_a_silent_death_is_noticed_within_the_lease() -> None:
     others = frozenset({"coordinator", "shard-0", "shard-1", "worker-0", "worker-2"})
     one = frozenset({"worker-1"})
     cuts = [Partition(0.15, 1e9, one, others), Partition(0.15, 1e9, others, one)]
-    world = dataclasses.replace(WORLD, network=dataclasses.replace(WORLD.network, partitions=cuts))
+    config = dataclasses.replace(WORLD, network=dataclasses.replace(WORLD.network, partitions=cuts))
     for strategy in (gs.Downpour(), gs.Synchronous()):
         events: list[Any] = []
         options: dict[str, Any] = {
             "strategy": strategy, "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
-            "epochs": EPOCHS, "chunk_elems": 64, "deadlines": QUICK, "world": world,
+            "epochs": EPOCHS, "chunk_elems": 64, "deadlines": QUICK, "config": config,
             "on_event": events.append,
         }  # fmt: skip
         if strategy.survives_worker_loss:

@@ -37,7 +37,7 @@ def bad_world() -> SimulationConfig:
     shards = [f"shard-{rank}" for rank in range(SERVERS)]
     pairs = [(one, other) for one in workers for other in shards]
     links = {pair: BAD for one, other in pairs for pair in ((one, other), (other, one))}
-    costs = {"gradient": Cost(base_s=3e-3, spread=Exponential()), "apply": Cost(base_s=1e-4)}
+    costs = {"gradient": Cost(base_s=3e-3, jitter=Exponential()), "apply": Cost(base_s=1e-4)}
     return SimulationConfig(costs=costs, network=Network(links=links))
 
 
@@ -48,7 +48,7 @@ class Impatient(Downpour):
     async def train(self, worker: Worker) -> None:
         assert isinstance(worker, ServerReplica)
         client, runtime = worker.server, worker._runtime
-        await worker.adopt(client.fetch_soon())
+        await worker.swap_in(client.fetch_soon())
         pushes = []
         async for batch in worker.batches():
             gradient = await worker.gradient(batch)
@@ -61,7 +61,7 @@ class Impatient(Downpour):
 
 
 def tokens_run(seed: int, strategy: Strategy, **options: Any) -> Run:
-    options = {"world": bad_world(), **options}
+    options = {"config": bad_world(), **options}
     return simulate(
         Tokens(num_chunks=4),
         numbered(NUM_SAMPLES),
@@ -159,7 +159,7 @@ def test_a_silent_network_ends_the_run_within_its_deadlines() -> None:
         simulate(
             Tokens(num_chunks=2),
             numbered(NUM_SAMPLES),
-            world=SimulationConfig(network=Network(links=links)),
+            config=SimulationConfig(network=Network(links=links)),
             on_event=events.append,
             optimizer=gs.optim.SGD(lr=1.0),
             steps=5,
@@ -178,15 +178,15 @@ class Racing(gs.Synchronous):
 
     async def train(self, worker: Worker) -> None:
         assert isinstance(worker, ServerReplica)
-        await worker.adopt(worker.server.fetch_soon())
+        await worker.swap_in(worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
             worker.server.spare = worker.parameters
             arrival = worker.server.fetch_soon()
             await gradient.done()
-            await worker.adopt(arrival)
+            await worker.swap_in(arrival)
             await worker.server.push_soon(worker.update(gradient))
-            await worker.server.settle()
+            await worker.server.flush()
 
 
 class Overwriting(gs.Synchronous):
@@ -194,7 +194,7 @@ class Overwriting(gs.Synchronous):
 
     async def train(self, worker: Worker) -> None:
         assert isinstance(worker, ServerReplica)
-        await worker.adopt(worker.server.fetch_soon())
+        await worker.swap_in(worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = await worker.gradient(batch)
             update = worker.update(gradient)
@@ -210,7 +210,7 @@ def test_a_planted_race_is_caught(strategy: Strategy, seed: int) -> None:
             Tokens(num_chunks=2),
             numbered(NUM_SAMPLES),
             strategy=strategy,
-            world=SimulationConfig(network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3))),
+            config=SimulationConfig(network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3))),
             optimizer=gs.optim.SGD(lr=1.0),
             steps=4,
             chunk_elems=64,

@@ -166,14 +166,14 @@ def test_downpour_with_one_loop_is_plain_sgd() -> None:
 def test_a_loop_that_dies_ends_a_synchronous_run_and_spares_an_asynchronous_one() -> None:
     model, _ = least_squares(64, 5, reduction="mean")
     sizes = [[1] * 20, [1] * 20]
-    world = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
+    config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.05)})
     for strategy in ("synchronous", "downpour"):
         job = Job(model, Own(sizes), strategy=strategy, optimizer=gs.optim.SGD(lr=RATE), deadlines=QUICK)  # type: ignore[arg-type]
         with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
-            gs.simulate(job, world=world, script=kill_at("worker-1", 0.4))
+            gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
         if strategy == "downpour":  # nobody knows what it had left; unless that is meant, the run says so
             job = dataclasses.replace(job, allow_lost=True)
-            run = gs.simulate(job, world=world, script=kill_at("worker-1", 0.4))
+            run = gs.simulate(job, config=config, script=kill_at("worker-1", 0.4))
             assert run.summary["workers_lost"] == ["worker-1"]
             assert run.summary["samples_accounted"] == 20
 
@@ -194,13 +194,13 @@ def stopped_at(seconds: float, sizes: list[list[int]], strategy: str | gs.Strate
     model, _ = least_squares(64, 5, reduction="mean")
     job = Job(model, Own(sizes), strategy=strategy, workers=len(sizes), deadlines=QUICK, **options)  # type: ignore[arg-type]
     try:
-        return gs.simulate(job, world=SLOW, storage=storage, script=script)
+        return gs.simulate(job, config=SLOW, storage=storage, script=script)
     except gs.errors.Interrupted as error:
         stopped = error
     manifest = verify(storage, stopped.checkpoint)
     left = [sizes[rank][: manifest.steps[f"worker-{rank}"]] for rank in range(len(sizes))]
     assert manifest.samples == {f"worker-{rank}": sum(part) for rank, part in enumerate(left)}
-    return gs.simulate(job, world=SLOW, storage=storage, resume=True)
+    return gs.simulate(job, config=SLOW, storage=storage, resume=True)
 
 
 @pytest.mark.parametrize("seconds", [0.06, 0.12, 0.17, 0.23, 0.3])

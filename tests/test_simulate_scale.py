@@ -34,19 +34,19 @@ def closed_queue_epoch_s(workers: int) -> float:
 
 def simulated_epoch_s(workers: int, *, epochs: int, work: float = WORK_S) -> float:
     """Mean seconds for as many minibatches as the original's epoch has."""
-    world = SimulationConfig(
+    config = SimulationConfig(
         costs={
-            "gradient": Cost(base_s=work * SCALE, spread=Exponential()),
-            "apply": Cost(base_s=SERVER_S * SCALE, spread=Exponential()),
+            "gradient": Cost(base_s=work * SCALE, jitter=Exponential()),
+            "apply": Cost(base_s=SERVER_S * SCALE, jitter=Exponential()),
         },
         network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0)),
-        phantom=True,
+        shape_only=True,
     )
     # Every worker gets 29 minibatches of each data epoch: that is W epochs of the original.
     run = simulate(
         Sized([64]),
         numbered(BATCHES * workers),
-        world=world,
+        config=config,
         strategy=gs.Downpour(overlap=False),
         workers=workers,
         batch_size=1,
@@ -85,7 +85,7 @@ from gradstream.testing.runs import Sized, numbered
 layers = [650 * 101 + 101, 1500 * 650 + 650, 49152 * 1500 + 1500]
 assert sum(layers) == 74_770_901
 run = simulate(
-    Sized(layers), numbered(6400), world=World(phantom=True), strategy=sys.argv[1],
+    Sized(layers), numbered(6400), world=World(shape_only=True), strategy=sys.argv[1],
     workers=64, servers=4, batch_size=4, steps=3, chunk_elems=1_048_576,
 )
 print(json.dumps({

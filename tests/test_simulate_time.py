@@ -28,7 +28,7 @@ BETA = 1e-7  # seconds a byte: 10 MB/s, so that headers and latency are small be
 POOR = Link(latency_s=1e-3, jitter_s=1e-3, loss=0.01, duplicate=0.05)
 PAIRS = [(f"worker-{worker}", f"shard-{shard}") for worker in range(3) for shard in range(2)]
 JITTERY = SimulationConfig(
-    costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.3)), "apply": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=1e-2, jitter=LogNormal(0.3)), "apply": Cost(base_s=1e-3)},
     network=Network(
         link=Link(jitter_s=1e-3), links={pair: POOR for a, b in PAIRS for pair in ((a, b), (b, a))}
     ),
@@ -36,7 +36,7 @@ JITTERY = SimulationConfig(
 
 
 def history(
-    seed: int, world: SimulationConfig, strategy: Strategy, *, alike: bool = False
+    seed: int, config: SimulationConfig, strategy: Strategy, *, alike: bool = False
 ) -> tuple[bytes, bytes]:
     """The events and the parameters of a run, as bytes."""
     model, data = least_squares(48, 100, whole=False, reduction="sum")
@@ -47,7 +47,7 @@ def history(
         model.reduction = "mean"
     options: dict[str, Any] = {"workers": 3, "servers": 2, "steps": 6, "chunk_elems": 64}
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.optim.Adam(lr=0.05), world=world, seed=seed,
+        model, data, strategy=strategy, optimizer=gs.optim.Adam(lr=0.05), config=config, seed=seed,
         batch_size=[1, 2, 4], deadlines=QUICK, **options,
     )  # fmt: skip
     lines = b"".join(json.dumps(event).encode() for event in run.events)
@@ -76,11 +76,11 @@ def test_the_seed_orders_what_happens_at_the_same_instant() -> None:
 # ---- how long things take ---------------------------------------------------------------
 
 
-def phantom_world(gradient: Cost | None = None, **options: Any) -> SimulationConfig:
+def shape_only_world(gradient: Cost | None = None, **options: Any) -> SimulationConfig:
     """Cards of 1/BETA, no latency, no arithmetic."""
     costs = {"gradient": gradient} if gradient else {}
     network = Network(bandwidth_bytes_s=1 / BETA, link=Link(latency_s=0.0))
-    return SimulationConfig(costs=costs, network=network, phantom=True, **options)
+    return SimulationConfig(costs=costs, network=network, shape_only=True, **options)
 
 
 def step_times(run: Run, rank: int = 0) -> list[float]:
@@ -88,18 +88,18 @@ def step_times(run: Run, rank: int = 0) -> list[float]:
     return [event["compute_s"] + event["wait_s"] for event in steps]
 
 
-def phantom_run(num_chunks: int, world: SimulationConfig, strategy: Strategy, **options: Any) -> Run:
+def shape_only_run(num_chunks: int, config: SimulationConfig, strategy: Strategy, **options: Any) -> Run:
     options = {"workers": 1, "batch_size": 1, "steps": 8, **options}
     model = Sized([CHUNK] * num_chunks)
     data = numbered(64)
-    return simulate(model, data, world=world, strategy=strategy, chunk_elems=CHUNK, **options)
+    return simulate(model, data, config=config, strategy=strategy, chunk_elems=CHUNK, **options)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_workers_share_the_one_servers_card(workers: int) -> None:
     """p workers that push n bytes to one server take p·n·β, and as long again to fetch them."""
     num_chunks = 16
-    run = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=False), workers=workers)
+    run = shape_only_run(num_chunks, shape_only_world(), gs.Synchronous(overlap=False), workers=workers)
     expected = 2 * workers * num_chunks * CHUNK_BYTES * BETA
     for rank in range(workers):
         assert step_times(run, rank)[1:] == pytest.approx([expected] * 7, rel=0.03)
@@ -107,7 +107,7 @@ def test_workers_share_the_one_servers_card(workers: int) -> None:
 
 def test_shards_have_cards_of_their_own() -> None:
     num_chunks = 16
-    run = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=False), workers=4, servers=4)
+    run = shape_only_run(num_chunks, shape_only_world(), gs.Synchronous(overlap=False), workers=4, servers=4)
     one_card = 4 * num_chunks // 4 * CHUNK_BYTES * BETA  # a shard's, and as busy a worker's
     assert step_times(run)[1:] == pytest.approx([2 * one_card] * 7, rel=0.25)
 
@@ -116,8 +116,8 @@ def test_both_directions_of_a_card_work_at_once() -> None:
     """With overlap a chunk comes back while the next is on its way: max, and not sum."""
     num_chunks = 32
     one_way = num_chunks * CHUNK_BYTES * BETA
-    apart = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=False))
-    at_once = phantom_run(num_chunks, phantom_world(), gs.Synchronous(overlap=True))
+    apart = shape_only_run(num_chunks, shape_only_world(), gs.Synchronous(overlap=False))
+    at_once = shape_only_run(num_chunks, shape_only_world(), gs.Synchronous(overlap=True))
     assert step_times(apart)[1:] == pytest.approx([2 * one_way] * 7, rel=0.02)
     assert step_times(at_once)[1:] == pytest.approx([one_way * (1 + 1 / num_chunks)] * 7, rel=0.02)
 
@@ -144,7 +144,7 @@ SMALL_S = 4e-5  # per frame: a header of 64 bytes, and what is sent around it, e
 def test_backprop_and_exchange_overlap_as_on_paper(layers: str, gradient_s: float) -> None:
     sizes = LAYERS[layers]
     forward = 0.25
-    world = phantom_world(Cost(base_s=gradient_s), backprop=forward)
+    config = shape_only_world(Cost(base_s=gradient_s), backprop=forward)
     model = Sized([CHUNK * size for size in sizes])
     total = sum(sizes)
     ready: list[float] = []
@@ -157,7 +157,7 @@ def test_backprop_and_exchange_overlap_as_on_paper(layers: str, gradient_s: floa
     def steps(*, overlap: bool) -> list[float]:
         strategy = gs.Synchronous(overlap=overlap)
         options: dict[str, Any] = {"workers": 1, "batch_size": 1, "steps": 6, "chunk_elems": CHUNK}
-        return step_times(simulate(model, numbered(64), world=world, strategy=strategy, **options))[1:]
+        return step_times(simulate(model, numbered(64), config=config, strategy=strategy, **options))[1:]
 
     small_s = SMALL_S * total
     assert steps(overlap=True) == pytest.approx([recursion(ready, exchange)] * 5, abs=small_s)
@@ -192,9 +192,9 @@ def test_downpour_hides_the_exchange_behind_computing() -> None:
     num_chunks = 16
     one_way = num_chunks * CHUNK_BYTES * BETA  # 26 ms
     for gradient_s in (0.1, 0.005):
-        world = phantom_world(Cost(base_s=gradient_s))
-        hidden = phantom_run(num_chunks, world, gs.Downpour(overlap=True), steps=12)
-        bare = phantom_run(num_chunks, world, gs.Downpour(overlap=False), steps=12)
+        config = shape_only_world(Cost(base_s=gradient_s))
+        hidden = shape_only_run(num_chunks, config, gs.Downpour(overlap=True), steps=12)
+        bare = shape_only_run(num_chunks, config, gs.Downpour(overlap=False), steps=12)
         mean_hidden = float(np.mean(step_times(hidden)[4:]))
         mean_bare = float(np.mean(step_times(bare)[4:]))
         longest = max(gradient_s, one_way)
@@ -205,9 +205,9 @@ def test_downpour_hides_the_exchange_behind_computing() -> None:
 def test_the_slowest_worker_sets_the_pace_of_rounds() -> None:
     """Synchronous: a step takes E[max of W]; of exponential times with mean c that is c·Σ 1/i."""
     workers, steps = 4, 400
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Exponential())}, phantom=True)
+    config = SimulationConfig(costs={"gradient": Cost(base_s=1.0, jitter=Exponential())}, shape_only=True)
     run = simulate(
-        Sized([64]), numbered(64), world=world, strategy="synchronous", workers=workers, batch_size=1,
+        Sized([64]), numbered(64), config=config, strategy="synchronous", workers=workers, batch_size=1,
         steps=steps, chunk_elems=64, seed=2,
     )  # fmt: skip
     expected = sum(1 / i for i in range(1, workers + 1))
@@ -231,9 +231,9 @@ def test_no_world_is_of_less_than_nothing(made: Callable[[], object]) -> None:
 
 
 def test_traces_and_speeds_are_kept_to() -> None:
-    gradient = Cost(base_s=1.0, spread=Trace((1.0, 3.0)))
-    world = phantom_world(gradient, speeds={"worker-1": 0.5})
-    run = phantom_run(1, world, gs.Downpour(), workers=2, steps=4)
+    gradient = Cost(base_s=1.0, jitter=Trace((1.0, 3.0)))
+    config = shape_only_world(gradient, speeds={"worker-1": 0.5})
+    run = shape_only_run(1, config, gs.Downpour(), workers=2, steps=4)
     computed = {
         rank: [e["compute_s"] for e in run.events if e["event"] == "step" and e["rank"] == rank]
         for rank in (0, 1)
@@ -244,22 +244,22 @@ def test_traces_and_speeds_are_kept_to() -> None:
     assert len(computed[0]) > len(computed[1]) > 0
 
 
-def test_phantom_takes_as_long_as_the_real_thing() -> None:
+def test_shape_only_takes_as_long_as_the_real_thing() -> None:
     """Durations and bytes do not depend on whether arithmetic is done."""
 
-    def story(*, phantom: bool) -> list[Any]:
-        world = SimulationConfig(costs={"gradient": Cost(base_s=0.01)}, phantom=phantom)
+    def story(*, shape_only: bool) -> list[Any]:
+        config = SimulationConfig(costs={"gradient": Cost(base_s=0.01)}, shape_only=shape_only)
         run = simulate(
-            Sized([3 * CHUNK, 100, CHUNK, 2 * CHUNK]), numbered(64), world=world, strategy="synchronous",
+            Sized([3 * CHUNK, 100, CHUNK, 2 * CHUNK]), numbered(64), config=config, strategy="synchronous",
             workers=3, servers=2, batch_size=2, steps=4, chunk_elems=CHUNK, seed=3,
         )  # fmt: skip
         return [event for event in run.events if event["event"] in ("step", "exchange", "applied")]
 
-    assert story(phantom=False) == story(phantom=True)
+    assert story(shape_only=False) == story(shape_only=True)
 
 
 @pytest.mark.parametrize(
-    ("world", "told"),
+    ("config", "told"),
     [
         (lambda: SimulationConfig(costs={"gradients": Cost()}), "did you mean 'gradient'"),
         (
@@ -277,6 +277,8 @@ def test_phantom_takes_as_long_as_the_real_thing() -> None:
         ),
     ],
 )
-def test_names_that_a_run_does_not_have_are_refused(world: Callable[[], SimulationConfig], told: str) -> None:
+def test_names_that_a_run_does_not_have_are_refused(
+    config: Callable[[], SimulationConfig], told: str
+) -> None:
     with pytest.raises(gs.errors.ConfigError, match=re.escape(told)):
-        simulate(Sized([64]), numbered(64), world=world(), workers=2, batch_size=1, steps=1)
+        simulate(Sized([64]), numbered(64), config=config(), workers=2, batch_size=1, steps=1)

@@ -119,7 +119,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     Returns what grows with each adoption: how many of its chunks came whole.
     """
     kept: dict[tuple[int, int], torch.Tensor] = {}
-    applied, adopt = ShardExecutor._applied, RowReplica.adopt
+    applied, swap_in = ShardExecutor._applied, RowReplica.swap_in
     adopted: list[int] = []
 
     def noting(self: ShardExecutor, due: Apply) -> Any:
@@ -127,7 +127,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return applied(self, due)
 
     async def checking(self: RowReplica, arrival: Any) -> None:
-        await adopt(self, arrival)
+        await swap_in(self, arrival)
         for chunk, version in enumerate(arrival.versions):
             start, stop = self.server.chunks.bounds(chunk)
             assert torch.equal(self.parameters.tensor[start:stop], kept[chunk, version]), (chunk, version)
@@ -156,7 +156,7 @@ def test_what_is_adopted_is_what_the_server_has(monkeypatch: pytest.MonkeyPatch,
         STRATEGIES[seed],
         seed=seed,
         epochs=1,
-        world=bad_world(3, 2),
+        config=bad_world(3, 2),
         deadlines=QUICK,
     )
     assert run.summary["samples_accounted"] + run.summary["samples_dropped"] == 96
@@ -310,8 +310,8 @@ def test_a_recorded_run_is_replayed_to_the_bit(significance: float) -> None:
     assert same(again, run)  # type: ignore[arg-type]  # it has parameters, too
 
 
-def test_a_phantom_run_shows_what_memory_it_takes() -> None:
-    run = run_of(gs.Downpour(), epochs=1, world=SimulationConfig(phantom=True))
+def test_a_shape_only_run_shows_what_memory_it_takes() -> None:
+    run = run_of(gs.Downpour(), epochs=1, config=SimulationConfig(shape_only=True))
     held = next(e["vectors_bytes"] for e in run.events if e["event"] == "memory" and e["node"] == "worker-0")
     tables = (VOCABULARY * WIDTH + 90 * 3) * 4
     whole = sum(array.nbytes for array in run_of(gs.Downpour(), epochs=1).parameters.values())

@@ -129,10 +129,10 @@ def test_a_problem_of_ones_own() -> None:
     assert run.parameters["count"].tolist() == [3] * 9
 
 
-def test_a_phantom_run_has_durations_and_no_arithmetic() -> None:
+def test_a_shape_only_run_has_durations_and_no_arithmetic() -> None:
     run = gs.simulate(
         sparse.linear(12), small(True), strategy="hogwild", workers=2, batch_size=2, epochs=2,
-        world=gs.sim.SimulationConfig(phantom=True),
+        config=gs.sim.SimulationConfig(shape_only=True),
     )  # fmt: skip
     assert run.summary["samples"] == 18
 

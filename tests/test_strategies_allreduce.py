@@ -129,12 +129,12 @@ def test_groups_of_parameters_have_settings_of_their_own_in_every_slice() -> Non
 
 
 SLOW = SimulationConfig(
-    costs={"gradient": Cost(base_s=1e-3, per_sample_s=1e-4, spread=Exponential())},
+    costs={"gradient": Cost(base_s=1e-3, per_sample_s=1e-4, jitter=Exponential())},
     speeds={"worker-1": 0.3},
     network=Network(bandwidth_bytes_s=1e6, link=Link(latency_s=2e-3, jitter_s=5e-3)),
 )
 UNEVEN = SimulationConfig(
-    costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.5)), "reduce": Cost(base_s=1e-3)},
+    costs={"gradient": Cost(base_s=1e-2, jitter=LogNormal(0.5)), "reduce": Cost(base_s=1e-3)},
     network=Network(cards={"worker-0": 1e5}),
 )
 
@@ -146,8 +146,8 @@ def test_real_numbers_have_the_same_bits_whatever_the_cluster(sharded: bool) -> 
     options: Any = {"optimizer": RULES["adam"], "steps": 6}
     first = bits(model, data, sizes, strategy, **options)
     assert bits(model, data, sizes, dataclasses.replace(strategy, overlap=False), **options) == first
-    for world in (SLOW, UNEVEN):
-        assert bits(model, data, sizes, strategy, **options, world=world) == first
+    for config in (SLOW, UNEVEN):
+        assert bits(model, data, sizes, strategy, **options, config=config) == first
     server = np.frombuffer(bits(model, data, sizes, gs.Synchronous(), **options))
     assert np.abs(server - np.frombuffer(first)).max() <= 1e-12 * np.abs(server).max()
 

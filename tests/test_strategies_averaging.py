@@ -31,7 +31,7 @@ from gradstream.worker.exchange.server import ServerExchange
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements
 UNEVEN = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.01, spread=Exponential())},
+    costs={"gradient": Cost(base_s=0.01, jitter=Exponential())},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
@@ -58,7 +58,7 @@ def test_one_worker_is_plain_sgd_whatever_the_period(every: int | None, momentum
         rule.apply(w, gradient, velocity, lr=LR, step=step + 1)
     run = simulate(
         model, data, strategy=gs.ParameterAveraging(every=every, state=state), optimizer=rule, workers=1,
-        servers=2, batch_size=4, steps=11, seed=3, chunk_elems=64, world=UNEVEN,
+        servers=2, batch_size=4, steps=11, seed=3, chunk_elems=64, config=UNEVEN,
     )  # fmt: skip
     assert np.array_equal(run.parameters["w"], w.numpy())
 
@@ -82,7 +82,7 @@ def quadratic(curvatures: Sequence[float]) -> Run:
     )
     return simulate(
         model, numbered(32), strategy=gs.ParameterAveraging(every=3), optimizer=gs.optim.SGD(lr=0.1), workers=4,
-        batch_size=8, epochs=12, world=UNEVEN,
+        batch_size=8, epochs=12, config=UNEVEN,
     )  # fmt: skip
 
 
@@ -109,20 +109,20 @@ def test_of_other_hessians_or_weights_it_is_not(monkeypatch: pytest.MonkeyPatch)
 def test_the_average_of_a_convex_problem_beats_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One-shot: no worker has seen enough to know more than the noise; the mean of all has."""
     alone: dict[int, np.ndarray[Any, Any]] = {}
-    settle = ServerExchange.settle
+    flush = ServerExchange.flush
 
     async def noted(self: ServerExchange) -> None:
-        await settle(self)
+        await flush(self)
         alone[self.replica.rank] = self.replica.parameters.tensor.numpy().copy()
 
-    monkeypatch.setattr(ServerExchange, "settle", noted)
+    monkeypatch.setattr(ServerExchange, "flush", noted)
     rng = np.random.default_rng(1)
     x, truth = rng.standard_normal((480, 5)), rng.standard_normal(5)
     data = gs.from_arrays(x, x @ truth + rng.standard_normal(480))
     model, _ = least_squares(1, 5, reduction="mean")
     run = simulate(
         model, data, strategy=gs.ParameterAveraging(every=None), optimizer=gs.optim.SGD(lr=0.2), workers=6,
-        batch_size=4, epochs=1, world=UNEVEN,
+        batch_size=4, epochs=1, config=UNEVEN,
     )  # fmt: skip
     errors = [float(np.square(w - truth).sum()) for w in alone.values()]
     averaged = float(np.square(run.parameters["w"] - truth).sum())
@@ -139,9 +139,9 @@ def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
     ends = {
         simulate(
             model, data, strategy=gs.ParameterAveraging(every=3), workers=3, servers=servers, batch_size=4,
-            epochs=3, chunk_elems=64, world=world,
+            epochs=3, chunk_elems=64, config=config,
         ).parameters["w"].tobytes()
-        for servers, world in ((1, SimulationConfig()), (2, UNEVEN), (3, UNEVEN))
+        for servers, config in ((1, SimulationConfig()), (2, UNEVEN), (3, UNEVEN))
     }  # fmt: skip
     assert len(ends) == 1
 
@@ -165,7 +165,7 @@ def test_averaged_state_is_the_mean_of_all() -> None:
         state = dict(zip(state, means, strict=True))
     options: dict[str, Any] = {
         "strategy": gs.ParameterAveraging(every=1, state="averaged"), "optimizer": rule, "workers": 2,
-        "servers": 2, "batch_size": 4, "epochs": 1, "seed": 3, "chunk_elems": 64, "world": UNEVEN,
+        "servers": 2, "batch_size": 4, "epochs": 1, "seed": 3, "chunk_elems": 64, "config": UNEVEN,
     }  # fmt: skip
     assert np.allclose(simulate(model, data, **options).parameters["w"], w.numpy(), rtol=0, atol=1e-12)
     options["strategy"] = gs.ParameterAveraging(every=1)  # the planted fault: of each worker its own
@@ -181,7 +181,7 @@ def test_the_average_is_over_those_who_are_left(every: int | None, state: Any, s
     model, data = least_squares(240, 8, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy=gs.ParameterAveraging(every=every, state=state), workers=3, servers=2,
-        optimizer=gs.optim.SGD(lr=0.025, momentum=0.5), batch_size=8, epochs=6, chunk_elems=64, world=UNEVEN,
+        optimizer=gs.optim.SGD(lr=0.025, momentum=0.5), batch_size=8, epochs=6, chunk_elems=64, config=UNEVEN,
         script=kill_at("worker-1", seconds),
     )  # fmt: skip
     best = np.linalg.lstsq(data.inputs, data.targets, rcond=None)[0]
@@ -195,7 +195,7 @@ def test_a_worker_that_has_nothing_left_keeps_nobody_waiting() -> None:
     model, data = least_squares(250, 8, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy=gs.ParameterAveraging(every=2), optimizer=gs.optim.SGD(lr=0.05), workers=3,
-        batch_size=5, shares=[3, 1, 1], epochs=2, world=UNEVEN,
+        batch_size=5, shares=[3, 1, 1], epochs=2, config=UNEVEN,
     )  # fmt: skip
     assert run.summary["samples_accounted"] == 500
 
@@ -210,7 +210,7 @@ def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None,
     storage = MemoryStorage()
     options: dict[str, Any] = {
         "strategy": gs.ParameterAveraging(every=every, state=state), "workers": 3, "batch_size": 8,
-        "optimizer": gs.optim.SGD(lr=0.025, momentum=0.5), "epochs": 6, "world": UNEVEN, "storage": storage,
+        "optimizer": gs.optim.SGD(lr=0.025, momentum=0.5), "epochs": 6, "config": UNEVEN, "storage": storage,
     }  # fmt: skip
     with pytest.raises(gs.errors.Interrupted) as stopped:
         simulate(model, data, script=stop, **options)
@@ -238,7 +238,7 @@ def test_what_was_found_before_a_stop_is_not_lost_by_it() -> None:
     options: dict[str, Any] = {
         "strategy": gs.ParameterAveraging(every=None), "optimizer": gs.optim.SGD(lr=1.0), "workers": 2,
         "shares": [1, 4], "batch_size": 2, "epochs": 1, "storage": MemoryStorage(),
-        "world": SimulationConfig(costs={"gradient": Cost(base_s=1.0)}),
+        "config": SimulationConfig(costs={"gradient": Cost(base_s=1.0)}),
     }  # fmt: skip
     with pytest.raises(gs.errors.Interrupted):
         simulate(model, numbered(40), script=stop, **options)
@@ -322,10 +322,10 @@ def test_options_travel() -> None:
 
 
 def test_bytes_of_an_average_are_those_of_a_push_and_a_fetch() -> None:
-    elems, world = 1 << 20, SimulationConfig(phantom=True, costs={"gradient": Cost(base_s=0.1)})
+    elems, config = 1 << 20, SimulationConfig(shape_only=True, costs={"gradient": Cost(base_s=0.1)})
     run = simulate(
         Sized([elems]), numbered(160), strategy=gs.ParameterAveraging(every=5), workers=2, batch_size=4,
-        epochs=1, world=world,
+        epochs=1, config=config,
     )  # fmt: skip
     averages = 2 * 20 // 5
     assert run.summary["pushed_bytes"] == 4 * elems * (averages + 1)  # and the initial parameters

@@ -24,7 +24,7 @@ from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.worker.replica.server import ServerReplica
 
-COSTS = {"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)}
+COSTS = {"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-2)))
 EXACT = SimulationConfig(
     costs={"gradient": Cost(base_s=0.01)}, speeds={"worker-1": 0.7317, "worker-2": 0.4159}
@@ -119,7 +119,7 @@ class Followed(DCASGD):
 
 def end(strategy: gs.Strategy, seed: int = 0, **options: Any) -> np.ndarray[Any, Any]:
     model, data = least_squares(96, 50, whole=False, reduction="mean", seed=seed)
-    options = {"workers": 3, "servers": 1, "batch_size": 4, "steps": 8, "world": WORLD, **options}
+    options = {"workers": 3, "servers": 1, "batch_size": 4, "steps": 8, "config": WORLD, **options}
     options = {
         "optimizer": gs.optim.SGD(lr=LR),
         "chunk_elems": 64,
@@ -132,12 +132,12 @@ def end(strategy: gs.Strategy, seed: int = 0, **options: Any) -> np.ndarray[Any,
 
 
 def followed(
-    strategy: Followed, seed: int, world: SimulationConfig
+    strategy: Followed, seed: int, config: SimulationConfig
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """How a run ends, and how it should by what was computed on what."""
     APPLIED.clear()
     COMPUTED.clear()
-    got = end(strategy, seed, world=world)
+    got = end(strategy, seed, config=config)
     correction, optimizer = strategy.correction(), gs.optim.SGD(lr=LR)
     assert correction is not None
     w = torch.zeros(50, dtype=torch.float64)
@@ -155,8 +155,8 @@ def followed(
 def test_the_copy_is_of_what_the_gradient_was_computed_on(adaptive: bool, overlap: bool) -> None:
     """To the bit, also where fetches are lost and asked for again, come twice, and run ahead."""
     strategy = Followed(adaptive=adaptive, strength=0.5, overlap=overlap)
-    for seed, world in ((0, WORLD), (1, bad_world(3, 1))):
-        got, expected = followed(strategy, seed, world)
+    for seed, config in ((0, WORLD), (1, bad_world(3, 1))):
+        got, expected = followed(strategy, seed, config)
         assert np.array_equal(got, expected), f"seed {seed}"
 
 
@@ -165,7 +165,7 @@ def test_it_is_noticed_where_the_copy_is_of_what_was_read_last(monkeypatch: pyte
     place_of = SenderStates.spans
 
     def newest(self: SenderStates, one: PushHeader, chunk: int) -> Any:
-        return place_of(self, replace(one, basis=max(self._places[one.sender, chunk])), chunk)
+        return place_of(self, replace(one, base_version=max(self._places[one.sender, chunk])), chunk)
 
     monkeypatch.setattr(SenderStates, "spans", newest)
     got, expected = followed(Followed(adaptive=False, strength=0.5, overlap=True), 0, WORLD)
@@ -185,9 +185,9 @@ def test_without_strength_it_is_asynchronous_sgd_bit_for_bit(seed: int) -> None:
     expected = end(gs.AsySG(), seed)
     assert np.array_equal(end(DCASGD(strength=0.0), seed), expected)
     assert not np.array_equal(end(DCASGD(adaptive=False, strength=0.5), seed), expected)
-    expected = end(gs.AsySG(), seed, world=EXACT)  # where the copies that are kept change no order of events
-    assert np.array_equal(end(Forced(), seed, world=EXACT), expected)
-    assert not np.array_equal(end(DCASGD(adaptive=False, strength=0.5), seed, world=EXACT), expected)
+    expected = end(gs.AsySG(), seed, config=EXACT)  # where the copies that are kept change no order of events
+    assert np.array_equal(end(Forced(), seed, config=EXACT), expected)
+    assert not np.array_equal(end(DCASGD(adaptive=False, strength=0.5), seed, config=EXACT), expected)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -201,11 +201,11 @@ def test_it_obeys_the_laws() -> None:
     assert not check_strategy(DCASGD()).broken
 
 
-def test_a_phantom_run_computes_nothing_and_keeps_nothing() -> None:
-    world = SimulationConfig(costs=COSTS, phantom=True)
+def test_a_shape_only_run_computes_nothing_and_keeps_nothing() -> None:
+    config = SimulationConfig(costs=COSTS, shape_only=True)
     run = simulate(
         Sized([1000, 2000]), numbered(64), strategy=DCASGD(overlap=True), workers=4, servers=2,
-        batch_size=2, epochs=3, world=world, chunk_elems=512,
+        batch_size=2, epochs=3, config=config, chunk_elems=512,
     )  # fmt: skip
     assert run.summary["samples_accounted"] == 3 * 64
 

@@ -37,7 +37,7 @@ JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
 FEATURES = 200  # 4 chunks of 64 elements
 JITTERY = Network(link=Link(latency_s=1e-3, jitter_s=1e-3))
 EVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=JITTERY)
-UNEVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.01, spread=Exponential())}, network=JITTERY)
+UNEVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.01, jitter=Exponential())}, network=JITTERY)
 
 
 @pytest.mark.parametrize("every", [2, 10])
@@ -84,7 +84,7 @@ def reference(
 def trained(strategy: Strategy, workers: int, **options: Any) -> Array:
     """The parameters after 8 minibatches of each worker."""
     model, data = least_squares(32 * workers, FEATURES, whole=False, reduction="mean")
-    options = {"optimizer": gs.optim.SGD(lr=LR, momentum=MOMENTUM), "servers": 2, "world": EVEN, **options}
+    options = {"optimizer": gs.optim.SGD(lr=LR, momentum=MOMENTUM), "servers": 2, "config": EVEN, **options}
     run = simulate(
         model, data, strategy=strategy, workers=workers, batch_size=4, steps=8, seed=3, chunk_elems=64,
         assignment="partitions", **options,
@@ -149,7 +149,7 @@ def test_one_worker_is_plain_sgd_bit_for_bit_where_sums_are_exact(every: int) ->
     run = simulate(
         model, data, strategy=gs.DiLoCo(every=every, outer_lr=1.0, outer_momentum=0.0),
         optimizer=gs.optim.SGD(lr=lr), workers=1, servers=2, batch_size=4, steps=8, seed=3, chunk_elems=64,
-        world=UNEVEN,
+        config=UNEVEN,
     )  # fmt: skip
     w, plan = np.zeros(FEATURES), PartitionPlan(32, 4, 1, seed=3)
     for step in range(8):
@@ -163,7 +163,7 @@ def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
     cases: list[dict[str, Any]] = [
         {"servers": 1},
         {"servers": 3},
-        {"world": SimulationConfig(costs=EVEN.costs)},
+        {"config": SimulationConfig(costs=EVEN.costs)},
     ]
     assert len({trained(gs.DiLoCo(every=3), 3, **case).tobytes() for case in cases}) == 1
 
@@ -198,8 +198,8 @@ def pushed(monkeypatch: pytest.MonkeyPatch) -> Pushed:
     async def noted(self: ServerReplica) -> Update:
         update = await take(self)
         assert update.vector is not None
-        assert len(set(update.basis)) == 1
-        deltas[update.basis[0]][self.rank] = update.vector.tensor.numpy().copy()
+        assert len(set(update.base_version)) == 1
+        deltas[update.base_version[0]][self.rank] = update.vector.tensor.numpy().copy()
         return update
 
     monkeypatch.setattr(ServerReplica, "take_outer_gradient", noted)
@@ -211,7 +211,7 @@ def test_a_lost_worker_is_left_out_from_then_on(seconds: float, pushed: Pushed) 
     model, data = least_squares(240, FEATURES, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy=gs.DiLoCo(every=3), workers=3, servers=2, batch_size=8, epochs=6,
-        optimizer=gs.optim.SGD(lr=LR), world=UNEVEN, chunk_elems=64, script=kill_at("worker-1", seconds),
+        optimizer=gs.optim.SGD(lr=LR), config=UNEVEN, chunk_elems=64, script=kill_at("worker-1", seconds),
     )  # fmt: skip
     assert run.summary["workers_lost"] == ["worker-1"]
     assert run.summary["samples_accounted"] == 6 * 240
@@ -230,7 +230,7 @@ def test_a_resumed_run_goes_on_with_the_outer_velocity(pushed: Pushed) -> None:
     storage = MemoryStorage()
     options: dict[str, Any] = {
         "strategy": gs.DiLoCo(every=3), "workers": 3, "servers": 2, "batch_size": 8, "epochs": 3,
-        "optimizer": gs.optim.SGD(lr=LR, momentum=MOMENTUM), "chunk_elems": 64, "world": UNEVEN, "storage": storage,
+        "optimizer": gs.optim.SGD(lr=LR, momentum=MOMENTUM), "chunk_elems": 64, "config": UNEVEN, "storage": storage,
     }  # fmt: skip
     with pytest.raises(gs.errors.Interrupted) as stopped:
         simulate(model, data, script=stop, **options)
@@ -249,16 +249,16 @@ def test_a_worker_that_has_nothing_left_keeps_nobody_waiting() -> None:
     model, data = least_squares(250, 8, whole=False, reduction="mean")
     run = simulate(
         model, data, strategy=gs.DiLoCo(every=2), optimizer=gs.optim.SGD(lr=0.02), workers=3, batch_size=5,
-        shares=[3, 1, 1], epochs=2, world=UNEVEN,
+        shares=[3, 1, 1], epochs=2, config=UNEVEN,
     )  # fmt: skip
     assert run.summary["samples_accounted"] == 500
 
 
 def test_bytes_are_a_push_and_a_fetch_every_period() -> None:
-    elems, world = 1 << 20, SimulationConfig(phantom=True, costs=EVEN.costs, network=JITTERY)
+    elems, config = 1 << 20, SimulationConfig(shape_only=True, costs=EVEN.costs, network=JITTERY)
     run = simulate(
         Sized([elems]), numbered(160), strategy=gs.DiLoCo(every=5), workers=2, batch_size=4, steps=20,
-        world=world, assignment="partitions",
+        config=config, assignment="partitions",
     )  # fmt: skip
     rounds = 2 * 20 // 5
     assert run.summary["pushed_bytes"] == 4 * elems * (rounds + 1)  # and the initial parameters

@@ -23,11 +23,11 @@ FEATURES = 300  # 5 chunks of 64 elements
 
 FAST = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=1e9))
 SLOW = SimulationConfig(  # the network takes much longer than the gradient
-    costs={"gradient": Cost(base_s=1e-4), "apply": Cost(base_s=1e-4, spread=Exponential())},
+    costs={"gradient": Cost(base_s=1e-4), "apply": Cost(base_s=1e-4, jitter=Exponential())},
     network=Network(bandwidth_bytes_s=1e5, link=Link(latency_s=5e-3, jitter_s=2e-2)),
 )
 LOPSIDED = SimulationConfig(
-    costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(1.0))},
+    costs={"gradient": Cost(base_s=1e-2, jitter=LogNormal(1.0))},
     network=Network(links={("worker-0", "shard-0"): Link(latency_s=0.05, jitter_s=0.05)}),
 )
 WORLDS = {"fast": FAST, "slow": SLOW, "lopsided": LOPSIDED}
@@ -102,10 +102,10 @@ PERIODS = [(1, 1), (2, 2), (4, 4), (1, 3), (3, 1), (2, 3)]
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("config", WORLDS)
 @pytest.mark.parametrize("periods", PERIODS, ids=str)
 def test_one_worker_is_sgd_with_this_delay(
-    periods: tuple[int, int], world: str, overlap: bool, momentum: float
+    periods: tuple[int, int], config: str, overlap: bool, momentum: float
 ) -> None:
     model, data = least_squares(64, FEATURES, whole=False)
     strategy = gs.Downpour(*periods, overlap=overlap, local_momentum=momentum)
@@ -114,7 +114,7 @@ def test_one_worker_is_sgd_with_this_delay(
         push_every=periods[0], fetch_every=periods[1], overlap=overlap, momentum=momentum,
     )  # fmt: skip
     for servers in (1, 2):
-        got = simulated(model, data, strategy, world=WORLDS[world], servers=servers)
+        got = simulated(model, data, strategy, config=WORLDS[config], servers=servers)
         assert np.array_equal(got, expected.numpy()), f"S={servers}"
 
 
@@ -136,9 +136,9 @@ def test_a_fetch_that_does_not_wait_for_own_pushes_would_be_noticed(
 
     model, data = least_squares(64, FEATURES, whole=False)
     strategy = gs.Downpour(overlap=False)
-    right = simulated(model, data, strategy, world=LOPSIDED)
+    right = simulated(model, data, strategy, config=LOPSIDED)
     monkeypatch.setattr(ShardState, "_satisfied", satisfied)
-    assert not np.array_equal(simulated(model, data, strategy, world=LOPSIDED), right)
+    assert not np.array_equal(simulated(model, data, strategy, config=LOPSIDED), right)
 
 
 def test_local_rate_is_its_own() -> None:
@@ -168,7 +168,7 @@ def test_all_that_several_workers_push_is_applied(overlap: bool, push_every: int
         assignment="partitions",
         epochs=3,
         chunk_elems=64,
-        world=SLOW,
+        config=SLOW,
     )
     check_exactly_once(run, num_samples=50, epochs=3)
 
@@ -178,7 +178,7 @@ def test_a_strategy_that_forgets_a_push_does_not_pass() -> None:
 
     class Forgetful(gs.Downpour):
         async def train(self, worker: Worker) -> None:
-            await worker.adopt(worker.server.fetch_soon())
+            await worker.swap_in(worker.server.fetch_soon())
             async for batch in worker.batches():
                 gradient = await worker.gradient(batch)
                 await worker.accumulate(gradient)

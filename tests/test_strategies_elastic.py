@@ -31,7 +31,7 @@ from gradstream.worker.replica.arithmetic import ElasticPull
 LR = 2.0**-7
 FEATURES = 200  # 4 chunks of 64 elements
 UNEVEN = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.01, spread=Exponential())},
+    costs={"gradient": Cost(base_s=0.01, jitter=Exponential())},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
 JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
@@ -41,13 +41,13 @@ JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
 def own(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
     """The workers' own parameters when their strategy has come to its end, by rank."""
     found: dict[int, torch.Tensor] = {}
-    settle = ServerExchange.settle
+    flush = ServerExchange.flush
 
     async def noted(self: ServerExchange) -> None:
-        await settle(self)
+        await flush(self)
         found[self.replica.rank] = self.replica.parameters.tensor.clone()
 
-    monkeypatch.setattr(ServerExchange, "settle", noted)
+    monkeypatch.setattr(ServerExchange, "flush", noted)
     return found
 
 
@@ -141,7 +141,7 @@ def test_without_a_spring_workers_are_on_their_own(synchronous: bool, own: dict[
     strategy = gs.ElasticAveraging(every=2, moving_rate=0.0, synchronous=synchronous)
     run = simulate(
         model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), workers=3, servers=2, batch_size=4,
-        steps=11, seed=3, chunk_elems=64, assignment="partitions", world=UNEVEN if synchronous else SimulationConfig(),
+        steps=11, seed=3, chunk_elems=64, assignment="partitions", config=UNEVEN if synchronous else SimulationConfig(),
     )  # fmt: skip
     assert not run.parameters["w"].any()
     for rank, batches in shares_of(data, 3, 11):
@@ -166,7 +166,7 @@ def test_synchronous_is_the_papers_formula(own: dict[int, torch.Tensor]) -> None
     options: dict[str, Any] = {"workers": 3, "batch_size": 4, "steps": 12, "seed": 3, "chunk_elems": 64}
     strategy = gs.ElasticAveraging(every=3, moving_rate=alpha, synchronous=True)
     run = simulate(
-        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), servers=2, world=UNEVEN, **options
+        model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), servers=2, config=UNEVEN, **options
     )
     assert np.array_equal(run.parameters["w"], centre.numpy())
     assert all(torch.equal(own[rank], x[rank]) for rank in range(3))
@@ -195,7 +195,7 @@ def test_all_meet_at_the_optimum_of_a_quadratic(synchronous: bool, own: dict[int
     for steps in (40, 80, 120):
         run = simulate(
             model, numbered(12), strategy=strategy, optimizer=gs.optim.SGD(lr=0.2), workers=3, batch_size=4,
-            steps=steps, world=UNEVEN,
+            steps=steps, config=UNEVEN,
         )  # fmt: skip
         places = [run.parameters["w"], *(own[rank].numpy() for rank in range(3))]
         distances.append([np.linalg.norm(place - optimum) for place in places])
@@ -254,7 +254,7 @@ def test_a_checkpoint_is_an_exchange_and_training_goes_on(
     strategy = gs.ElasticAveraging(every=3, moving_rate=0.5, synchronous=synchronous)
     run = simulate(
         Tokens(num_chunks=4), numbered(24), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=2,
-        batch_size=2, epochs=4, chunk_elems=64, checkpoint_every=10, storage=MemoryStorage(), world=UNEVEN,
+        batch_size=2, epochs=4, chunk_elems=64, checkpoint_every=10, storage=MemoryStorage(), config=UNEVEN,
     )  # fmt: skip
     assert sum(event["event"] == "checkpoint" for event in run.events) >= 2
     total = torch.from_numpy(run.parameters["tokens"]).flatten() + sum(own.values())
@@ -267,7 +267,7 @@ def test_a_lost_worker_stops_nobody() -> None:
         strategy = gs.ElasticAveraging(every=2, synchronous=synchronous)
         run = simulate(
             model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=0.02), workers=3, servers=2, batch_size=8,
-            epochs=6, chunk_elems=64, world=UNEVEN, script=kill_at("worker-1", 0.2),
+            epochs=6, chunk_elems=64, config=UNEVEN, script=kill_at("worker-1", 0.2),
         )  # fmt: skip
         assert run.summary["workers_lost"] == ["worker-1"]
         assert run.summary["samples_accounted"] == 6 * 240
@@ -282,10 +282,10 @@ def test_whom_an_exchange_waits_for() -> None:
 
 def test_bytes_of_an_exchange_are_those_of_a_push_and_a_fetch() -> None:
     """4N up and 4N down in τ steps, in a world that holds no parameters at all."""
-    elems, world = 1 << 20, SimulationConfig(phantom=True, costs={"gradient": Cost(base_s=0.1)})
+    elems, config = 1 << 20, SimulationConfig(shape_only=True, costs={"gradient": Cost(base_s=0.1)})
     for strategy in (gs.ElasticAveraging(every=5), gs.EAMSGD(every=5)):
         run = simulate(
-            Sized([elems]), numbered(160), strategy=strategy, workers=2, batch_size=4, epochs=1, world=world
+            Sized([elems]), numbered(160), strategy=strategy, workers=2, batch_size=4, epochs=1, config=config
         )
         exchanges = 2 * 20 // 5
         assert run.summary["pushed_bytes"] == 4 * elems * (exchanges + 1)  # and the initial parameters

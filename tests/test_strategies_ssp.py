@@ -15,7 +15,7 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.data.base import BatchRef, DataCut
+from gradstream.data.base import BatchRef, Partitioning
 from gradstream.data.plan import PartitionPlan
 from gradstream.job.files import load_job
 from gradstream.model.base import Batch, Layout
@@ -37,10 +37,10 @@ WORKERS, CLOCKS = 4, 24
 SAMPLES = WORKERS * CLOCKS  # each minibatch is one sample
 
 
-def world(*, jitter_s: float = 2e-2) -> SimulationConfig:
+def config(*, jitter_s: float = 2e-2) -> SimulationConfig:
     """Gradients and links as slow as they like."""
     return SimulationConfig(
-        costs={"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=5e-4)},
+        costs={"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=5e-4)},
         network=Network(link=Link(latency_s=1e-3, jitter_s=jitter_s)),
     )
 
@@ -127,7 +127,7 @@ def check_bound(reads: list[Read], bound: int) -> int:
 
 def reads_of(strategy: gs.Strategy, seed: int, **options: Any) -> list[Read]:
     model = Witness(seed)
-    options = {"world": world(), **options}
+    options = {"config": config(), **options}
     simulate(
         model, numbered(SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0), workers=WORKERS, servers=2,
         batch_size=1, epochs=1, chunk_elems=128, seed=seed, **options,
@@ -155,7 +155,7 @@ class OneOff(gs.SSP):
     async def _read(self, worker: Worker) -> None:
         needed = max(0, worker.server.clock - self.bound - 1)
         if worker.version < 0 or worker.clock < needed:
-            await worker.refresh(min_clock=needed)
+            await worker.pull(min_clock=needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Blind(gs.SSP):
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches(before=partial(self._read, worker)):
             await worker.accumulate(await worker.gradient(batch))
-            await worker.server.push_soon(worker.take_accumulated(), tick=True)
+            await worker.server.push_soon(worker.take_accumulated(), advance_clock=True)
 
 
 @pytest.mark.parametrize("bound", [0, 3])
@@ -194,7 +194,7 @@ def test_the_checker_notices_a_shard_that_does_not_wait(monkeypatch: pytest.Monk
 class Barrier(gs.Synchronous):
     """Synchronous SGD on the minibatches that SSP's workers have."""
 
-    cut: ClassVar[DataCut] = "partitions"
+    partitioning: ClassVar[Partitioning] = "partitions"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.optim.SG
             optimizer=optimizer(lr=rate),
             seed=seed,
             **job,
-            world=world(),
+            config=config(),
         )
         w: np.ndarray[Any, Any] = run.parameters["w"]
         return w
@@ -248,8 +248,8 @@ def test_bound_0_is_synchronous_at_the_rate_that_the_rule_makes_of_a_sum(rule: s
     model, data = least_squares(64, 300, whole=False, reduction="mean")
     job: dict[str, Any] = {"workers": 4, "servers": 2, "batch_size": 4, "epochs": 2, "chunk_elems": 64}
     mine, theirs = SAME_AS_SYNCHRONOUS[rule]
-    found = simulate(model, data, strategy=gs.SSP(bound=0), optimizer=mine, world=world(), **job)
-    expected = simulate(model, data, strategy=Barrier(), optimizer=theirs, world=world(), **job)
+    found = simulate(model, data, strategy=gs.SSP(bound=0), optimizer=mine, config=config(), **job)
+    expected = simulate(model, data, strategy=Barrier(), optimizer=theirs, config=config(), **job)
     assert np.abs(expected.parameters["w"]).max() > 1e-3
     np.testing.assert_allclose(found.parameters["w"], expected.parameters["w"], rtol=0, atol=1e-11)
 
@@ -272,11 +272,11 @@ def test_it_obeys_the_laws() -> None:
 def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
     """A copy serves until it is s clocks old; of others' latest updates it has what was there."""
     even = SimulationConfig(
-        costs={"gradient": Cost(base_s=0.1, spread=NoJitter())}, network=Network(link=Link(1e-4))
+        costs={"gradient": Cost(base_s=0.1, jitter=NoJitter())}, network=Network(link=Link(1e-4))
     )
     run = simulate(
         Witness(0), numbered(SAMPLES), strategy=gs.SSP(bound), optimizer=gs.optim.SGD(lr=1.0), workers=WORKERS,
-        servers=2, batch_size=1, epochs=1, chunk_elems=128, world=even,
+        servers=2, batch_size=1, epochs=1, chunk_elems=128, config=even,
     )  # fmt: skip
     fetches = run.summary["fetches"] - 1  # the final one
     assert SAMPLES / (bound + 1) <= fetches <= SAMPLES / max(1, bound) + WORKERS
@@ -289,7 +289,7 @@ def test_who_is_through_or_never_begins_holds_nobody_back() -> None:
     """Shares of 1 : 1 : 6: the last worker has the others' time to itself, and one has no share at all."""
     run = simulate(
         Tokens(4), numbered(64), strategy=gs.SSP(1), optimizer=gs.optim.SGD(lr=1.0), workers=4, servers=2,
-        batch_size=1, epochs=2, shares=[1, 1, 6, 0], chunk_elems=64, world=world(),
+        batch_size=1, epochs=2, shares=[1, 1, 6, 0], chunk_elems=64, config=config(),
     )  # fmt: skip
     check_exactly_once(run, 64, 2)
 
@@ -309,20 +309,20 @@ def test_clocks_of_those_who_take_part() -> None:
     clocks = Clocks([0, 1], 3)
     for chunk in (0, 1):
         for rank, clock in ((0, 5), (1, 7), (2, 6)):
-            clocks.tick(chunk, rank, clock)
+            clocks.advance(chunk, rank, clock)
     assert clocks.slowest(0) == 5
     assert clocks.behind(0, 7) == [0, 2]
-    clocks.leave(0)
+    clocks.pause(0)
     assert clocks.slowest(0) == 6
-    assert clocks.enter(0, 5) == 6, "it comes back at the clock of the slowest"
+    assert clocks.resume(0, 5) == 6, "it comes back at the clock of the slowest"
     assert (clocks.slowest(0), clocks.slowest(1)) == (6, 6)
-    clocks.leave(1)
-    assert clocks.enter(1, 7) == 7, "and never goes back itself"
+    clocks.pause(1)
+    assert clocks.resume(1, 7) == 7, "and never goes back itself"
     clocks.keep({1})
     assert clocks.slowest(0) == 7
-    assert clocks.enter(2, 9) == 9
+    assert clocks.resume(2, 9) == 9
     assert clocks.slowest(0) == 7, "who is lost does not come back"
-    clocks.leave(1)
+    clocks.pause(1)
     assert clocks.slowest(0) == NOBODY
 
 
@@ -336,7 +336,7 @@ def test_a_fetch_waits_for_the_slowest_and_says_so() -> None:
     terms = FetchTerms("worker-0", 1, after_sequence=2, min_clock=1)
     assert state.fetch(0, terms, "fetch") == []
     assert state.awaited([0], terms.min_clock) == ["worker-1"]
-    state.clocks.leave(1)
+    state.clocks.pause(1)
     assert state.clocks_changed() == [Release("fetch", 0)]
     assert state.clocks_changed() == []
 
@@ -351,7 +351,7 @@ def test_in_step_a_clock_is_one_update_also_where_the_last_to_come_leaves() -> N
         assert not due.completes
         assert isinstance(state.applied(0)[0], Acknowledge), "nobody keeps it for the others to come"
     assert state.fetch(0, FetchTerms("worker-0", 1, min_clock=1), "fetch") == []
-    state.clocks.leave(1)
+    state.clocks.pause(1)
     (due,) = state.clocks_changed()
     assert isinstance(due, Apply)
     assert (due.update, due.summed, due.completes) == ((), 2, True)

@@ -47,7 +47,7 @@ class Jitter(Staggered):
         return super().draw(rng, count) * rng.uniform(0.95, 1.05)
 
 
-BY_TURNS = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Staggered())}, network=INSTANT)
+BY_TURNS = SimulationConfig(costs={"gradient": Cost(base_s=1.0, jitter=Staggered())}, network=INSTANT)
 
 
 # ---- the limit of stability -------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def trajectory(strategy: Strategy, curvatures: Sequence[float], staleness: int) 
         workers=workers,
         batch_size=1,
         steps=max(15, 120 // workers),
-        world=BY_TURNS,
+        config=BY_TURNS,
         seed=1,
     )
     counts = dict(run.summary["staleness"])
@@ -139,8 +139,8 @@ def test_without_the_penalty_it_would_not_be(monkeypatch: pytest.MonkeyPatch) ->
 
 def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 14) -> Counter[int]:
     """Of n-softsync with workers of equal speed, without the first rounds and the last."""
-    world = SimulationConfig(
-        costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT, phantom=True
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0, jitter=Jitter())}, network=INSTANT, shape_only=True
     )
     run = simulate(
         Sized([64]),
@@ -150,7 +150,7 @@ def steady_staleness(splits: int, *, workers: int = 30, rounds: int = 14) -> Cou
         workers=workers,
         batch_size=1,
         steps=rounds,
-        world=world,
+        config=config,
     )
     return staleness_between(run, 3.0, rounds - 2.0)
 
@@ -178,16 +178,16 @@ def test_mean_staleness_of_softsync(splits: int) -> None:
 # ---- what they weigh ----------------------------------------------------------------------------------
 
 
-def contribution(basis: int, sequence: int = 1) -> PushHeader:
-    return PushHeader("worker-0", 0, 1, sequence, samples=1, learning_rate=0.5, basis=basis)
+def contribution(base_version: int, sequence: int = 1) -> PushHeader:
+    return PushHeader("worker-0", 0, 1, sequence, samples=1, learning_rate=0.5, base_version=base_version)
 
 
-@pytest.mark.parametrize(("basis", "weight"), [(100, 1.0), (99, 1.0), (98, 0.5), (90, 0.1), (0, 0.01)])
-def test_a_gradient_of_version_j_at_version_100(basis: int, weight: float) -> None:
+@pytest.mark.parametrize(("base_version", "weight"), [(100, 1.0), (99, 1.0), (98, 0.5), (90, 0.1), (0, 0.01)])
+def test_a_gradient_of_version_j_at_version_100(base_version: int, weight: float) -> None:
     rule: AggregationRule = WeightedMean(1, "power", 1.0)
     state = ShardState([0], rule)
     state.chunks[0].version = 100
-    (due,) = state.push(0, Parked(contribution(basis), "push"))
+    (due,) = state.push(0, Parked(contribution(base_version), "push"))
     assert isinstance(due, Apply)
     weights = rule.weights(due.step - 1, [held.contribution for held in due.update])
     store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0))
@@ -200,8 +200,8 @@ def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
     store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0, momentum=0.5))
     rule = WeightedMean(1, "power", 1.0)
     one = torch.ones(64, dtype=torch.float64)
-    for step, basis in ((1, 0), (2, 1), (11, 0)):
-        store.update(0, [one], rule.weights(step - 1, [contribution(basis)]), lr=1.0, step=step)
+    for step, base_version in ((1, 0), (2, 1), (11, 0)):
+        store.update(0, [one], rule.weights(step - 1, [contribution(base_version)]), lr=1.0, step=step)
     velocities = [1.0, 0.5 * 1.0 + 1.0, 0.5 * 1.5 + 0.1]
     assert store.parameters.tensor.tolist() == pytest.approx([-sum(velocities)] * 64)
 
@@ -274,10 +274,10 @@ def loss_after(strategy: Strategy, lr: float, *, workers: int = 15) -> float:
         gradients=lambda parameters, inputs, targets: {"w": a * parameters["w"] + inputs.mean(axis=0)},
         dtype="float64",
     )
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0, spread=Jitter())}, network=INSTANT)
+    config = SimulationConfig(costs={"gradient": Cost(base_s=1.0, jitter=Jitter())}, network=INSTANT)
     run = simulate(
         model, gs.from_arrays(noise, np.zeros(450)), strategy=strategy, optimizer=gs.optim.SGD(lr=lr),
-        workers=workers, batch_size=2, epochs=1, world=world,
+        workers=workers, batch_size=2, epochs=1, config=config,
     )  # fmt: skip
     return float((a * run.parameters["w"] ** 2).sum() / 2)
 
@@ -315,7 +315,7 @@ def mean_square_gradient(updates: int, lr: float) -> float:
     )
     run = simulate(
         model, gs.from_arrays(noise, np.zeros(updates)), strategy="asysg",
-        optimizer=gs.optim.SGD(lr=lr), workers=4, batch_size=1, epochs=1, world=BY_TURNS,
+        optimizer=gs.optim.SGD(lr=lr), workers=4, batch_size=1, epochs=1, config=BY_TURNS,
     )  # fmt: skip
     assert max(run.summary["staleness"]) == 3
     assert len(seen) == updates

@@ -175,14 +175,14 @@ def test_one_worker_has_the_bits_of_a_plain_loop_of_torch(dtype: torch.dtype, ru
 
 SLOW = SimulationConfig(
     costs={
-        "gradient": Cost(base_s=1e-3, per_sample_s=1e-4, spread=Exponential()),
+        "gradient": Cost(base_s=1e-3, per_sample_s=1e-4, jitter=Exponential()),
         "apply": Cost(base_s=1e-4),
     },
     speeds={"worker-1": 0.3},
     network=Network(bandwidth_bytes_s=1e6, link=Link(latency_s=2e-3, jitter_s=5e-3)),
 )
 UNEVEN = SimulationConfig(
-    costs={"gradient": Cost(base_s=1e-2, spread=LogNormal(0.5))},
+    costs={"gradient": Cost(base_s=1e-2, jitter=LogNormal(0.5))},
     network=Network(cards={"worker-0": 1e5, "shard-0": 1e6}),
 )
 
@@ -200,9 +200,9 @@ def test_real_numbers_have_the_same_bits_whatever_the_cluster() -> None:
         *({"servers": servers} for servers in (2, 7)),
         *({"chunk_elems": chunk} for chunk in (128, 4096, 1 << 22, None)),
         {"strategy": gs.Synchronous(overlap=False)},
-        {"strategy": gs.Synchronous(overlap=False), "servers": 2, "world": SLOW},
-        {"world": SLOW},
-        {"world": UNEVEN, "servers": 2, "chunk_elems": 128},
+        {"strategy": gs.Synchronous(overlap=False), "servers": 2, "config": SLOW},
+        {"config": SLOW},
+        {"config": UNEVEN, "servers": 2, "chunk_elems": 128},
     ]
     for variant in variants:
         got = simulated(model, data, sizes, optimizer=ours, steps=8, seed=6, **variant)
@@ -219,9 +219,9 @@ def test_a_sum_in_the_order_of_arrival_would_be_noticed(monkeypatch: pytest.Monk
 
     model, data = least_squares(64, FEATURES, whole=False)
 
-    def bits(world: SimulationConfig) -> bytes:
+    def bits(config: SimulationConfig) -> bytes:
         ours = gs.optim.SGD(lr=LR)
-        return simulated(model, data, [5, 6, 5], optimizer=ours, steps=6, world=world).tobytes()
+        return simulated(model, data, [5, 6, 5], optimizer=ours, steps=6, config=config).tobytes()
 
     assert bits(SLOW) == bits(UNEVEN)
     monkeypatch.setattr(SynchronousRound, "due", due)

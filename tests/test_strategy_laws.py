@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import gradstream as gs
 from gradstream.cli import main
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
@@ -109,7 +109,7 @@ class MeansOnly(gs.Synchronous):
 class Plain(Strategy):
     """A push for each gradient, a fetch for each push: what the faults below are planted in."""
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
 
     def optimizer(self) -> Optimizer:
@@ -117,10 +117,10 @@ class Plain(Strategy):
 
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             gradient = await worker.gradient(batch)
             await self.push(worker, gradient)
-            await worker.server.settle()
+            await worker.server.flush()
 
     async def push(self, worker: Worker, gradient: Any) -> None:
         await worker.accumulate(gradient)
@@ -137,7 +137,7 @@ class Twice(Plain):
     async def push(self, worker: Worker, gradient: Any) -> None:
         if worker.step % 3 == 2:
             await worker.server.push_soon(worker.update(gradient))
-            await worker.server.settle()
+            await worker.server.flush()
         await worker.server.push_soon(worker.update(gradient))
 
 
@@ -168,7 +168,7 @@ class Anxious(Plain):
         assert isinstance(worker, ServerReplica)
         before = worker.server.traffic.retries
         await worker.server.push_soon(worker.update(gradient))
-        await worker.server.settle()
+        await worker.server.flush()
         if worker.server.traffic.retries > before:
             await worker.server.push_soon(worker.update(gradient))
 
@@ -215,7 +215,7 @@ class Rolling(Plain):
 class Deaf(Strategy):
     """Workers take turns, and nothing of what they push counts."""
 
-    cut: ClassVar[DataCut] = "rounds"
+    partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
 
     def optimizer(self) -> Optimizer:
@@ -224,10 +224,10 @@ class Deaf(Strategy):
     async def train(self, worker: Worker) -> None:
         async for batch in worker.batches():
             turn = worker.step * worker.num_workers + worker.rank
-            await worker.adopt(worker.server.fetch_soon(min_version=turn))
+            await worker.swap_in(worker.server.fetch_soon(min_version=turn))
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
-            await worker.server.settle()
+            await worker.server.flush()
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Factor(0.0)
@@ -257,7 +257,7 @@ class Hidden(gs.Synchronous):
     """Keeps a momentum on each worker, of which nobody else knows."""
 
     async def train(self, worker: Worker) -> None:
-        await worker.adopt(worker.server.fetch_soon())
+        await worker.swap_in(worker.server.fetch_soon())
         velocity: Any = 0.0
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
@@ -265,7 +265,7 @@ class Hidden(gs.Synchronous):
             velocity = 0.5 * velocity + gradient.vector.tensor
             gradient.vector.tensor.copy_(velocity)
             await worker.server.push_soon(worker.update(gradient))
-            await worker.adopt(worker.server.fetch_soon(min_version=worker.version + 1))
+            await worker.swap_in(worker.server.fetch_soon(min_version=worker.version + 1))
 
 
 @dataclass(frozen=True)

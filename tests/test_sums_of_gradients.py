@@ -187,7 +187,7 @@ def test_decay_is_refused_where_only_rows_travel_and_where_nobody_would_add_it()
 
         async def train(self, worker: Worker) -> None:
             async for batch in worker.batches():
-                await worker.refresh()
+                await worker.pull()
                 await worker.server.push_soon(worker.update(worker.gradient_soon(batch)))
 
     optimizer = gs.optim.SGD(0.01, weight_decay=DECAY)

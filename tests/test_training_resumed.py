@@ -40,7 +40,7 @@ def test_rates_groups_clipping_and_parts_go_on_where_they_were(seconds: float) -
         "batch_size": 5,
         "epochs": 6,
         "chunk_elems": 64,
-        "world": WORLD,
+        "config": WORLD,
     }
     whole = simulate(model, data, **job)
     storage = MemoryStorage()

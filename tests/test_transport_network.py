@@ -25,8 +25,8 @@ LATENCY_S, BANDWIDTH = 1e-3, 1e9
 class Fleet:
     """Endpoints by name on one virtual network."""
 
-    def __init__(self, network: Network, *names: str, seed: int = 0, phantom: bool = False) -> None:
-        self.cluster = VirtualCluster(seed, SimulationConfig(network=network, phantom=phantom))
+    def __init__(self, network: Network, *names: str, seed: int = 0, shape_only: bool = False) -> None:
+        self.cluster = VirtualCluster(seed, SimulationConfig(network=network, shape_only=shape_only))
         self.network = MemoryNetwork(self.cluster)
         self.nodes = {
             name: MemoryEndpoint(Identity("job", name, number), self.cluster.runtime(name), self.network)
@@ -155,7 +155,7 @@ def test_jitter_keeps_the_order_of_a_lane() -> None:
 def test_pushes_through_streams_take_p_n_over_bandwidth(workers: int) -> None:
     """p workers send n bytes each to one server: p·n·β, and the handshakes."""
     names = [f"w{rank}" for rank in range(workers)]
-    fleet, num_bytes = Fleet(plain(), "server", *names, phantom=True), 100_000_000
+    fleet, num_bytes = Fleet(plain(), "server", *names, shape_only=True), 100_000_000
 
     async def work() -> None:
         server = fleet.nodes["server"]

@@ -336,8 +336,8 @@ class Served:
     ones: Vector
 
     async def push(self) -> None:
-        await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, basis=[0, 0]))
-        settled = asyncio.ensure_future(self.client.settle())
+        await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, base_version=[0, 0]))
+        settled = asyncio.ensure_future(self.client.flush())
         await asyncio.wait({settled, self.service.conductor.failure}, return_when=asyncio.FIRST_COMPLETED)
         if self.service.conductor.failure.done():
             self.service.conductor.failure.result()

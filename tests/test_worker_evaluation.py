@@ -33,7 +33,7 @@ def problem() -> tuple[Any, Any]:
 def run_with(strategy: Any = "synchronous", **options: Any) -> gs.Run:
     model, data = problem()
     options = {"workers": 2, "batch_size": 5, "epochs": 3, "optimizer": gs.optim.SGD(lr=0.05), **options}
-    return simulate(model, data, strategy=strategy, deadlines=QUICK, world=TIMED, **options)
+    return simulate(model, data, strategy=strategy, deadlines=QUICK, config=TIMED, **options)
 
 
 def largest(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -187,12 +187,12 @@ def test_what_a_metric_raises_ends_the_run_and_says_whose_it_was(metric: Any, me
         run_with(evaluate_every=3, metrics={"mine": metric})
 
 
-def test_phantom_runs_look_at_nothing_but_take_the_time() -> None:
+def test_shape_only_runs_look_at_nothing_but_take_the_time() -> None:
     model, data = problem()
     times = []
     for every in (None, 2):
-        world = SimulationConfig(costs=TIMED.costs, phantom=True)
-        run = simulate(model, data, workers=2, batch_size=5, epochs=3, evaluate_every=every, world=world)
+        config = SimulationConfig(costs=TIMED.costs, shape_only=True)
+        run = simulate(model, data, workers=2, batch_size=5, epochs=3, evaluate_every=every, config=config)
         times.append(run.history[-1]["time_s"])
     assert times[1] == pytest.approx(times[0] + 5 * 0.03, abs=1e-4)
 

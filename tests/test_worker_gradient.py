@@ -65,12 +65,12 @@ def test_exchange_overlaps_the_last_part() -> None:
     )
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((64, 8)).astype("float32"), rng.standard_normal((64, 1)).astype("float32")
-    world = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=2e5))
+    config = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=Network(bandwidth_bytes_s=2e5))
     found = []
     for overlap in (True, False):
         run = simulate(
             model, gs.from_arrays(x, y), strategy=gs.Synchronous(overlap=overlap), workers=2, batch_size=4,
-            accumulate=4, epochs=2, chunk_elems=64, world=world,
+            accumulate=4, epochs=2, chunk_elems=64, config=config,
         )  # fmt: skip
         found.append((run.parameters["1.weight"], run.summary["train_s"]))
     assert np.array_equal(found[0][0], found[1][0])

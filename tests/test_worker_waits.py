@@ -87,7 +87,7 @@ ONE_SECOND = SimulationConfig(
     costs={"gradient": Cost(base_s=1.0)},
     speeds={"worker-2": 0.25},
     network=Network(link=Link(latency_s=1e-4)),
-    phantom=True,
+    shape_only=True,
 )
 
 
@@ -95,9 +95,9 @@ def steps_of(run: Run, rank: int) -> list[Any]:
     return [event for event in run.events if event["event"] == "step" and event["rank"] == rank]
 
 
-def slow_third(strategy: Strategy, world: SimulationConfig = ONE_SECOND, **options: Any) -> Run:
+def slow_third(strategy: Strategy, config: SimulationConfig = ONE_SECOND, **options: Any) -> Run:
     given: dict[str, Any] = {"workers": 3, "batch_size": 1, "steps": 5, "chunk_elems": 64, "servers": 2}
-    return simulate(Sized([64, 64, 64]), numbered(60), world=world, strategy=strategy, **(given | options))
+    return simulate(Sized([64, 64, 64]), numbered(60), config=config, strategy=strategy, **(given | options))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -123,8 +123,10 @@ def test_downpour_waits_for_nobody_but_the_shards() -> None:
 
 
 def test_a_workers_own_sums_are_its_own() -> None:
-    world = SimulationConfig(costs={"gradient": Cost(base_s=1.0), "copy": Cost(base_s=0.25)}, phantom=True)
-    run = slow_third(gs.Downpour(push_every=2, fetch_every=2), world)
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=1.0), "copy": Cost(base_s=0.25)}, shape_only=True
+    )
+    run = slow_third(gs.Downpour(push_every=2, fetch_every=2), config)
     for step in steps_of(run, 1):
         assert step["waited_for"]["worker-1"] == pytest.approx(0.25)
 

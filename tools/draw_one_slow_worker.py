@@ -55,7 +55,7 @@ def picture() -> str:
     """Both timelines over one another, on one scale of time."""
     model, data = least_squares(960, 8, whole=False, reduction="mean")
     runs = {
-        name: gs.simulate(model, data, strategy=name, workers=4, batch_size=16, epochs=1, world=WORLD)
+        name: gs.simulate(model, data, strategy=name, workers=4, batch_size=16, epochs=1, config=WORLD)
         for name in RUNS
     }
     scale = ACROSS / max(lanes_of(run.events).end_s for run in runs.values())

@@ -91,7 +91,7 @@ WORLDS = {
         costs={"gradient": gs.sim.Cost(base_s=0.01), "apply": gs.sim.Cost(base_s=1e-3)}
     ),
     "uneven": gs.sim.SimulationConfig(
-        costs={"gradient": gs.sim.Cost(base_s=0.01, spread=Exponential()), "apply": gs.sim.Cost(base_s=1e-3)},
+        costs={"gradient": gs.sim.Cost(base_s=0.01, jitter=Exponential()), "apply": gs.sim.Cost(base_s=1e-3)},
         network=gs.sim.Network(link=gs.sim.Link(latency_s=1e-3, jitter_s=1e-3), bandwidth_bytes_s=1e7),
     ),
 }
@@ -104,15 +104,15 @@ def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         common = {"strategy": strategy, "workers": 3, "optimizer": gs.optim.SGD(lr=2**-12)}
         if serves:
             common["servers"] = 2
-        for world_name, world in WORLDS.items():
+        for world_name, config in WORLDS.items():
             evaluation = {"evaluate_every": 6} if world_name == "uneven" else {}
-            yield f"{name}, {world_name}", job(**common, **evaluation), {"world": world}
+            yield f"{name}, {world_name}", job(**common, **evaluation), {"config": config}
         if serves:
             rule = gs.optim.Adagrad(lr=2**-8) if name in ("synchronous", "downpour") else common["optimizer"]
             kept = job(**{**common, "optimizer": rule}, checkpoint_every=9, clip_norm=50.0)
-            yield f"{name}, checkpoints", kept, {"world": WORLDS["uneven"], "storage": MemoryStorage()}
+            yield f"{name}, checkpoints", kept, {"config": WORLDS["uneven"], "storage": MemoryStorage()}
         if strategy.survives_worker_loss:
-            yield f"{name}, a death", job(**common), {"world": WORLDS["uneven"], "script": killed}
+            yield f"{name}, a death", job(**common), {"config": WORLDS["uneven"], "script": killed}
 
 
 async def killed(cluster: Any) -> None:

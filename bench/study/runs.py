@@ -54,7 +54,7 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
         run = simulate(
             scene.model(),
             scene.data(key.seed),
-            world=scene.world,
+            config=scene.config,
             on_event=events.append,
             strategy=method.made(),
             optimizer=method.optimizer(key.lr, key.epochs * scene.long),
@@ -62,7 +62,9 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
             batch_size=method.batch,
             shares=method.shares,
             **_length(method, key.epochs),
-            assignment="partitions" if scene.by_label and method.made().data_cut() == "queue" else None,
+            assignment="partitions"
+            if scene.by_label and method.made().partitioning_of_run() == "queue"
+            else None,
             evaluate_every=_every(scene, method),
             metrics={"train": subject.train_accuracy} if scene.watched else {},
             seed=key.seed,

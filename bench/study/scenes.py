@@ -88,7 +88,7 @@ class Scene:
     uneven: bool = False
 
     @property
-    def world(self) -> SimulationConfig:
+    def config(self) -> SimulationConfig:
         """Its machines and network."""
         shards = SHARDS if self.watched else 1
         return subject.cluster(shards=shards, speeds=subject.SLOW if self.uneven else None)

@@ -186,7 +186,7 @@ class ByLabel(ArrayDataset):
 
         def order(epoch: int) -> Ids:
             own = [rank * count + epoch_order(count, division.seed + rank, epoch) for rank in range(workers)]
-            if division.cut == "partitions":
+            if division.partitioning == "partitions":
                 return np.concatenate(own)
             rounds = [part[start : start + size] for start in range(0, count, size) for part in own]
             return np.concatenate(rounds)
@@ -207,7 +207,7 @@ def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> Si
     """
     return SimulationConfig(
         costs={
-            "gradient": Cost(per_sample_s=SAMPLE_S, spread=LogNormal(JITTER)),
+            "gradient": Cost(per_sample_s=SAMPLE_S, jitter=LogNormal(JITTER)),
             "apply": Cost(per_elem_s=4e-10),
             "copy": Cost(per_elem_s=4e-10),
             "reduce": Cost(per_elem_s=4e-10),

@@ -108,7 +108,11 @@ def resume(
             "workers: each goes on in its own part of the data, so their number stays"
         )
     num_lost = job.workers - len(found[1].steps) if found is not None and is_script(job) else 0
-    if num_lost and not job.allow_lost and find_strategy(job.strategy, job.strategy_options).cut != "rounds":
+    if (
+        num_lost
+        and not job.allow_lost
+        and find_strategy(job.strategy, job.strategy_options).partitioning != "rounds"
+    ):
         raise ConfigError(
             f"{path} goes on from a checkpoint that was made when {num_lost} of {job.workers} workers were "
             "lost: nobody can tell their scripts where to go on, nor those of the others what they had taken "

@@ -43,7 +43,7 @@ def simulate(
     model: Asked,
     data: Data | None = None,
     *,
-    world: SimulationConfig | None = None,
+    config: SimulationConfig | None = None,
     on_event: OnEvent | None = None,
     script: Script | None = None,
     storage: Storage | None = None,
@@ -53,7 +53,7 @@ def simulate(
     """Runs a job with all of its nodes in this process, on virtual time.
 
     The nodes are the very ones of `train`; only time, threads and network are simulated. In a
-    phantom world no gradient is computed and no parameters are held, so that large models on many
+    shape-only world no gradient is computed and no parameters are held, so that large models on many
     workers fit in little memory: durations and bytes are as they would be, parameters are not there.
 
     Where an event loop is running, as in a notebook, it stands still until this returns. Ctrl-C ends the
@@ -77,7 +77,7 @@ def simulate(
         The same as `train`; the message names the node, `traceback_text` is the user's.
 
     Example:
-        >>> run = simulate(job, world=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
+        >>> run = simulate(job, config=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
     job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
     if is_script(job):
@@ -85,7 +85,7 @@ def simulate(
             "a script with a training loop of its own runs in real time: it cannot be simulated"
         )
     intercept(job, simulated=True)
-    world = world or SimulationConfig()
+    config = config or SimulationConfig()
     events: list[dict[str, Any]] = []
     callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": None}, threads=False)
     told = callbacks.beside(on_event)
@@ -101,9 +101,9 @@ def simulate(
         job,
         "simulation",
         resume=None if found is None else Resume.at(*found),
-        keeps=storage is not None and not world.phantom,
+        keeps=storage is not None and not config.shape_only,
     )
-    world.check_names(cast.node_names)
+    config.check_names(cast.node_names)
     if cast.strategy.exchange != "auto":
         raise ConfigError(
             f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
@@ -111,7 +111,7 @@ def simulate(
         )
     built = build_model(job)
     cast.grouped(built)  # says what is wrong before anything is started
-    cluster = SimulatedCluster(cast, built, job.data, world, take, storage)
+    cluster = SimulatedCluster(cast, built, job.data, config, take, storage)
     outcome = cluster.run(script)
     if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
         callbacks.end(lambda: Run(events=events))
@@ -120,7 +120,7 @@ def simulate(
         callbacks.end(lambda: Run(events=events))
         raise _error(cluster, events)
     parameters = {}
-    if not world.phantom:
+    if not config.shape_only:
         parameters = load(cluster.virtual.storage.read(FINAL_MODEL))
     info = {"simulated": True, "virtual_s": cluster.virtual.clock.now_ns / 1e9}
     run = Run(

@@ -238,7 +238,7 @@ def _push(data: bytes) -> None:
     who, request = _who(data), v1.Push.FromString(data[1:])
     inspection.push(who, request)
     for chunk in state.chunks:
-        inspection.basis(who, chunk, request.basis, state.version(chunk))
+        inspection.base_version(who, chunk, request.base_version, state.version(chunk))
         one = PushHeader(
             who,
             inspection.rank(who),
@@ -248,7 +248,7 @@ def _push(data: bytes) -> None:
             request.num_gradients,
             request.learning_rate,
             request.round,
-            request.basis,
+            request.base_version,
             request.rows,
             request.clock,
             request.loss,
@@ -284,7 +284,7 @@ def _command(data: bytes) -> None:
     who, request = _who(data), v1.Command.FromString(data[1:])
     inspection.command(who, request)
     if request.kind == v1.Command.ENTER:
-        v1.CommandResult(clock=state.clocks.enter(inspection.rank(who), request.clock))
+        v1.CommandResult(clock=state.clocks.resume(inspection.rank(who), request.clock))
         assert state.clocks.present <= frozenset(range(WORKERS))
 
 

@@ -127,7 +127,7 @@ class NodeSnapshots:
         return await self._runtime.compute(
             lambda _: {name: [(at, one.clone()) for at, one in pieces] for name, pieces in vectors.items()},
             work=Work("snapshot", elems=elems),
-            phantom=vectors,
+            shape_only=vectors,
         )
 
     async def _write(self, cut: v1.Cut, vectors: Mapping[str, Pieces], elems: int) -> list[int]:

@@ -124,7 +124,7 @@ async def _sum_s(mesh: Communicator) -> float:
 
 def _zeros(mesh: Communicator, elems: int) -> torch.Tensor:
     """Not from the node's memory: its bill is of what lasts."""
-    return torch.zeros(elems, device="meta" if mesh.runtime.memory.phantom else "cpu")
+    return torch.zeros(elems, device="meta" if mesh.runtime.memory.shape_only else "cpu")
 
 
 async def _timed_s(mesh: Communicator, work: Callable[[], Awaitable[object]]) -> float:

@@ -54,20 +54,20 @@ def cuts_of(elems: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCost:
-    """What an algorithm costs on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ + crowd·o.
+    """What an algorithm costs on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ + overhead·o.
 
     Args:
         alphas: messages one after the other; α is the seconds that each costs, however short.
         betas: vectors sent or received one after the other; n·β is the seconds of one.
         gammas: vectors added; n·γ is the seconds of one.
-        crowd: messages that a rank handles besides those, at the same time; o is the work of one. A network
+        overhead: messages that a rank handles besides those, at the same time; o is the work of one. A network
             carries them at once, which is why the textbooks leave them out; a processor does not.
     """
 
     alphas: float
     betas: float
     gammas: float = 0.0
-    crowd: float = 0.0
+    overhead: float = 0.0
 
     def seconds(
         self,
@@ -79,4 +79,4 @@ class ScheduleCost:
     ) -> float:
         """Of a vector of so many bytes, on a network and ranks of such figures."""
         per_byte_s = self.betas * beta_s_byte + self.gammas * gamma_s_byte
-        return self.alphas * alpha_s + self.crowd * message_s + num_bytes * per_byte_s
+        return self.alphas * alpha_s + self.overhead * message_s + num_bytes * per_byte_s

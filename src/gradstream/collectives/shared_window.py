@@ -72,7 +72,7 @@ class _OneProcess:
 
     Args:
         job: runs of other jobs on this loop have vectors of their own.
-        memory: of this node: whether it is phantom.
+        memory: of this node: whether it is shape-only.
     """
 
     def __init__(self, job: str, memory: Memory) -> None:
@@ -82,7 +82,7 @@ class _OneProcess:
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `SharedWindow`. Each node has a book of loans of its own: to collide is what the vector is for."""
         made = _MADE.setdefault(asyncio.get_running_loop(), {})
-        memory = self._memory if dtype.is_floating_point else Memory()  # words are there in a phantom, too
+        memory = self._memory if dtype.is_floating_point else Memory()  # words are there in a shape-only, too
         tensor = made.get((self._job, name))
         if tensor is None:
             tensor = made[self._job, name] = memory.allocate(elems, dtype, name).tensor

@@ -251,11 +251,11 @@ class Membership:
         self.phases.goal = reason
         return self.cuts.finish(at_s, *self._names)
 
-    def engage(self, count: int, phase: str) -> list[Instruction]:
+    def set_active_workers(self, count: int, phase: str) -> list[Instruction]:
         """The strategy says how many workers take part from now on, and what it calls that."""
         if self.turns is None or not self.phases.training:
             return []
-        self.turns.engage(count, phase)
+        self.turns.set_active_workers(count, phase)
         return self._driven()
 
     def drive_failed(self, error: str, message: str, traceback: str) -> list[Instruction]:

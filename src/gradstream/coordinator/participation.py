@@ -58,7 +58,7 @@ class ParticipationSchedule:
         """Who still finishes what it has begun before it stands."""
         return [name for name, turn in self._turns.items() if not turn.stands]
 
-    def engage(self, count: int, phase: str) -> None:
+    def set_active_workers(self, count: int, phase: str) -> None:
         """So many workers are to take part from now on."""
         self.wanted, self.phase = count, phase
         self._turn_over()
@@ -84,7 +84,7 @@ class ParticipationSchedule:
         """Nothing is left to do: all may go and find that out. Returns whether anybody was held back."""
         if not self.held:
             return False
-        self.engage(len(self._turns), self.phase)
+        self.set_active_workers(len(self._turns), self.phase)
         return True
 
     def turn_of(self, who: str) -> v1.Turn:

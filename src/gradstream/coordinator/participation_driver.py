@@ -92,9 +92,9 @@ class ParticipationDriver:
         """See `Participation`."""
         return self._counted(self._membership.tally.num_samples)
 
-    async def engage(self, count: int, phase: str = "") -> None:
+    async def set_active_workers(self, count: int, phase: str = "") -> None:
         """See `Participation`."""
-        self._carry_out(self._membership.engage(count, phase))
+        self._carry_out(self._membership.set_active_workers(count, phase))
         while self._turns.awaited:
             await self._news.rung(self._runtime, self._look_s)
 

@@ -22,7 +22,7 @@ __all__ = [
     "DEFAULT_BATCH_SIZE",
     "BatchPlan",
     "BatchRef",
-    "DataCut",
+    "Partitioning",
     "Dataset",
     "Feed",
     "Ids",
@@ -31,7 +31,7 @@ __all__ = [
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
-DataCut: TypeAlias = Literal["rounds", "queue", "partitions"]
+Partitioning: TypeAlias = Literal["rounds", "queue", "partitions"]
 """How data is divided among workers; see `PartitionSpec`."""
 
 DEFAULT_BATCH_SIZE = 32
@@ -89,7 +89,7 @@ class PartitionSpec:
     """How a run divides its data.
 
     Args:
-        cut: rounds that all workers take part in; one queue from which each takes minibatches as it needs
+        partitioning: rounds that all workers take part in; one queue from which each takes minibatches as it needs
             them; or a partition for each, of which others take what is left at the end.
         batch_size: samples a worker takes at a time: one number, or one per worker.
         workers: how many.
@@ -100,7 +100,7 @@ class PartitionSpec:
         done: what is in the model already: the plan leaves it out.
     """
 
-    cut: DataCut
+    partitioning: Partitioning
     batch_size: int | Sequence[int]
     workers: int
     seed: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradstream.data.base import BatchPlan, BatchRef, DataCut, Dataset, Feed, PartitionSpec
+from gradstream.data.base import BatchPlan, BatchRef, Partitioning, Dataset, Feed, PartitionSpec
 from gradstream.data.plan import EpochPlan, Order, PartitionPlan, RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import ConfigError, InternalError
@@ -28,7 +28,7 @@ def plan_samples(
     num_samples: int, division: PartitionSpec, *, order: Order | None = None, drop_last: bool = False
 ) -> EpochPlan:
     """The plan of a data set whose samples have ids: rounds, a queue, or a partition for each worker."""
-    return _KINDS[division.cut](
+    return _KINDS[division.partitioning](
         num_samples,
         division.batch_size,
         division.workers,
@@ -49,7 +49,7 @@ def feed_of(data: Dataset, plan: BatchPlan, rank: int, seed: int) -> Feed:
     return IdFeed(data, plan)
 
 
-_KINDS: Mapping[DataCut, type[EpochPlan]] = {
+_KINDS: Mapping[Partitioning, type[EpochPlan]] = {
     "rounds": RoundPlan,
     "queue": QueuePlan,
     "partitions": PartitionPlan,

@@ -57,7 +57,7 @@ def from_loader(
     * `shuffle=True`: a new order in each epoch, by the run's seed. `shuffle=False`: the data set's
       order. A sampler of your own: its order, drawn anew in each epoch (`set_epoch` is called, its
       `generator` and the global ones are seeded by run seed and epoch); it must be the same
-      wherever it is drawn. A `DistributedSampler` is refused: the cut is gradstream's.
+      wherever it is drawn. A `DistributedSampler` is refused: the partitioning is gradstream's.
     * `drop_last`: leaves out the last minibatch of each partition, or the last round, if it is short.
     * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`, `pin_memory`: as in
       torch, in each worker's own process. With `num_workers` the samples are read ahead, by that many
@@ -157,7 +157,7 @@ class LoaderDataset(MapDataset):
             raise DataError(f"data set {name!r}: its sampler draws no samples")
 
     def plan(self, division: PartitionSpec) -> EpochPlan:
-        """The sampler's order, cut among the workers. Raises ConfigError for another batch size."""
+        """The sampler's order, partitioning among the workers. Raises ConfigError for another batch size."""
         size = self.loader.batch_size
         given = division.batch_size
         if given not in (DEFAULT_BATCH_SIZE, size):
@@ -166,8 +166,12 @@ class LoaderDataset(MapDataset):
             )
         assert size is not None
         # Processes that read ahead have to know which samples come next.
-        cut = "partitions" if division.cut == "queue" and self.loader.num_workers else division.cut
-        division = dataclasses.replace(division, batch_size=size, cut=cut)
+        partitioning = (
+            "partitions"
+            if division.partitioning == "queue" and self.loader.num_workers
+            else division.partitioning
+        )
+        division = dataclasses.replace(division, batch_size=size, partitioning=partitioning)
         order = None if self._shuffled else order_of(self.loader, self.num_samples, division.seed, self.name)
         return plan_samples(self._num_drawn, division, order=order, drop_last=self.loader.drop_last)
 

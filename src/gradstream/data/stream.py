@@ -94,7 +94,7 @@ class StreamDataset:
         size = division.batch_size
         return StreamPlan(
             counts,
-            rounds=max(counts) if division.cut == "rounds" else None,
+            rounds=max(counts) if division.partitioning == "rounds" else None,
             endless=self._batches is None,
             typical_size=max(size) if isinstance(size, Sequence) else size,
             done=division.done,

@@ -121,7 +121,7 @@ def _check_evaluation(job: Job) -> None:
 def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Looks at what a strategy cannot do, or not together with what else is asked for. Raises ConfigError."""
     _check_quorum(job, strategy)
-    if job.assignment is not None and strategy.cut == "rounds":
+    if job.assignment is not None and strategy.partitioning == "rounds":
         raise ConfigError(
             f"assignment={job.assignment!r}: the workers of {type(strategy).__name__} go through rounds "
             "together; leave assignment out, or take another strategy"
@@ -165,7 +165,7 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
         why = f"{name} has no order: workers write the same memory at once"
     elif is_open_ended(job):
         why = "the gradients of a training loop of your own cannot be computed again without it"
-    elif job.shares == MEASURED and strategy.cut == "rounds":
+    elif job.shares == MEASURED and strategy.partitioning == "rounds":
         why = f"shares={MEASURED!r} follow the clock, which a replay does not have"
     else:
         return
@@ -176,10 +176,10 @@ def _check_drive(job: Job, strategy: Strategy) -> None:
     if not strategy.drives():
         return
     name = type(strategy).__name__
-    if strategy.cut == "rounds" or strategy.through != "servers":
+    if strategy.partitioning == "rounds" or strategy.through != "servers":
         raise ConfigError(
             f"{name} has a drive(), and its workers go through rounds together: who is held back would be "
-            'missing in each; expected cut = "queue", and servers'
+            'missing in each; expected partitioning = "queue", and servers'
         )
     if is_open_ended(job):
         raise ConfigError(

@@ -164,7 +164,7 @@ class SharedMemory(Memory):
         self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool, lead_bytes: int
     ) -> Vector:
         size_bytes = elems * dtype.itemsize
-        if self.phantom or not exchanged or size_bytes < SHARED_BYTES:
+        if self.shape_only or not exchanged or size_bytes < SHARED_BYTES:
             return Memory._allocate(self, elems, dtype, name, exchanged=exchanged, lead_bytes=lead_bytes)
         segment = Segment.create(lead_bytes + size_bytes, f"gradstream {name}")
         return segment.vector(lead_bytes, elems, dtype, name)

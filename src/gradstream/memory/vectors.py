@@ -7,7 +7,7 @@ conflict when they overlap and at least one of them writes: the second borrower 
 virtual time: for the whole charged interval), a carrier until its call returns. So a fetch that
 would land in parameters which are being differentiated is an error, not a wrong gradient.
 
-Phantom memory has sizes and no elements (torch's meta device): the simulator moves 64 replicas
+shape-only memory has sizes and no elements (torch's meta device): the simulator moves 64 replicas
 of a large model through the very same code without holding any of them.
 """
 
@@ -195,16 +195,16 @@ class Memory:
     """Where vectors come from, so that a carrier may share or pin them, and a bill can be shown.
 
     Args:
-        phantom: allocate sizes only.
+        shape_only: allocate sizes only.
     """
 
-    phantom: bool = False
+    shape_only: bool = False
     allocated_bytes: dict[str, int] = field(default_factory=dict)
 
     def allocate(
         self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool = False, lead_bytes: int = 0
     ) -> Vector:
-        """A vector of zeros, aligned to 64 bytes (phantom: of no storage).
+        """A vector of zeros, aligned to 64 bytes (shape_only: of no storage).
 
         Pages are taken from the system when they are first written, not here.
 
@@ -229,7 +229,7 @@ class Memory:
     ) -> Vector:
         del exchanged  # nobody else sees this memory
         itemsize_bytes = dtype.itemsize
-        if self.phantom:
+        if self.shape_only:
             return Vector(name, torch.empty(elems, dtype=dtype, device="meta"))
         raw = np.zeros(elems * itemsize_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
         skip_bytes = (lead_bytes - raw.ctypes.data) % ALIGNMENT_BYTES

@@ -16,12 +16,12 @@ __all__ = ["by_role", "count", "estimate", "quiet", "samples_per_s"]
 
 
 def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
-    """Bytes of the vectors of each node, by name: what the nodes themselves ask for, phantom.
+    """Bytes of the vectors of each node, by name: what the nodes themselves ask for, shape-only.
 
-    In a phantom world the real nodes run with memory that has sizes and no elements.
+    In a shape-only simulation the real nodes run with memory that has sizes and no elements.
     """
     little = dataclasses.replace(quiet(job), model=model, epochs=None, steps=1)
-    run = simulate(little, world=SimulationConfig(phantom=True))
+    run = simulate(little, config=SimulationConfig(shape_only=True))
     return {
         event["node"]: dict(event["vectors_bytes"])
         for event in run.events

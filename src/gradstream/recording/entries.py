@@ -42,7 +42,7 @@ class Pushed:
         chunk: which.
         rank, sequence: whose, and the number of the push.
         moment: when.
-        basis: version of the chunk that it was computed on.
+        base_version: version of the chunk that it was computed on.
         version: of the chunk then; -1 before its initial parameters.
         assign: it brings initial parameters.
         absent: it has no elements.
@@ -52,7 +52,7 @@ class Pushed:
     rank: int
     sequence: int
     moment: int
-    basis: int
+    base_version: int
     version: int
     assign: bool = False
     absent: bool = False
@@ -183,7 +183,7 @@ def encode(entry: Entry) -> bytes:
     match entry:
         case Pushed():
             kind = PUSHED | FLAG * entry.assign | 2 * FLAG * entry.absent
-            behind = entry.version - entry.basis
+            behind = entry.version - entry.base_version
             numbers = (
                 entry.chunk,
                 entry.rank,
@@ -239,8 +239,8 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
         case 1:
             (chunk, rank, sequence, moment, behind, above), at = _numbers(data, at, 6)
             version = above - 1
-            basis = version - _unsigned(behind)
-            return Pushed(chunk, rank, sequence, moment, basis, version, first, second), at
+            base_version = version - _unsigned(behind)
+            return Pushed(chunk, rank, sequence, moment, base_version, version, first, second), at
         case 2:
             (chunk, rank, number, moment), at = _numbers(data, at, 4)
             return FetchAsked(chunk, rank, number, moment), at

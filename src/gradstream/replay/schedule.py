@@ -90,12 +90,12 @@ class ReplaySchedule:
 
         def come(entry: Coming) -> None:
             assert isinstance(entry, Pushed)
-            basis = entry.basis if new.absent else new.basis  # of nothing
-            if (basis, new.absent, assign) != (entry.basis, entry.absent, entry.assign):
+            base_version = entry.base_version if new.absent else new.base_version  # of nothing
+            if (base_version, new.absent, assign) != (entry.base_version, entry.absent, entry.assign):
                 self._diverge(
                     chunk,
-                    f"push {new.sequence} of worker-{new.rank} was computed on version {new.basis}, "
-                    f"recorded {entry.basis}",
+                    f"push {new.sequence} of worker-{new.rank} was computed on version {new.base_version}, "
+                    f"recorded {entry.base_version}",
                 )
             go()
 

@@ -88,7 +88,7 @@ class UpdateAssembler(Observer):
             if held.assign:
                 continue
             found = self._open[one.rank, one.sequence]
-            found.on[due.chunk], found.at[due.chunk] = one.basis, due.step - 1
+            found.on[due.chunk], found.at[due.chunk] = one.base_version, due.step - 1
             found.gradient_squares += 0.0 if part is None else _squares(part)
             found.update_squares += squares
             found.finite = found.finite and finite

@@ -24,7 +24,7 @@ from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.snapshot import SnapshotLimits
 from gradstream.coordinator.stopping import StoppingCriterion, Until
-from gradstream.data.base import BatchPlan, DataCut, Dataset, PartitionSpec
+from gradstream.data.base import BatchPlan, Partitioning, Dataset, PartitionSpec
 from gradstream.data.done import DataProgress
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
@@ -147,7 +147,7 @@ class RunPlan:
     def plan(self) -> BatchPlan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
         division = PartitionSpec(
-            cut=self._cut,
+            partitioning=self._partitioning,
             batch_size=self.batch_size,
             workers=self.workers,
             seed=self.seed,
@@ -169,9 +169,9 @@ class RunPlan:
         return joined
 
     @property
-    def _cut(self) -> DataCut:
+    def _partitioning(self) -> Partitioning:
         """How the data is divided: by what the strategy says, and where there is a choice by the job."""
-        own = self.strategy.data_cut()
+        own = self.strategy.partitioning_of_run()
         if own == "rounds":
             return own
         return self.assignment or ("queue" if self.balanced else own)
@@ -179,7 +179,7 @@ class RunPlan:
     @property
     def _helping(self) -> bool:
         """Whether workers that are done with their partition of an epoch help the others with theirs."""
-        return self.strategy.data_cut() != "partitions"
+        return self.strategy.partitioning_of_run() != "partitions"
 
     @property
     def balanced(self) -> bool:
@@ -202,7 +202,7 @@ class RunPlan:
     def ledger(self) -> Ledger | OpenLedger:
         """An account of every minibatch of the run."""
         if self.open_ended:
-            return OpenLedger(self.workers, rounds=self.strategy.cut == "rounds")
+            return OpenLedger(self.workers, rounds=self.strategy.partitioning == "rounds")
         return Ledger(self.plan(), epochs=self.epochs, steps=self.steps_left, helping=self._helping)
 
     def identity(self, name: str, incarnation: int) -> Identity:
@@ -215,7 +215,10 @@ class RunPlan:
         """The coordinator; `on_events` gets every event of the run as JSON lines."""
         ledger = self.ledger()
         driven = self.strategy.drives()
-        rounds, earlier = self.strategy.cut == "rounds", self.resume.step if self.resume is not None else 0
+        rounds, earlier = (
+            self.strategy.partitioning == "rounds",
+            self.resume.step if self.resume is not None else 0,
+        )
         started = StartedEvent(
             job=self.job,
             workers=self.workers,
@@ -265,7 +268,7 @@ class RunPlan:
         """Minibatches over all workers, or rounds; 0 where nobody knows."""
         if isinstance(ledger, OpenLedger):
             return 0
-        return earlier + ledger.num_planned // (self.workers if self.strategy.cut == "rounds" else 1)
+        return earlier + ledger.num_planned // (self.workers if self.strategy.partitioning == "rounds" else 1)
 
     def _keeping(self, started: StartedEvent, policy: Policy) -> CheckpointOptions:
         template = Manifest(

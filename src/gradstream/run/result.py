@@ -45,7 +45,7 @@ class Run:
     Args:
         path: the run directory; None if nothing was written.
         parameters: trained parameters under the user's own names, in the model's order, and its buffers
-            behind them; empty after a phantom simulation.
+            behind them; empty after a shape-only simulation.
         events: every event of the run, as `events.jsonl` holds them.
         info: contents of `run.json`: versions, machine, environment.
         model: what `evaluate` computes outputs with.

@@ -27,8 +27,8 @@ class SimulatedCluster:
 
     Args:
         cast: what all nodes agree on.
-        model: copied for each worker; a phantom one is never run, and shared.
-        data: never read in a phantom world.
+        model: copied for each worker; a shape-only one is never run, and shared.
+        data: never read in a shape-only simulation.
         world: machines and network.
         on_events: gets JSON lines of events as they happen.
         storage: the disk of all nodes; an empty one if None.
@@ -39,13 +39,13 @@ class SimulatedCluster:
         cast: RunPlan,
         model: Model,
         data: Dataset,
-        world: SimulationConfig,
+        config: SimulationConfig,
         on_events: Callable[[bytes], None],
         storage: Storage | None = None,
     ) -> None:
         self.cast = cast
         self.coordinator: Coordinator | None = None  # once it has started
-        self.virtual = VirtualCluster(cast.seed, world, storage)
+        self.virtual = VirtualCluster(cast.seed, config, storage)
         self.network = MemoryNetwork(self.virtual)
         self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
         self._model = model
@@ -135,7 +135,7 @@ class SimulatedCluster:
 
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
-        model = self._model if self.virtual.world.phantom else copy.deepcopy(self._model)
+        model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
         await self.cast.worker(runtime, endpoint, rank, model, self._data).run()
 
 

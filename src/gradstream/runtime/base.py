@@ -189,7 +189,7 @@ class Runtime(Protocol):
         writes: Sequence[Span] = (),
         milestones: Sequence[int] = (),
         on_progress: Report | None = None,
-        phantom: T | None = None,
+        shape_only: T | None = None,
         lane: Lane = "main",
     ) -> T:
         """Runs `fn(report)` off the loop (brief work: on it); `reads` and `writes` are lent to it until then.
@@ -203,10 +203,10 @@ class Runtime(Protocol):
             work: its price in a simulated world.
             reads: memory that nobody may write meanwhile.
             writes: memory that nobody else may touch meanwhile.
-            milestones: the numbers that `fn` will report; a phantom run reports these.
+            milestones: the numbers that `fn` will report; a shape-only run reports these.
             on_progress: called on the loop with each number reported; by then the elements of
                 `writes` below that number are given back.
-            phantom: what to return where no arithmetic is run.
+            shape_only: what to return where no arithmetic is run.
             lane: see `Lane`.
 
         Raises:
@@ -219,7 +219,7 @@ class Runtime(Protocol):
         """Runs `fn()` on a thread of its own, beside computations: for disks, which block.
 
         One at a time. As `compute`, it cannot be cancelled; what it reads and writes is for the
-        caller to keep. A phantom world runs nothing and returns None.
+        caller to keep. A shape-only simulation runs nothing and returns None.
         """
         ...
 

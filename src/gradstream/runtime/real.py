@@ -143,11 +143,11 @@ class RealRuntime(Tasks):
         writes: Sequence[Span] = (),
         milestones: Sequence[int] = (),
         on_progress: Report | None = None,
-        phantom: T | None = None,
+        shape_only: T | None = None,
         lane: Lane = "main",
     ) -> T:
         """See `Runtime.compute`: runs on the lane's thread."""
-        del milestones, phantom  # for simulations
+        del milestones, shape_only  # for simulations
         loop = asyncio.get_running_loop()
         core = self._core if lane == "main" else self._exchange
         # Computations queue for one thread, so they do not conflict with each other.

@@ -88,12 +88,12 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a computation: (base + samples·per_sample + elems·per_elem) · spread."""
+    """Seconds of a computation: (base + samples·per_sample + elems·per_elem) · jitter."""
 
     base_s: float = 0.0
     per_sample_s: float = 0.0
     per_elem_s: float = 0.0
-    spread: Jitter = NoJitter()
+    jitter: Jitter = NoJitter()
 
     def __post_init__(self) -> None:
         _at_least_0(self, "base_s", "per_sample_s", "per_elem_s")
@@ -101,7 +101,7 @@ class Cost:
     def seconds(self, work: Work, rng: random.Random, count: int) -> float:
         """The duration of one computation on a machine of speed 1."""
         mean = self.base_s + work.samples * self.per_sample_s + work.elems * self.per_elem_s
-        return mean * self.spread.draw(rng, count)
+        return mean * self.jitter.draw(rng, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class SimulationConfig:
             order, one per tensor of the model's layout: as measured, where linear is not good
             enough (a convolution takes more time per element than a dense layer).
         network: see `Network`.
-        phantom: run no arithmetic and hold no vectors: cost and bytes only.
+        shape_only: run no arithmetic and hold no vectors: cost and bytes only.
     """
 
     costs: Mapping[str, Cost] = field(default_factory=_no_costs)
@@ -241,7 +241,7 @@ class SimulationConfig:
     backprop: float = 1 / 3
     offsets: Sequence[float] = ()
     network: Network = Network()
-    phantom: bool = False
+    shape_only: bool = False
 
     def __post_init__(self) -> None:
         for kind in self.costs.keys() - KINDS:

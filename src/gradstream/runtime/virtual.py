@@ -129,10 +129,10 @@ class VirtualCluster:
     """
 
     def __init__(
-        self, seed: int = 0, world: SimulationConfig | None = None, storage: Storage | None = None
+        self, seed: int = 0, config: SimulationConfig | None = None, storage: Storage | None = None
     ) -> None:
         self.seed = seed
-        self.world = world or SimulationConfig()
+        self.config = config or SimulationConfig()
         self.clock = Clock(self.random("schedule"))
         self.storage: Storage = MemoryStorage() if storage is None else storage
         self._runtimes: dict[str, VirtualRuntime] = {}
@@ -196,7 +196,7 @@ class VirtualRuntime(Tasks):
         super().__init__()
         self.node = node
         self.cluster = cluster
-        self.memory = Memory(phantom=cluster.world.phantom)
+        self.memory = Memory(shape_only=cluster.config.shape_only)
         self.storage: Storage = cluster.storage
         self.compute_s: defaultdict[str, float] = defaultdict(float)
         self._cores: dict[Lane, asyncio.Lock] = {"main": asyncio.Lock(), "exchange": asyncio.Lock()}
@@ -263,7 +263,7 @@ class VirtualRuntime(Tasks):
         writes: Sequence[Span] = (),
         milestones: Sequence[int] = (),
         on_progress: Report | None = None,
-        phantom: T | None = None,
+        shape_only: T | None = None,
         lane: Lane = "main",
     ) -> T:
         """See `Runtime.compute`: the arithmetic runs now, its duration is charged to the clock."""
@@ -272,8 +272,8 @@ class VirtualRuntime(Tasks):
         with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=core) as loans:
             async with core:
                 reported: list[int] = []
-                if self.cluster.world.phantom:
-                    result: T = phantom  # type: ignore[assignment]  # the caller's word for it
+                if self.cluster.config.shape_only:
+                    result: T = shape_only  # type: ignore[assignment]  # the caller's word for it
                     reported = list(milestones)
                 else:
                     result = fn(reported.append)
@@ -286,7 +286,7 @@ class VirtualRuntime(Tasks):
     async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
         """See `Runtime.beside`: done now, and charged to the clock beside the node's core."""
         async with self._disk:
-            result: T = None if self.cluster.world.phantom else fn()  # type: ignore[assignment]
+            result: T = None if self.cluster.config.shape_only else fn()  # type: ignore[assignment]
             await finish_despite_cancel(self._after(self._price(work)))
             return result
 
@@ -294,7 +294,7 @@ class VirtualRuntime(Tasks):
         count = self._counts[work.kind]
         self._counts[work.kind] += 1
         rng = self.random(f"{work.kind}/{count}")
-        seconds = self.cluster.world.seconds(self.node, work, rng, count)
+        seconds = self.cluster.config.seconds(self.node, work, rng, count)
         self.compute_s[work.kind] += seconds
         return seconds
 
@@ -309,11 +309,11 @@ class VirtualRuntime(Tasks):
     def _schedule_progress(
         self, reported: Sequence[int], milestones: Sequence[int], seconds: float, on_progress: Report
     ) -> None:
-        clock, world = self.cluster.clock, self.cluster.world
+        clock, config = self.cluster.clock, self.cluster.config
         total = reported[-1] if reported else 0
         for elems in reported[:-1]:
             bucket = bisect.bisect_left(milestones, elems)
-            when_ns = clock.now_ns + round(seconds * world.offset(bucket, elems / total) * 1e9)
+            when_ns = clock.now_ns + round(seconds * config.offset(bucket, elems / total) * 1e9)
             clock.call_at(when_ns, lambda elems=elems: on_progress(elems))  # type: ignore[misc]
         if reported:  # at the very end, and never after the result
             when_ns = clock.now_ns + round(seconds * 1e9) - (1 if seconds > 0 else 0)

@@ -53,7 +53,7 @@ class PushHeader:
         num_gradients: minibatch gradients summed in it.
         learning_rate: to apply it with.
         round: synchronous strategies: the version it is meant for.
-        basis: version of the chunk that the gradient was computed on.
+        base_version: version of the chunk that the gradient was computed on.
         absent: the sender contributes nothing this time; there are no elements.
         clock: of the sender, once this is in; 0 where it keeps none (see `clocks.py`).
         loss: mean over the samples; NaN where nobody has said.
@@ -68,7 +68,7 @@ class PushHeader:
     num_gradients: int = 1
     learning_rate: float = 0.0
     round: int = 0
-    basis: int = 0
+    base_version: int = 0
     absent: bool = False
     clock: int = 0
     loss: float = math.nan
@@ -125,7 +125,7 @@ class AggregationRule(Protocol):
         """The factor of each contribution in the sum Σ weight·elements that the optimizer is given.
 
         Args:
-            version: of the chunk before this update; minus a contribution's basis, its staleness.
+            version: of the chunk before this update; minus a contribution's base_version, its staleness.
             update: as `due` chose it.
         """
         ...

@@ -4,7 +4,7 @@ A strategy says that there is some by `Strategy.correction()`; the shard does it
 arithmetic thread. Delay compensation is of this kind: a gradient is moved from the parameters that it was
 computed on to those that it will be applied to, which takes a copy of the former.
 
-Which copy that is, only the contribution knows: its basis. What a sender was given last is something else
+Which copy that is, only the contribution knows: its base version. What a sender was given last is something else
 where it fetches while it computes, where an answer was lost and asked for again, or where the network brings
 a fetch twice. So copies are kept by version: until as many gradients of it have come as its sender was given
 it, or one of a later version.
@@ -104,10 +104,10 @@ class SenderStates:
         Raises:
             UserCodeError: there is no copy of what a contribution was computed on.
         """
-        place = self._places.get((one.sender, chunk), {}).get(one.basis)
+        place = self._places.get((one.sender, chunk), {}).get(one.base_version)
         if place is None:
             raise UserCodeError(
-                f"chunk {chunk} of {one.sender}: its gradient was computed on version {one.basis}, of which "
+                f"chunk {chunk} of {one.sender}: its gradient was computed on version {one.base_version}, of which "
                 "the shard has no copy any more for the correction; a strategy with a correction pushes one "
                 f"gradient for each fetch that it adopts, and has at most {MOST_COPIES} fetches behind that"
             )
@@ -124,16 +124,16 @@ class SenderStates:
     ) -> torch.Tensor:
         """What is used in the place of a contribution's elements: good until `used`. Raises as `spans`."""
         basis, *state = (span.tensor for span in self.spans(one, chunk))
-        if self._given[one.sender, chunk, one.basis] > 1:  # another gradient of this version may come
+        if self._given[one.sender, chunk, one.base_version] > 1:  # another gradient of this version may come
             basis = basis.clone()
         named = dict(zip(self._correction.state_names, state, strict=True))
         return self._correction.correct(gradient, parameters, basis, named)
 
     def used(self, one: PushHeader, chunk: int) -> None:
         """A contribution is done with; no gradient of an older version comes any more."""
-        self._given[one.sender, chunk, one.basis] -= 1
+        self._given[one.sender, chunk, one.base_version] -= 1
         for version in list(self._places[one.sender, chunk]):
-            if version < one.basis or not self._given[one.sender, chunk, version]:
+            if version < one.base_version or not self._given[one.sender, chunk, version]:
                 self._forget(one.sender, chunk, version)
 
     def keep_senders(self, names: Collection[str]) -> None:

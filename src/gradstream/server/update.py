@@ -39,7 +39,7 @@ class Update:
         learning_rate: to apply it with.
         loss: mean over the samples, NaN where unknown; for rules that weigh by it.
         target: what it is pushed to: "" the parameters, else a state vector of the update rule.
-        basis: by chunk, the version the gradient was computed on.
+        base_version: by chunk, the version the gradient was computed on.
         round: synchronous: the version it is meant for.
         ready: elements that are final so far; chunks leave as this grows.
         on_done: called once all shards have acknowledged it.
@@ -56,7 +56,7 @@ class Update:
     vector: Vector | None
     samples: int
     learning_rate: float
-    basis: Sequence[int]
+    base_version: Sequence[int]
     num_gradients: int = 1
     round: int = 0
     ready: ComputeProgress | None = None

@@ -217,7 +217,7 @@ def objection(strategy: Strategy, workers: int) -> str:
     for option, off in (("local_lr", None), ("local_momentum", 0.0)):
         if getattr(strategy, option, off) != off:
             return f"{name}({option}=...) scales what a worker does itself, and a step has its rate in it"
-    late, early = (PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, basis=r * 8) for r in range(2))
+    late, early = (PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, base_version=r * 8) for r in range(2))
     if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
         return (
             f"{name} weighs gradients, by how late they are or by their samples, before one rule makes a "

@@ -217,7 +217,9 @@ class WorkerSession(Session):
         mine = object()
         note, over = (partial(call, loader=mine) for call in (self._samples.note, self._samples.over))
         strategy = self._strategy
-        takeover = self._takeover if strategy.survives_worker_loss and strategy.cut != "rounds" else None
+        takeover = (
+            self._takeover if strategy.survives_worker_loss and strategy.partitioning != "rounds" else None
+        )
         return part_of(
             data, LoaderPart(self.rank, self.world_size, self._seed, split, note, self._joint, over, takeover)
         )

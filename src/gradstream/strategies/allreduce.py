@@ -32,7 +32,7 @@ from typing import ClassVar, Literal
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.factory import KINDS, TORCH
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.model.factors import FactoredLayer
@@ -75,7 +75,7 @@ class AllReduce(Strategy):
     bucket_mib: float | None = None
     factors: bool | None = None
 
-    cut: ClassVar[DataCut] = "rounds"
+    partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
     through: ClassVar[Literal["servers", "group", "shared"]] = "group"
 

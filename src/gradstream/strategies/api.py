@@ -56,7 +56,7 @@ class Server(Protocol):
 
     @property
     def clock(self) -> int:
-        """How many updates this worker has made with `tick`."""
+        """How many updates this worker has made with `advance_clock`."""
         ...
 
     def fetch_soon(self, *, min_version: int = 0, own: bool = True, min_clock: int = 0) -> Arrival:
@@ -66,25 +66,25 @@ class Server(Protocol):
         """
         ...
 
-    async def push_soon(self, update: Update, *, tick: bool = False) -> None:
+    async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
         """Starts a push, once the one before it is done; raises what that one failed with.
 
-        With `tick` it is one more update on this worker's clock.
+        With `advance_clock` it is one more update on this worker's clock.
         """
         ...
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """Returns once the push started last is acknowledged by every shard; raises what it failed with."""
         ...
 
-    async def leave(self) -> None:
-        """From here on no update waits for this worker, until it calls `enter`; its pushes are settled.
+    async def pause(self) -> None:
+        """From here on no update waits for this worker, until it calls `resume`; its pushes are settled.
 
         For rules that wait for workers (`gradstream.server.aggregation.WaitingRule`): in `flush`, for one.
         """
         ...
 
-    async def enter(self) -> None:
+    async def resume(self) -> None:
         """Updates wait for this worker again, from the next one on."""
         ...
 
@@ -223,11 +223,11 @@ class Worker(Protocol):
         """Starts computing it, as the model gives it: the mean or the sum over samples."""
         ...
 
-    async def adopt(self, arrival: Arrival) -> None:
+    async def swap_in(self, arrival: Arrival) -> None:
         """Waits for a fetch; from then on its vector holds the worker's parameters."""
         ...
 
-    async def refresh(self, *, own: bool = True, min_clock: int = 0) -> None:
+    async def pull(self, *, own: bool = True, min_clock: int = 0) -> None:
         """Fetches and adopts at once, between two gradients: needs no spare vector; see `Server`."""
         ...
 
@@ -242,7 +242,7 @@ class Worker(Protocol):
         """
         ...
 
-    async def descend(self, gradient: Gradient, lr: float | None = None, *, momentum: float = 0.0) -> None:
+    async def local_step(self, gradient: Gradient, lr: float | None = None, *, momentum: float = 0.0) -> None:
         """`accumulate` and `apply` in one pass over memory, of v ← momentum·v + gradient."""
         ...
 
@@ -311,8 +311,8 @@ class Worker(Protocol):
 class Participation(Protocol):
     """A run as its strategy's `drive` sees it, on the coordinator.
 
-    Nobody takes part before `engage`. Progress is counted in samples that are in the model, those before the
-    run was resumed included; so a drive that goes by it goes on where it was: its waits are over.
+    No worker takes part before `set_active_workers`. Progress is counted in samples that are in the model.
+    Those before a resume count, too: a drive that goes by progress continues where it was.
     """
 
     @property
@@ -335,7 +335,7 @@ class Participation(Protocol):
         """That are in the model. Raises the same."""
         ...
 
-    async def engage(self, count: int, phase: str = "") -> None:
+    async def set_active_workers(self, count: int, phase: str = "") -> None:
         """From now on `count` workers take part: those of the lowest ranks; one that is lost is replaced.
 
         The others are held back: they finish the minibatch that they are in and push everything, and

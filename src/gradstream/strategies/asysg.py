@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -53,7 +53,7 @@ class AsySG(Strategy):
 
     gradients: int = 1
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"gradients": 1}
 
@@ -72,7 +72,7 @@ class AsySG(Strategy):
     async def train(self, worker: Worker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 

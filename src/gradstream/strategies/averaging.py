@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import UnknownNameError, UserCodeError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -121,7 +121,7 @@ class ParameterAveraging(Strategy):
     combine: Combine = "mean"
     state: Literal["own", "averaged"] = "own"
 
-    cut: ClassVar[DataCut] = "partitions"
+    partitioning: ClassVar[Partitioning] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "parameters"
     plain: ClassVar[Mapping[str, object] | None] = {}
@@ -152,10 +152,10 @@ class ParameterAveraging(Strategy):
                 await server.push_soon(state)
 
         async def fetch() -> None:
-            await worker.refresh()
+            await worker.pull()
             if averaged:
                 await worker.refresh_state()
-            await server.settle()
+            await server.flush()
 
         await train_together(worker, self.every, push, fetch)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import InternalError
 from gradstream.model.base import Reduction
 from gradstream.model.factors import FactoredLayer
@@ -65,7 +65,7 @@ class Strategy(ABC):
     A strategy travels between machines as its name and these fields, never as code.
     """
 
-    cut: ClassVar[DataCut]
+    partitioning: ClassVar[Partitioning]
     """How data is divided: "rounds" that all workers take part in; a "queue", of which each takes minibatches
     as it needs them; "partitions", one for each worker, where workers meet and none can do more than the
     others. A job may ask for another of the last two (`assignment`)."""
@@ -116,9 +116,9 @@ class Strategy(ABC):
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` look for them."""
 
-    def data_cut(self) -> DataCut:
-        """How data is divided with these options; `cut`, where they do not matter for it."""
-        return self.cut
+    def partitioning_of_run(self) -> Partitioning:
+        """How data is divided with these options; `partitioning`, where they do not matter for it."""
+        return self.partitioning
 
     def quorum(self, num_workers: int) -> int | None:
         """How many of the workers' contributions make an update, the same ones on every chunk.
@@ -166,9 +166,9 @@ class Strategy(ABC):
         """What is to happen once in a run, on the coordinator: warm starts, waves. See `Participation`.
 
         Optional: where a strategy has none, all workers take part from the begin. When it returns, it stays
-        as it is then. In rounds nobody can be missing, so `cut` must not be "rounds".
+        as it is then. In rounds nobody can be missing, so `partitioning` must not be "rounds".
         """
-        await run.engage(len(run.workers))
+        await run.set_active_workers(len(run.workers))
 
     def drives(self) -> bool:
         """Whether `drive` has anything to do, with these options."""

@@ -30,7 +30,7 @@ from typing import ClassVar
 
 import torch
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -131,7 +131,7 @@ class DCASGD(Strategy):
     eps: float = EPS
     overlap: bool = False
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 
@@ -157,9 +157,9 @@ class DCASGD(Strategy):
         asked = worker.server.fetch_soon() if self.overlap else None
         async for batch in worker.batches():
             if asked is None:
-                await worker.refresh()
+                await worker.pull()
             else:
-                await worker.adopt(asked)
+                await worker.swap_in(asked)
                 asked = worker.server.fetch_soon()
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD, AdamW
@@ -61,7 +61,7 @@ class DiLoCo(Strategy):
     outer_momentum: float = 0.9
     nesterov: bool = True
 
-    cut: ClassVar[DataCut] = "partitions"
+    partitioning: ClassVar[Partitioning] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "outer_gradients"
     plain: ClassVar[Mapping[str, object] | None] = {"outer_lr": 1.0, "outer_momentum": 0.0}

@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
@@ -96,7 +96,7 @@ class Downpour(Strategy):
     significance_of: Literal["relative", "absolute"] = "relative"
     block_elems: int = 16
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {
         "push_every": 1,
@@ -185,19 +185,19 @@ class Downpour(Strategy):
             if alone:
                 await worker.accumulate(gradient)
             else:
-                await worker.descend(gradient, self.local_lr, momentum=self.local_momentum)
+                await worker.local_step(gradient, self.local_lr, momentum=self.local_momentum)
             if alone or (worker.since + 1) % self.push_every == 0:
                 await worker.server.push_soon(worker.take_accumulated())
 
     async def _fetch(self, worker: Worker, asked: Arrival | None, *, overlap: bool) -> Arrival | None:
         """Adopts what was asked for a period ago, or else what is newest. Returns what is asked for now."""
         if asked is not None:
-            await worker.adopt(asked)
+            await worker.swap_in(asked)
         if not overlap:
-            await worker.refresh()
+            await worker.pull()
             return None
         if worker.since == 0:  # what was asked for before is of another phase
-            await worker.adopt(worker.server.fetch_soon())
+            await worker.swap_in(worker.server.fetch_soon())
         return worker.server.fetch_soon()
 
     def drives(self) -> bool:
@@ -218,15 +218,15 @@ class Downpour(Strategy):
                 "nothing is left for all workers together"
             )
         if warm:
-            await run.engage(1, ALONE)
+            await run.set_active_workers(1, ALONE)
             await run.until(samples=warm)
         for wave in range(self.waves):
             await run.until(samples=warm + wave * between)
-            await run.engage(math.ceil(num_workers * (wave + 1) / self.waves), TOGETHER)
+            await run.set_active_workers(math.ceil(num_workers * (wave + 1) / self.waves), TOGETHER)
         if last:
             await run.until(samples=run.total_samples - last)
-            await run.engage(0, TOGETHER)
-            await run.engage(1, ALONE)
+            await run.set_active_workers(0, TOGETHER)
+            await run.set_active_workers(1, ALONE)
 
     def rows(self, tables: bool) -> RowExchange | None:
         """Only what has changed is exchanged, where few rows have, or few are significant."""

@@ -33,7 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -64,7 +64,7 @@ class ElasticAveraging(Strategy):
     moving_rate: float | None = None
     synchronous: bool = False
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "differences"
     # Alone until the end, and then all of the way: the centre is where the worker has got to.
@@ -82,7 +82,7 @@ class ElasticAveraging(Strategy):
         """Of the workers: plain SGD."""
         return SGD(lr=0.01)
 
-    def data_cut(self) -> DataCut:
+    def partitioning_of_run(self) -> Partitioning:
         """Where all exchange together, none can do more than the others."""
         return "partitions" if self.synchronous else "queue"
 
@@ -95,15 +95,15 @@ class ElasticAveraging(Strategy):
             nonlocal away
             if worker.unpushed:
                 await server.push_soon(await worker.pull_towards(server.fetch_soon(), share))
-            await server.settle()
+            await server.flush()
             if self.synchronous and not away:
-                await server.leave()
+                await server.pause()
                 away = True
 
-        await worker.refresh()
+        await worker.pull()
         async for batch in worker.batches(flush):
             if away:
-                await server.enter()
+                await server.resume()
                 away = False
             centre = server.fetch_soon() if worker.unpushed >= self.every else None
             gradient = await worker.gradient(batch)

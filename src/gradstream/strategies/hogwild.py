@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import UnknownNameError
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -63,7 +63,7 @@ class Hogwild(Strategy):
 
     update: str = "atomic"
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     through: ClassVar[Literal["servers", "group", "shared"]] = "shared"
     plain: ClassVar[Mapping[str, object] | None] = {}

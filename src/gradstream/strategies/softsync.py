@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -47,7 +47,7 @@ class WeightedMean(EveryN):
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1/c · 1 / max(τ, 1)^p, or what else was asked for."""
-        return [factor(self.weight, self.power, version - one.basis) / self.count for one in update]
+        return [factor(self.weight, self.power, version - one.base_version) / self.count for one in update]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Softsync(Strategy):
     power: float = 1.0
     weight: Penalty = "power"
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
@@ -79,7 +79,7 @@ class Softsync(Strategy):
     async def train(self, worker: Worker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 

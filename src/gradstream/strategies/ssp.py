@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -72,7 +72,7 @@ class SSP(Strategy):
     bound: int = 3
     local_lr: float | None = None
 
-    cut: ClassVar[DataCut] = "partitions"
+    partitioning: ClassVar[Partitioning] = "partitions"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"bound": 0, "local_lr": None}
 
@@ -100,14 +100,14 @@ class SSP(Strategy):
         """The client."""
         async for batch in worker.batches(before=partial(self._read, worker)):
             gradient = await worker.gradient(batch)
-            await worker.descend(gradient, self.local_lr)
-            await worker.server.push_soon(worker.take_accumulated(), tick=True)
+            await worker.local_step(gradient, self.local_lr)
+            await worker.server.push_soon(worker.take_accumulated(), advance_clock=True)
 
     async def _read(self, worker: Worker) -> None:
         """Sees to it that the worker's copy is fresh enough for its clock; else waits for the slowest."""
         needed = max(0, worker.server.clock - self.bound)
         if worker.version < 0 or worker.clock < needed:
-            await worker.refresh(min_clock=needed)
+            await worker.pull(min_clock=needed)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own, as it comes; with s = 0 all of a clock are one."""

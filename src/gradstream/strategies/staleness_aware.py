@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -49,7 +49,7 @@ class StalenessAware(Strategy):
     power: float = 1.0
     weight: Penalty = "power"
 
-    cut: ClassVar[DataCut] = "queue"
+    partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
@@ -63,7 +63,7 @@ class StalenessAware(Strategy):
     async def train(self, worker: Worker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
         async for batch in worker.batches():
-            await worker.refresh()
+            await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())
 

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
@@ -99,7 +99,7 @@ class Synchronous(Strategy):
     backup: int = 0
     sparse: bool = False
 
-    cut: ClassVar[DataCut] = "rounds"
+    partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -133,21 +133,21 @@ class Synchronous(Strategy):
                 await gradient.done()
             await worker.server.push_soon(worker.update(gradient))
             if not self.overlap:
-                await worker.server.settle()
+                await worker.server.flush()
             if self.backup:
                 await gradient.done()  # who is late wants what is newest when it is done
             updated = worker.server.fetch_soon(min_version=worker.version + 1)
             await gradient.done()
             await self._adopt(worker, updated)
             if self.backup:
-                await worker.server.settle()  # it is known whether the gradient came in time
+                await worker.server.flush()  # it is known whether the gradient came in time
 
     async def _adopt(self, worker: Worker, updated: Arrival) -> None:
         """Adopts one version of all chunks: others may have gone on while a late worker fetched them."""
-        await worker.adopt(updated)
+        await worker.swap_in(updated)
         while (newest := max(updated.versions, default=0)) > worker.version:
             updated = worker.server.fetch_soon(min_version=newest)
-            await worker.adopt(updated)
+            await worker.swap_in(updated)
 
     def rows(self, tables: bool) -> RowExchange | None:
         """Only what has changed is exchanged, where that is asked for and there are tables."""

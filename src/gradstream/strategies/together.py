@@ -1,6 +1,6 @@
 """Both halves of strategies whose workers exchange at the same time: an update is of all who take part.
 
-A worker that has nothing to do, at its end or while it stands for a cut, says so (`server.leave`), and is
+A worker that has nothing to do, at its end or while it stands for a cut, says so (`server.pause`), and is
 not waited for; nor is one that is lost. What it had pushed before counts.
 """
 
@@ -71,15 +71,15 @@ async def train_together(
         nonlocal away
         if worker.unpushed:
             await push()
-        await server.settle()
+        await server.flush()
         if not away:
-            await server.leave()
+            await server.pause()
             away = True
 
     await fetch()
     async for batch in worker.batches(flush):
         if away:
-            await server.enter()
+            await server.resume()
             away = False
             await fetch()
         await worker.optimize(await worker.gradient(batch))

@@ -36,8 +36,8 @@ class VirtualRanks:
         num_chunks: that have arrived so far, at all ranks.
     """
 
-    def __init__(self, size: int, *, seed: int = 0, world: SimulationConfig | None = None) -> None:
-        self.cluster = VirtualCluster(seed, world)
+    def __init__(self, size: int, *, seed: int = 0, config: SimulationConfig | None = None) -> None:
+        self.cluster = VirtualCluster(seed, config)
         self.network = MemoryNetwork(self.cluster)
         self.names = [f"worker-{rank}" for rank in range(size)]
         self.outcomes: list[Any] = [None] * size

@@ -70,9 +70,9 @@ def _know(near: Known, far: Known) -> None:
     far.know("near", near.address)
 
 
-def memory_pairs(seed: int = 0, world: SimulationConfig = QUIET) -> tuple[Run, MakePair]:
+def memory_pairs(seed: int = 0, config: SimulationConfig = QUIET) -> tuple[Run, MakePair]:
     """Pairs on a virtual network, and how to run checks on them: in virtual time."""
-    cluster = VirtualCluster(seed, world)
+    cluster = VirtualCluster(seed, config)
 
     @asynccontextmanager
     async def make_pair() -> AsyncIterator[Pair]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
-from gradstream.data.base import DataCut
+from gradstream.data.base import Partitioning
 from gradstream.data.plan import epoch_order
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.job.registry import describe, find_strategy
@@ -73,13 +73,13 @@ def travels(strategy: Strategy) -> str:
     if again != strategy:
         raise BrokenPropertyError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
     _check_place(strategy)
-    if getattr(strategy, "cut", None) not in get_args(DataCut):
+    if getattr(strategy, "partitioning", None) not in get_args(Partitioning):
         raise BrokenPropertyError(
-            f"cut is {getattr(strategy, 'cut', None)!r}; expected one of {get_args(DataCut)}"
+            f"partitioning is {getattr(strategy, 'partitioning', None)!r}; expected one of {get_args(Partitioning)}"
         )
     if not isinstance(getattr(strategy, "survives_worker_loss", None), bool):
         raise BrokenPropertyError("survives_worker_loss is not set: expected True or False")
-    return f"{len(fields)} options, cut in {strategy.cut}"
+    return f"{len(fields)} options, partitioning in {strategy.partitioning}"
 
 
 def _check_place(strategy: Strategy) -> None:
@@ -200,8 +200,8 @@ def exactly_once(strategy: Strategy) -> str:
     """Every push counts once, also where frames are lost, doubled and overtaken."""
     retries = duplicates = 0
     for seed in range(SEEDS):
-        world = bad_world(2, 2 if strategy.through == "servers" else 0)
-        outcome = token_run(strategy, workers=2, epochs=EPOCHS, seed=seed, world=world)
+        config = bad_world(2, 2 if strategy.through == "servers" else 0)
+        outcome = token_run(strategy, workers=2, epochs=EPOCHS, seed=seed, config=config)
         _counted(outcome, f"seed {seed}, on a bad network")
         retries += outcome.total("exchange", "retries")
         duplicates += outcome.total("applied", "duplicates")
@@ -320,7 +320,7 @@ def ends(strategy: Strategy) -> str:
 def resumes(strategy: Strategy) -> str:
     """Stopped and resumed, it has every sample once; in rounds it ends with the bytes of one that was not."""
     stops, rng = 0, random.Random(2)
-    if strategy.cut == "rounds":
+    if strategy.partitioning == "rounds":
         whole = _bytes_of(_learnt(strategy, 0))
         for seconds in (0.015, 0.03):
             outcome = _learnt(strategy, 0, stop=seconds)
@@ -342,7 +342,7 @@ def resumes(strategy: Strategy) -> str:
 
 
 def _accounted(run: Run, where: str) -> None:
-    """What a cut brings together of parameters of their own are means, of some or all: no longer counts."""
+    """What a partitioning brings together of parameters of their own are means, of some or all: no longer counts."""
     accounted = run.summary["samples_accounted"]
     if accounted != NUM_SAMPLES * EPOCHS:
         raise BrokenPropertyError(

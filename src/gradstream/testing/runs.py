@@ -8,7 +8,7 @@ Three models whose results can be known on paper:
 * `Tokens`: each sample adds 1 to elements of its own in every chunk, so that the final
   parameters are the count of what was applied, by sample and chunk. One number catches a
   push that was lost, applied twice, torn between shards, or sent to the wrong one.
-* `Sized`: layers of given sizes and no arithmetic, for phantom worlds.
+* `Sized`: layers of given sizes and no arithmetic, for shape-only simulations.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ __all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Record", "TrialOutcome", "bad_wor
 LIMIT_S = 200.0
 NUM_SAMPLES = 24
 
-COSTS = {"gradient": Cost(base_s=0.01, spread=Exponential()), "apply": Cost(base_s=1e-3)}
+COSTS = {"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)))
 """Computing takes as long as it likes; the network can be relied upon."""
 
@@ -249,7 +249,7 @@ def trial(
         unweighted: see `Record`.
     """
     record, events = Record(unweighted), list[Any]()
-    options = {"world": WORLD, "chunk_elems": 64, "deadlines": QUICK, "on_event": events.append, **options}
+    options = {"config": WORLD, "chunk_elems": 64, "deadlines": QUICK, "on_event": events.append, **options}
     options |= {"strategy": observed(strategy, record), "script": partial(_direct, kill=kill, stop=stop)}
     if strategy.through != "servers":
         options["servers"] = None

@@ -317,7 +317,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "clock", "loss", "rows", "basis")
+    __slots__ = ("command", "vector", "sequence", "samples", "learning_rate", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -337,7 +337,7 @@ class Push(_message.Message):
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    BASIS_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     command: Push.Command
     vector: str
     sequence: int
@@ -349,8 +349,8 @@ class Push(_message.Message):
     clock: int
     loss: float
     rows: bool
-    basis: int
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., basis: _Optional[int] = ...) -> None: ...
+    base_version: int
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., learning_rate: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")

@@ -132,7 +132,7 @@ class BufferAverager:
         return await self._runtime.compute(
             lambda _: OwnState(0, {**fixed_of(self._model).frozen, **extra_of(self._model)}),
             work=Work("copy"),
-            phantom=OwnState(0, {}),
+            shape_only=OwnState(0, {}),
         )
 
     async def _own(self) -> OwnState:
@@ -147,5 +147,5 @@ class BufferAverager:
         return await self._runtime.compute(
             own,
             work=Work("copy"),
-            phantom=OwnState(0, {}),
+            shape_only=OwnState(0, {}),
         )

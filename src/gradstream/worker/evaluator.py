@@ -119,7 +119,7 @@ class Evaluator:
             look,
             work=Work("evaluate", samples=data.num_test_samples),
             reads=[replica.parameters.all],
-            phantom=Evaluation(None, None, data.num_test_samples),
+            shape_only=Evaluation(None, None, data.num_test_samples),
         )
         num_samples = data.num_samples
         self._member.emit(

@@ -58,11 +58,11 @@ class WorkerNode:
             silence_s=config.silence_s,
         )
         self._balance: ShareReporter | None = None
-        if config.balanced and config.num_workers > 1 and config.strategy.cut == "rounds":
+        if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
             self._balance = ShareReporter(config.plan, member)
         self._hand: BatchQueue | None = None
-        if config.loop is None and config.strategy.cut != "rounds" and config.num_workers > 1:
+        if config.loop is None and config.strategy.partitioning != "rounds" and config.num_workers > 1:
             self._hand = BatchQueue(self._notes, runtime)
         self._schedule = self._make_schedule()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
@@ -132,7 +132,7 @@ class WorkerNode:
             if self._evaluator is not None:
                 await self._evaluator.at_begin(replica)
             await config.strategy.train(cast(Worker, replica))  # with the verbs of the exchange it asks for
-            await exchange.settle()
+            await exchange.flush()
             self._pace.stand()
             if config.loop is not None:  # every worker's loop goes on with the final parameters
                 await exchange.finish()

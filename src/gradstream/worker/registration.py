@@ -26,7 +26,7 @@ async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
         UserCodeError: the user's code did not build it.
     """
     model = config.model
-    # Looking at the layout may build the model; a phantom run looks at it below.
+    # Looking at the layout may build the model; a shape-only run looks at it below.
     await runtime.compute(lambda _: _build(model), work=Work("build"))
     layout = model.layout
     return v1.ModelSpec(

@@ -17,11 +17,11 @@ __all__ = ["simulate"]
 
 @click.command(cls=JobCommand)
 @job_options
-@click.option("--phantom", is_flag=True, help="No arithmetic: cost and bytes only, for large models.")
+@click.option("--shape-only", is_flag=True, help="No arithmetic: cost and bytes only, for large models.")
 @click.option("--latency", type=float, metavar="SECONDS", help="From any node to any other.")
 @click.option("--bandwidth", type=float, metavar="BYTES/S", help="Of each direction of a network card.")
 @click.option("--gradient-s", type=float, metavar="SECONDS", help="Mean time of one minibatch's gradient.")
-@click.option("--spread", type=float, metavar="SIGMA", help="Log-normal spread of computing times.")
+@click.option("--jitter", type=float, metavar="SIGMA", help="Log-normal jitter of computing times.")
 def simulate(job: str, as_json: bool, **given: Any) -> None:
     """Runs the same nodes in one process, on virtual time.
 
@@ -30,31 +30,31 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
     \b
     Examples:
       gradstream simulate JOB.py --workers 16
-      gradstream simulate JOB.py --workers 64 --phantom --bandwidth 12.5e6 --gradient-s 0.1
+      gradstream simulate JOB.py --workers 64 --shape-only --bandwidth 12.5e6 --gradient-s 0.1
     """
     from gradstream._simulate import simulate as run_job
 
-    names = ("phantom", "latency", "bandwidth", "gradient_s", "spread")
-    world = make_world(**{name: given.pop(name) for name in names})
+    names = ("shape_only", "latency", "bandwidth", "gradient_s", "jitter")
+    config = make_world(**{name: given.pop(name) for name in names})
     chosen = load_job_with(job, **given)
-    run_and_show(lambda on_event: run_job(chosen, world=world, on_event=on_event), as_json)
+    run_and_show(lambda on_event: run_job(chosen, config=config, on_event=on_event), as_json)
 
 
 def make_world(
     *,
-    phantom: bool = False,
+    shape_only: bool = False,
     latency: float | None = None,
     bandwidth: float | None = None,
     gradient_s: float | None = None,
-    spread: float | None = None,
+    jitter: float | None = None,
 ) -> SimulationConfig:
     """The default `SimulationConfig` with what was given on the command line; None is not given."""
     import dataclasses
 
     from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig
 
-    world = SimulationConfig(phantom=phantom)
-    network, costs = world.network, dict(world.costs)
+    config = SimulationConfig(shape_only=shape_only)
+    network, costs = config.network, dict(config.costs)
     if latency is not None:
         link = dataclasses.replace(network.link, latency_s=latency)
         network = dataclasses.replace(network, link=link)
@@ -62,6 +62,6 @@ def make_world(
         network = dataclasses.replace(network, bandwidth_bytes_s=bandwidth)
     if gradient_s is not None:
         costs["gradient"] = Cost(base_s=gradient_s)
-    if spread is not None:
-        costs = {kind: dataclasses.replace(cost, spread=LogNormal(spread)) for kind, cost in costs.items()}
-    return dataclasses.replace(world, network=network, costs=costs)
+    if jitter is not None:
+        costs = {kind: dataclasses.replace(cost, jitter=LogNormal(jitter)) for kind, cost in costs.items()}
+    return dataclasses.replace(config, network=network, costs=costs)

@@ -37,4 +37,4 @@ def cost(size: int) -> ScheduleCost:
     if size == 2:
         return ScheduleCost(2, 2, 1)
     depth = size.bit_length() - 1
-    return ScheduleCost(2 * depth, 4 * depth, 2 * depth, crowd=depth)
+    return ScheduleCost(2 * depth, 4 * depth, 2 * depth, overhead=depth)

@@ -48,4 +48,4 @@ def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
 def cost(size: int) -> ScheduleCost:
     """2α + 2(p-1)/p·nβ + (p-1)/p·nγ: messages of one step go at the same time and share the card."""
     share = (size - 1) / size
-    return ScheduleCost(2, 2 * share, share, crowd=2 * (size - 2)) if size > 1 else ScheduleCost(0, 0)
+    return ScheduleCost(2, 2 * share, share, overhead=2 * (size - 2)) if size > 1 else ScheduleCost(0, 0)

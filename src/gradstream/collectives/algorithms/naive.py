@@ -25,4 +25,4 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 def cost(size: int) -> ScheduleCost:
     """2α + 2(p-1)nβ + (p-1)nγ: messages of one direction go at the same time and share the card."""
-    return ScheduleCost(2, 2 * (size - 1), size - 1, crowd=size - 2) if size > 1 else ScheduleCost(0, 0)
+    return ScheduleCost(2, 2 * (size - 1), size - 1, overhead=size - 2) if size > 1 else ScheduleCost(0, 0)

@@ -90,22 +90,22 @@ class ServerClient:
 
     # ---- verbs --------------------------------------------------------------------------
 
-    async def push_soon(self, update: Update, *, tick: bool = False) -> None:
+    async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
         """Starts a push, once the one before it is done.
 
         Args:
             update: what is pushed; one of nothing is done at once.
-            tick: it makes this worker's clock one later.
+            advance_clock: it makes this worker's clock one later.
 
         Raises:
             What the push before failed with: it may have been applied to some chunks.
         """
-        await self.settle()
+        await self.flush()
         if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
             if update.on_done is not None:
                 update.on_done()
             return
-        if tick:
+        if advance_clock:
             self.clock += 1
             update.clock = self.clock
         if update.prompt and update.pieces is not None:
@@ -121,7 +121,7 @@ class ServerClient:
         push = PendingPushRequest(self._links, update, sequence, before)
         self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
 
-    def settle(self) -> Coroutine[Any, Any, None]:
+    def flush(self) -> Coroutine[Any, Any, None]:
         """Returns once the push started last, as of this call, is acknowledged by every shard.
 
         Raises:
@@ -172,7 +172,7 @@ class ServerClient:
             vector=vector,
         )
         name = f"{self._runtime.node}-fetch-after-{self._sequence}"
-        free = self.settle() if self._pushed is arrival.vector else None
+        free = self.flush() if self._pushed is arrival.vector else None
         fetch = PendingFetchRequest(self._links, arrival, terms)
         arrival.task = awaited_later(self._runtime.spawn(fetch.run(free), name=name))
         self._last_fetch = arrival
@@ -225,11 +225,11 @@ class ServerClient:
             clock=max(result.clock for result in results),
         )
 
-    async def leave(self) -> None:
+    async def pause(self) -> None:
         """This worker has nothing to do for now: nobody waits for its clock. Its pushes are settled."""
         await self.command(v1.Command(kind=v1.Command.LEAVE))
 
-    async def enter(self) -> None:
+    async def resume(self) -> None:
         """This worker takes part again: at its own clock, or at that of the slowest if that is later."""
         clock = -1
         while clock != self.clock:  # the second time all shards are told the latest of theirs
@@ -240,9 +240,9 @@ class ServerClient:
     async def assign(self, vector: Vector) -> None:
         """Hands out initial parameters: version 0 of every chunk that has none yet. Others keep theirs."""
         zero = [0] * self.chunks.num_chunks
-        update = Update(vector, samples=0, learning_rate=0.0, basis=zero, assign=True)
+        update = Update(vector, samples=0, learning_rate=0.0, base_version=zero, assign=True)
         await self.push_soon(update)
-        await self.settle()
+        await self.flush()
 
 
 async def _at_once(made: Mapping[int, UpdatePiece]) -> Mapping[int, UpdatePiece]:

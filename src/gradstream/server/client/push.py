@@ -71,7 +71,7 @@ class PendingPushRequest:
             loss=update.loss,
             vector=update.target,
             rows=partial,
-            basis=max(0, min(update.basis)) if partial else 0,
+            base_version=max(0, min(update.base_version)) if partial else 0,
         )
 
     async def ready(self, chunk: int) -> None:
@@ -133,7 +133,10 @@ class _ToShard:
         update, pieces = self._push.update, self._push.pieces
         start, stop = self._links.chunks.bounds(chunk)
         header = v1.Chunk(
-            index=chunk, sequence=self._push.sequence, elems=stop - start, version=max(0, update.basis[chunk])
+            index=chunk,
+            sequence=self._push.sequence,
+            elems=stop - start,
+            version=max(0, update.base_version[chunk]),
         )
         if update.vector is None:
             header.flags = ABSENT

@@ -39,7 +39,7 @@ class Clocks:
         """The ranks of those who take part."""
         return frozenset(self._in)
 
-    def tick(self, chunk: int, rank: int, clock: int) -> None:
+    def advance(self, chunk: int, rank: int, clock: int) -> None:
         """A worker's update is in a chunk: its first `clock` ones are. Clocks never go back."""
         at = self._at[chunk]
         at[rank] = max(clock, at.get(rank, 0))
@@ -56,11 +56,11 @@ class Clocks:
         at = self._at[chunk]
         return [rank for rank in sorted(self._in) if at.get(rank, 0) < clock]
 
-    def leave(self, rank: int) -> None:
+    def pause(self, rank: int) -> None:
         """A worker has nothing to do for now."""
         self._in.pop(rank, None)
 
-    def enter(self, rank: int, clock: int) -> int:
+    def resume(self, rank: int, clock: int) -> int:
         """A worker is at this clock, and takes part.
 
         Returns:
@@ -71,7 +71,7 @@ class Clocks:
             found = (self.slowest(chunk) for chunk in self._at)
             clock = max([clock, *(slowest for slowest in found if slowest < NOBODY)])
         for chunk in self._at:
-            self.tick(chunk, rank, clock)
+            self.advance(chunk, rank, clock)
         if rank not in self._lost:
             self._in[rank] = None
         return clock
@@ -79,5 +79,5 @@ class Clocks:
     def keep(self, ranks: Collection[int]) -> None:
         """All other workers are lost."""
         for rank in [rank for rank in self._in if rank not in ranks]:
-            self.leave(rank)
+            self.pause(rank)
             self._lost.add(rank)

@@ -139,7 +139,7 @@ class VectorCommands:
                 work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
                 reads=spans,
                 writes=written,
-                phantom=0.0,
+                shape_only=0.0,
             )
             if out is store.parameters:
                 self._written(chunk)

@@ -171,9 +171,9 @@ class ShardExecutor:
         clocks, clock = self._state.clocks, 0
         match change.kind:
             case "enter":
-                clock = clocks.enter(change.ranks[0], change.clock)
+                clock = clocks.resume(change.ranks[0], change.clock)
             case "leave":
-                clocks.leave(change.ranks[0])
+                clocks.pause(change.ranks[0])
             case "keep":
                 clocks.keep(change.ranks)
         self._carry_out(self._state.clocks_changed())

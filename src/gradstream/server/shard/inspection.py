@@ -79,7 +79,7 @@ class Inspection:
             )
         if not 0 < request.sequence < MAX_COUNT:
             raise self.bad(sender, f"push number {request.sequence}; expected 1 or more")
-        if max(request.samples, request.round, request.clock, request.basis) > MAX_COUNT:
+        if max(request.samples, request.round, request.clock, request.base_version) > MAX_COUNT:
             raise self.bad(sender, "a count of more than 2^53")
         if not math.isfinite(request.learning_rate) or math.isinf(request.loss):
             raise self._refused(
@@ -88,10 +88,10 @@ class Inspection:
                 "finite numbers",
             )
 
-    def basis(self, sender: str, chunk: int, basis: int, version: int) -> None:
+    def base_version(self, sender: str, chunk: int, base_version: int, version: int) -> None:
         """Raises RefusedError where a push was computed on a version that the chunk does not have yet."""
-        if basis > max(version, 0):
-            raise self.bad(sender, f"chunk {chunk}: computed on version {basis}, it is at {version}")
+        if base_version > max(version, 0):
+            raise self.bad(sender, f"chunk {chunk}: computed on version {base_version}, it is at {version}")
 
     def fetch(self, sender: str, request: v1.Fetch, here: Container[int]) -> None:
         """Raises RefusedError for a fetch of what is not here."""

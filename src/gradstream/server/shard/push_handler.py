@@ -69,7 +69,7 @@ class PushHandler:
             if chunk.index in came:
                 raise self._inspection.bad(inbox.sender, f"chunk {chunk.index} comes twice in one push")
             came.add(chunk.index)
-            self._inspection.basis(
+            self._inspection.base_version(
                 inbox.sender, chunk.index, chunk.version, self._conductor.version(chunk.index)
             )
             self._contribute(inbox, request, chunk.index, chunk.version, part)
@@ -78,15 +78,15 @@ class PushHandler:
             absent = [index for index in self._conductor.numbers() if index not in came]
             for index in absent:
                 version = self._conductor.version(index)
-                self._inspection.basis(inbox.sender, index, request.basis, version)
+                self._inspection.base_version(inbox.sender, index, request.base_version, version)
             for index in absent:
                 inbox.absent.add(index)
-                self._contribute(inbox, request, index, request.basis, None)
+                self._contribute(inbox, request, index, request.base_version, None)
         inbox.ended = True
         inbox.wake.set()
 
     def _contribute(
-        self, inbox: PendingPush, request: v1.Push, chunk: int, basis: int, part: Part | None
+        self, inbox: PendingPush, request: v1.Push, chunk: int, base_version: int, part: Part | None
     ) -> None:
         """Hands one chunk of a push to the state machine; None of what is absent."""
         opened = inbox.stream.opened
@@ -100,7 +100,7 @@ class PushHandler:
             num_gradients=request.num_gradients,
             learning_rate=request.learning_rate,
             round=request.round,
-            basis=basis,
+            base_version=base_version,
             absent=part is None,
             clock=request.clock,
             loss=request.loss,

@@ -234,8 +234,8 @@ class ShardState:
             done = parked.contribution
             self._window_of(state, done).add(done.sequence)
             if done.clock:
-                self.clocks.tick(chunk, done.rank, done.clock)
-            staleness = 0 if parked.assign or done.absent else before - done.basis
+                self.clocks.advance(chunk, done.rank, done.clock)
+            staleness = 0 if parked.assign or done.absent else before - done.base_version
             out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))
         arrivals, state.arrivals = state.arrivals, []
         for new in arrivals:

@@ -1,7 +1,7 @@
 """The carrier in memory: endpoints of one process on a virtual network, in virtual time.
 
 Everything above frames is what it is over gRPC; below, `network.VirtualNetwork` says when a frame
-arrives. A payload is copied when it is sent, so that the sender may go on writing; phantom
+arrives. A payload is copied when it is sent, so that the sender may go on writing; shape-only
 payloads (torch's meta device) have nothing to copy and cost the same bytes.
 """
 
@@ -144,7 +144,7 @@ class _End:
 
 
 def _snapshot(payload: torch.Tensor) -> torch.Tensor:
-    """A copy, made on this thread alone; of a phantom payload itself."""
+    """A copy, made on this thread alone; of a shape-only payload itself."""
     return payload if payload.is_meta else torch.from_numpy(payload.detach().numpy().copy())
 
 
@@ -211,9 +211,9 @@ class _Pipe:
 
     def _notice(self, end: _End, source: str, target: str, message: str) -> None:
         network = self._network
-        if network.world.cut(source, target, network.clock.now_ns / 1e9):
+        if network.config.cut(source, target, network.clock.now_ns / 1e9):
             return  # nor does this get through
-        link = network.world.link_between(source, target)
+        link = network.config.link_between(source, target)
 
         def notice() -> None:
             self.near.out.shut()
@@ -237,7 +237,7 @@ class _Copy:
     ) -> None:
         self._network = network
         self._rng = rng
-        self._link = network.world.link_between(caller, called)
+        self._link = network.config.link_between(caller, called)
         self._to = to
         self._stream: StreamCore | None = None
         self._frames: list[tuple[v1.Frame, torch.Tensor | None]] = []

@@ -127,9 +127,9 @@ class StreamQueue:
         self.source = source
         self.target = target
         self.priority = priority
-        self.header_bytes = network.world.header_bytes
+        self.header_bytes = network.config.header_bytes
         self._network = network
-        self._link = network.world.link_between(source, target)
+        self._link = network.config.link_between(source, target)
         self._flying: deque[Packet] = deque()
         self._landed_ns = 0  # when the last of them gets to the receiving card
         self._silent = False
@@ -161,7 +161,7 @@ class StreamQueue:
         if self._silent or self._shut:
             return
         network, clock, link = self._network, self._network.clock, self._link
-        if network.world.cut(self.source, self.target, clock.now_ns / 1e9) or network.lost(link):
+        if network.config.cut(self.source, self.target, clock.now_ns / 1e9) or network.lost(link):
             self._silent = True
             self._sending.drop(self, everything=True)
             return
@@ -193,7 +193,7 @@ class VirtualNetwork:
 
     def __init__(self, cluster: VirtualCluster) -> None:
         self.clock = cluster.clock
-        self.world: Network = cluster.world.network
+        self.config: Network = cluster.config.network
         self.sent_bytes: dict[str, int] = {}  # by node: what has left its card
         self._loss = cluster.random("network/loss")
         self._jitter = cluster.random("network/jitter")
@@ -202,15 +202,15 @@ class VirtualNetwork:
 
     def cards(self, source: str, target: str) -> tuple[_Card, _Card]:
         """The card that sends, and the one that receives, what passes between two nodes."""
-        if self.world.on_one_machine(source, target):
+        if self.config.on_one_machine(source, target):
             return self._made(math.inf)  # memory
         return self._of(source)[0], self._of(target)[1]
 
     def _of(self, node: str) -> tuple[_Card, _Card]:
         """The cards of a node's machine, (sending, receiving)."""
-        machine = self.world.machine(node)
+        machine = self.config.machine(node)
         if machine not in self._cards:
-            self._cards[machine] = self._made(self.world.card_bytes_s(machine))
+            self._cards[machine] = self._made(self.config.card_bytes_s(machine))
         return self._cards[machine]
 
     def _made(self, bandwidth_bytes_s: float) -> tuple[_Card, _Card]:
@@ -231,7 +231,7 @@ class VirtualNetwork:
 
     def duplicate(self, source: str, target: str) -> random.Random | None:
         """Draws whether a stream is delivered twice; if so, where the copy's delays come from."""
-        link = self.world.link_between(source, target)
+        link = self.config.link_between(source, target)
         if link.duplicate > 0 and self._duplicates.random() < link.duplicate:
             return random.Random(self._duplicates.random())
         return None

@@ -144,7 +144,7 @@ class Assembly:
         if config.strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
-        guessed = config.strategy.factors is None and around.runtime.memory.phantom
+        guessed = config.strategy.factors is None and around.runtime.memory.shape_only
         if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
             return None
         hosts = {_host_of(node.address) for node in around.member.notice.nodes if node.role == "worker"}

@@ -59,7 +59,7 @@ class Exchange(Protocol):
         """Sees to it that all workers have the same first parameters, or those of a checkpoint."""
         ...
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """Returns once everything that the strategy has given is in the model."""
         ...
 

@@ -60,7 +60,7 @@ class GroupExchange:
         name = f"{around.runtime.node}-cuts"
         self._cuts = awaited_later(around.runtime.spawn(snapshots.run(), name=name))
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """See `Exchange`: a round is in the model when the strategy goes on from it."""
 
     async def finish(self) -> None:

@@ -67,7 +67,7 @@ class ServerExchange:
         """The worker of the lowest rank hands initial parameters out; of a checkpoint, each fetches them."""
         around, replica = self._around, self.replica
         if around.resume is not None:  # a strategy may not begin by fetching
-            await replica.adopt(replica.server.fetch_soon())
+            await replica.swap_in(replica.server.fetch_soon())
         elif around.is_lowest():
             await around.init(replica.parameters)
             await self._client.assign(replica.parameters)
@@ -88,9 +88,9 @@ class ServerExchange:
         except Exception as error:
             await around.failed(error)
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """See `Exchange`."""
-        await self._client.settle()
+        await self._client.flush()
 
     async def finish(self) -> None:
         """See `Exchange`: fetched once more, with what all have pushed.
@@ -99,7 +99,7 @@ class ServerExchange:
         gradient's memory: where fetches never overlap compute, the spare vector was never touched.
         """
         await self._client.reclaim_spare()
-        await self.replica.refresh(flush=True)
+        await self.replica.pull(flush=True)
 
     def report(self) -> Sequence[Event]:
         """See `Exchange`."""

@@ -154,7 +154,7 @@ class SharedExchange:
         await around.runtime.beside(lambda: load(storage, folder, pieces), work=work)
         return min(Manifest.decode(storage.read(f"{folder}/{STATE}")).versions, default=0)
 
-    async def settle(self) -> None:
+    async def flush(self) -> None:
         """See `Exchange`: an update is in the model when it is made."""
 
     async def finish(self) -> None:

@@ -292,7 +292,7 @@ class Replica(ABC):
         samples = await self._runtime.compute(
             lambda _: self._differentiator.read(ref, self.step),
             work=Work("read", samples=likely),
-            phantom=unread,
+            shape_only=unread,
         )
         self._read_s = (self._runtime.now() - begun_ns) / 1e9
         return SampleBatch(ref, sum(part.num_samples for part in samples), samples)
@@ -398,7 +398,7 @@ class Replica(ABC):
                 writes=[gradient.vector.all],
                 milestones=self._differentiator.milestones(mean=mean, rows=gradient.rows is not None),
                 on_progress=gradient.ready.advance,
-                phantom=Result(math.nan),
+                shape_only=Result(math.nan),
             )
         except BaseException as error:
             gradient.ready.fail(error)

@@ -125,7 +125,7 @@ class GroupPeers:
         counts.zero_()
         counts[rank], counts[size + rank] = samples, lr
         span = await self._group.allreduce(self._counts.all)
-        if counts.is_meta:  # a phantom world: they are all alike
+        if counts.is_meta:  # a shape-only simulation: they are all alike
             return [(samples, lr)] * size
         total = span.tensor.tolist()
         return [(round(total[one]), total[size + one]) for one in range(size)]

@@ -61,7 +61,7 @@ class RowReplica(ServerReplica):
 
     # ---- down ---------------------------------------------------------------------------
 
-    async def adopt(self, arrival: Arrival) -> None:
+    async def swap_in(self, arrival: Arrival) -> None:
         """See `strategies.api.Worker`: what has come lands on the parameters, own steps are taken back."""
         await arrival.done()
         assert isinstance(arrival, SparseDelta)
@@ -75,11 +75,11 @@ class RowReplica(ServerReplica):
         self.server.spare, self.server.known = arrival.vector, arrival.versions
         self._computes_on(arrival)
 
-    async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
+    async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
         """See `strategies.api.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()
-        await self.adopt(self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock))
+        await self.swap_in(self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock))
 
     # ---- local steps and sums -------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class RowReplica(ServerReplica):
             ratio, self._sum_rate = self._sum_rate / lr, lr
             await self._brief(lambda: total.scale(ratio), len(rest), [], [rest])
 
-    async def descend(
+    async def local_step(
         self, gradient: api.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
         """See `strategies.api.Worker`."""
@@ -168,7 +168,7 @@ class RowReplica(ServerReplica):
                 update.vector, update.learning_rate = self._held.rest, self._sum_rate
             update.pieces = partial(self._pieces, self._held, everything=True)
             await self.server.push_soon(update)
-        await self.server.settle()
+        await self.server.flush()
         if self._held.left:  # of a push that was under way
             await self._flush()
 
@@ -179,7 +179,7 @@ class RowReplica(ServerReplica):
             work=_work_of(len(total.rest)),
             reads=[parameters.all],
             writes=[total.rest.all],
-            phantom={},
+            shape_only={},
         )
 
     async def _brief(

@@ -77,7 +77,7 @@ class ServerReplica(Replica):
 
     async def newest(self) -> torch.Tensor:
         """See `Replica.newest`: a fetch beside the strategy's own."""
-        memory = Memory(phantom=self._runtime.memory.phantom)
+        memory = Memory(shape_only=self._runtime.memory.shape_only)
         vector = memory.allocate(self._layout.elems, self._layout.dtype, "evaluated")
         await self.server.fetch_into(vector)
         return vector.tensor
@@ -87,20 +87,20 @@ class ServerReplica(Replica):
             raise InternalError("a strategy whose workers optimize() says how to flush: batches(flush)")
         if self._taken.num_gradients or self._refs:  # a gradient of no samples needs its receipt all the same
             await self.server.push_soon(self.take_accumulated())
-        await self.server.settle()
+        await self.server.flush()
 
     def _memory_free(self, *, mean: bool) -> Coroutine[Any, Any, None] | None:
         # Not accumulated, the vector is the one that the push before may still be reading.
-        return None if mean else self.server.settle()
+        return None if mean else self.server.flush()
 
-    async def adopt(self, arrival: Arrival) -> None:
+    async def swap_in(self, arrival: Arrival) -> None:
         """See `strategies.api.Worker`."""
         await arrival.done()
         self.server.spare, self.parameters = self.parameters, arrival.vector
         self.server.spare.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival)
 
-    async def refresh(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
+    async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
         """See `strategies.api.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()  # who waits for others, who may stand for a cut, stands for it too
@@ -118,12 +118,12 @@ class ServerReplica(Replica):
     async def _rest(self) -> None:
         if self._takes_part:
             self._takes_part = False
-            await self.server.leave()
+            await self.server.pause()
 
     async def _return(self) -> None:
         if not self._takes_part:
             self._takes_part = True
-            await self.server.enter()
+            await self.server.resume()
 
     async def gradient(self, batch: api.Minibatch) -> ComputedGradient:
         """See `strategies.api.Worker`."""
@@ -186,7 +186,7 @@ class ServerReplica(Replica):
         assert isinstance(gradient, ComputedGradient)
         return gradient.lr / self._sum_rate if self._sum_rate else 1.0
 
-    async def descend(
+    async def local_step(
         self, gradient: api.Gradient, lr: float | None = None, *, momentum: float = 0.0
     ) -> None:
         """See `strategies.api.Worker`."""
@@ -240,10 +240,10 @@ class ServerReplica(Replica):
 
     async def _open_period(self, vector: Vector | None) -> None:
         """Begins the next update, with what `vector` will hold, once the last push has let go of its own."""
-        await self.server.settle()
+        await self.server.flush()
         self._taken.vector = vector
         if not self._taken.num_gradients:
-            self._taken.basis = self._basis
+            self._taken.base_version = self._basis
 
     def _sum(self) -> Vector:
         if self._accumulated is None:
@@ -336,12 +336,12 @@ class ServerReplica(Replica):
             await arrival.done()
             self._gradient, state[name] = state[name], arrival.vector
             self._gradient.name, state[name].name = "gradient", name
-            await self.server.settle()  # the new gradient's memory may still be read for a push
+            await self.server.flush()  # the new gradient's memory may still be read for a push
         self.server.spare = spare
         self._num_updates = max(self._num_updates, self.step)  # a rule may do its first step otherwise
 
     def _take_own(self, vector: Vector) -> Update:
-        self._taken.vector, self._taken.basis = vector, self._basis
+        self._taken.vector, self._taken.base_version = vector, self._basis
         return self.take_accumulated()
 
     def _mean_in(self, gradient: ComputedGradient) -> None:

@@ -104,7 +104,7 @@ class SharedReplica(Replica):
             begun_ns = self._runtime.now()
             work = Work("gradient", samples=batch.num_samples)
             loss = await self._carried_out(go, batch.num_samples, work)
-            if not math.isfinite(loss) and not self._runtime.memory.phantom:
+            if not math.isfinite(loss) and not self._runtime.memory.shape_only:
                 raise GradientError(
                     f"{self._where(batch.ref)}: the loss is {loss}; lower the learning rate, or scale the "
                     "values. It is in the parameters"
@@ -146,9 +146,9 @@ class SharedReplica(Replica):
         got_to = -1
         while True:
             total += await self._runtime.compute(
-                lambda _: go(at), work=work, reads=reads, writes=[self.parameters.all], phantom=math.nan
+                lambda _: go(at), work=work, reads=reads, writes=[self.parameters.all], shape_only=math.nan
             )
-            if self._runtime.memory.phantom or not at.blocked(num):
+            if self._runtime.memory.shape_only or not at.blocked(num):
                 return total
             if at.state[0] != got_to:  # it has gone on since it was last stopped
                 self._halts, got_to = self._halts + 1, at.state[0]
