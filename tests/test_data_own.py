@@ -32,7 +32,7 @@ from gradstream.errors import ConfigError, DataError, UserCodeError
 
 
 def division(**changes: Any) -> PartitionSpec:
-    fields: dict[str, Any] = {"cut": "partitions", "batch_size": 32, "workers": 2, "seed": 3}
+    fields: dict[str, Any] = {"partitioning": "partitions", "batch_size": 32, "workers": 2, "seed": 3}
     fields |= {"shares": None, "epochs": 2, "steps": None}
     return PartitionSpec(**(fields | changes))
 
@@ -164,19 +164,19 @@ def test_data_that_is_not_numbered_is_sent_elsewhere() -> None:
 # ---- loaders over numbered samples --------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", ["rounds", "partitions"])
-def test_a_loaders_batch_size_order_and_drop_last_are_kept(cut: Any) -> None:
+@pytest.mark.parametrize("partitioning", ["rounds", "partitions"])
+def test_a_loaders_batch_size_order_and_drop_last_are_kept(partitioning: Any) -> None:
     loader = DataLoader(Numbered(22), batch_size=4, shuffle=False, drop_last=True)
-    batches = read_all(gs.from_loader(loader), division(cut=cut))
+    batches = read_all(gs.from_loader(loader), division(partitioning=partitioning))
     expected = {
         "rounds": [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7], [12, 13, 14, 15]],
         "partitions": [[0, 1, 2, 3], [4, 5, 6, 7], [11, 12, 13, 14], [15, 16, 17, 18]],
     }
-    assert numbers(batches) == expected[cut]
+    assert numbers(batches) == expected[partitioning]
     shuffled = gs.from_loader(DataLoader(Numbered(22), batch_size=4, shuffle=True))
-    two = numbers(read_all(shuffled, division(cut=cut), epochs=2))
+    two = numbers(read_all(shuffled, division(partitioning=partitioning), epochs=2))
     assert Counter(flat(two)) == dict.fromkeys(range(22), 2)
-    assert two == numbers(read_all(shuffled, division(cut=cut), epochs=2))
+    assert two == numbers(read_all(shuffled, division(partitioning=partitioning), epochs=2))
     with pytest.raises(ConfigError, match="batch_size=5, but the DataLoader of 'Numbered' has 4"):
         plan_of(shuffled, division(batch_size=5))
 
@@ -295,13 +295,13 @@ def test_a_loaders_process_that_dies_is_noticed() -> None:
 # ---- numbered batches ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", ["rounds", "partitions"])
-def test_batches_of_a_batch_sampler_are_dealt_out(cut: Any) -> None:
+@pytest.mark.parametrize("partitioning", ["rounds", "partitions"])
+def test_batches_of_a_batch_sampler_are_dealt_out(partitioning: Any) -> None:
     sampler = [[0, 1, 2], [3], [4, 5], [6, 7], [8, 9]]
     data = gs.from_loader(DataLoader(Numbered(10), batch_sampler=sampler))
-    plan = plan_of(data, division(cut=cut))
-    assert [plan.batches_per_epoch(rank) for rank in (0, 1)] == [3, 3 if cut == "rounds" else 2]
-    batches = read_all(data, division(cut=cut))
+    plan = plan_of(data, division(partitioning=partitioning))
+    assert [plan.batches_per_epoch(rank) for rank in (0, 1)] == [3, 3 if partitioning == "rounds" else 2]
+    batches = read_all(data, division(partitioning=partitioning))
     assert numbers(batches) == [[0, 1, 2], [4, 5], [8, 9], [3], [6, 7]]
     assert [batch.num_samples for batch in batches.values()] == [3, 2, 2, 1, 2]
     random_one = BatchSampler(RandomSampler(range(9)), 4, drop_last=False)

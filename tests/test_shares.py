@@ -317,7 +317,7 @@ def test_a_loaders_processes_read_no_further_than_is_known() -> None:
     items = [(np.float32(number), number) for number in range(64)]
     data = gs.from_loader(DataLoader(items, batch_size=4, num_workers=1))  # type: ignore[arg-type]
     plan = plan_of(data, PartitionSpec(
-        cut="rounds", batch_size=4, workers=2, seed=3, shares="measured", epochs=1, steps=None
+        partitioning="rounds", batch_size=4, workers=2, seed=3, shares="measured", epochs=1, steps=None
     ))  # fmt: skip
     assert isinstance(plan, RoundPlan)
     feed = feed_of(data, plan, 0, seed=0)

@@ -134,7 +134,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         adopted.append(sum(isinstance(change, torch.Tensor) for change in arrival._changed.values()))
 
     monkeypatch.setattr(ShardExecutor, "_applied", noting)
-    monkeypatch.setattr(RowReplica, "adopt", checking)
+    monkeypatch.setattr(RowReplica, "swap_in", checking)
     return adopted
 
 

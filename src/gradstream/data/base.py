@@ -22,11 +22,11 @@ __all__ = [
     "DEFAULT_BATCH_SIZE",
     "BatchPlan",
     "BatchRef",
-    "Partitioning",
     "Dataset",
     "Feed",
     "Ids",
     "PartitionSpec",
+    "Partitioning",
 ]
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]

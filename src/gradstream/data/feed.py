@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gradstream.data.base import BatchPlan, BatchRef, Partitioning, Dataset, Feed, PartitionSpec
+from gradstream.data.base import BatchPlan, BatchRef, Dataset, Feed, Partitioning, PartitionSpec
 from gradstream.data.plan import EpochPlan, Order, PartitionPlan, RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import ConfigError, InternalError

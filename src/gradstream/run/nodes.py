@@ -24,7 +24,7 @@ from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.snapshot import SnapshotLimits
 from gradstream.coordinator.stopping import StoppingCriterion, Until
-from gradstream.data.base import BatchPlan, Partitioning, Dataset, PartitionSpec
+from gradstream.data.base import BatchPlan, Dataset, Partitioning, PartitionSpec
 from gradstream.data.done import DataProgress
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
