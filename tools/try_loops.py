@@ -29,7 +29,7 @@ from drawn.text import State, Text
 from gradstream import Deadlines
 from gradstream.errors import GradientError, GradstreamError
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.session.session import LoneSession, Session
+from gradstream.session.session import Session, SingleProcessSession
 from gradstream.testing.sessions import loop_in_threads
 
 __all__ = ["Outcomes", "main", "program", "run_loops"]
@@ -100,7 +100,7 @@ class _Run:
     def fault(self, number: int) -> str:
         """What is wrong with how a loop has ended; "" where nothing is."""
         loop = self._loops[number]
-        expected = Text(loop, LoneSession()).train()
+        expected = Text(loop, SingleProcessSession()).train()
         for rank, (ends, after) in enumerate(zip(self._ends, self._after, strict=True)):
             told = after if loop.ending == "uneven" else ends
             if number not in told:
@@ -118,7 +118,7 @@ class _Run:
 def _fault_of_error(loop: Loop, error: BaseException) -> str:
     if not isinstance(error, GradstreamError):
         with contextlib.suppress(type(error)):  # as plain torch does
-            Text(loop, LoneSession()).train()
+            Text(loop, SingleProcessSession()).train()
             return f"it ended with {type(error).__name__}: {error}"
         return ""
     expected = ENDINGS.get(loop.ending, "")
