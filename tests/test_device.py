@@ -357,9 +357,9 @@ def test_what_has_no_device_of_ours_is_refused() -> None:
 def test_layers_are_not_kept_as_factors_where_any_worker_may_have_a_device() -> None:
     """All workers exchange the same, also one whose machine has no accelerator."""
     wide = from_torch(lambda: nn.Linear(1024, 1024), F.mse_loss)
-    assert wide.outer_layers
-    assert not on_device(wide, "auto").outer_layers
-    assert not on_device(wide, "cuda:1").outer_layers
+    assert wide.factored_layers
+    assert not on_device(wide, "auto").factored_layers
+    assert not on_device(wide, "cuda:1").factored_layers
 
 
 JOB = """

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import GradientError
 from gradstream.model.base import Layout, Slot
-from gradstream.model.factors import FactorPair, KeptLayers
+from gradstream.model.factors import FactorPair, FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
@@ -155,7 +155,7 @@ class Backprop:
         parameters: Sequence[nn.Parameter],
         gradient: torch.Tensor,
         report: Report,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> None:
         landing = layout if rows is None else layout.rest

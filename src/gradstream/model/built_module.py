@@ -83,7 +83,7 @@ class BuiltModule:
         self._training = on
 
     @property
-    def outer_layers(self) -> list[FactoredLayer]:
+    def factored_layers(self) -> list[FactoredLayer]:
         """Weights of wide linear layers that have one name: no other layer uses them."""
         linear = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Linear)}
         num_names = Counter(self.names.values())

@@ -16,7 +16,7 @@ from gradstream.model.base import Reduction
 from gradstream.model.batch import Batch, map_leaves
 from gradstream.model.built_module import Build, BuiltModule
 from gradstream.model.devices import Streams, device_of, streams_of
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Staging
 from gradstream.model.torch_module import Loss, LossOf, TorchModel, finite_loss, usable
@@ -41,7 +41,7 @@ def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     if device.type != "cpu":
         return DeviceModel(*model.given, streams=partial(streams_of, device))
     fresh = TorchModel(*model.given)
-    fresh.keeps_factors = False
+    fresh.offers_factors = False
     return fresh
 
 
@@ -64,7 +64,7 @@ class DeviceModel(TorchModel):
         streams: Callable[[], Streams],
     ) -> None:
         super().__init__(build, loss, reduction, loss_of, spread)
-        self.keeps_factors = False
+        self.offers_factors = False
         self._make_streams = streams
         self._staging: Staging | None = None
 
@@ -76,7 +76,7 @@ class DeviceModel(TorchModel):
         *,
         seed: int,
         report: Report,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """See `TorchModel.gradient`. Nobody waits for the device before all of backprop is asked for."""

@@ -2,7 +2,7 @@
 
     y = x Wᵀ + b on a batch of K rows:   ∇W = δᵀ x,   δ = ∂ℓ/∂y (K×M),   x (K×Q)
 
-K(M+Q) numbers instead of M·Q. A model that offers them has an attribute `outer_layers` and takes
+K(M+Q) numbers instead of M·Q. A model that offers them has an attribute `factored_layers` and takes
 `kept` in its `gradient`; which layers are kept as factors is for others to decide.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["FactorPair", "FactoredLayer", "KeptLayers", "outer_layers_of"]
+__all__ = ["FactorPair", "FactorPairs", "FactoredLayer", "factored_layers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ class FactorPair:
         self.x.zero_()
 
 
-KeptLayers = Mapping[str, FactorPair]
+FactorPairs = Mapping[str, FactorPair]
 """By name of the weight."""
 
 
-def outer_layers_of(model: object) -> Sequence[FactoredLayer]:
+def factored_layers_of(model: object) -> Sequence[FactoredLayer]:
     """The layers whose factors a model can keep, in the order of the flat vector."""
-    found: Sequence[FactoredLayer] = getattr(model, "outer_layers", ())
+    found: Sequence[FactoredLayer] = getattr(model, "factored_layers", ())
     return found

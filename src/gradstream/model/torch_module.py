@@ -17,7 +17,7 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
-from gradstream.model.factors import FactoredLayer, KeptLayers
+from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
@@ -102,12 +102,12 @@ class TorchModel:
 
     Attributes:
         given: its arguments: `TorchModel(*model.given)` is the same model, not yet built.
-        keeps_factors: whether it has `outer_layers`.
+        offers_factors: whether it has `factored_layers`.
     """
 
     def __init__(self, build: Build, loss: Loss, reduction: Reduction, loss_of: LossOf, spread: bool) -> None:
         self.given = build, loss, reduction, loss_of, spread
-        self.keeps_factors = True
+        self.offers_factors = True
         self.reduction: Reduction = reduction
         self._build = build
         self._loss = loss
@@ -121,9 +121,9 @@ class TorchModel:
         return self._module().layout
 
     @property
-    def outer_layers(self) -> Sequence[FactoredLayer]:
+    def factored_layers(self) -> Sequence[FactoredLayer]:
         """Wide linear layers with a weight of their own: see `model.factors`."""
-        return self._module().outer_layers if self.keeps_factors else ()
+        return self._module().factored_layers if self.offers_factors else ()
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with what `build()` gives under this seed; see `Model.init`."""
@@ -145,13 +145,13 @@ class TorchModel:
         *,
         seed: int,
         report: Report,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
 
         Args:
-            kept: layers of `outer_layers` whose gradient is to be kept as factors. Their places in
+            kept: layers of `factored_layers` whose gradient is to be kept as factors. Their places in
                 `gradient` are left as they are, where they are not refused.
             rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
 
