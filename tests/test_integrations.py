@@ -212,7 +212,7 @@ def test_a_strategy_that_makes_updates_on_the_servers_is_refused() -> None:
         model = nn.Linear(2, 1)
         wrap(session, [model], [torch.optim.SGD(model.parameters(), lr=0.1)])
 
-    with pytest.raises(ConfigError, match='Use a strategy that joins gradients: "synchronous"'):
+    with pytest.raises(ConfigError, match='Use a strategy that averages gradients: "synchronous"'):
         loop_in_threads(loop, strategy="downpour")
 
 

@@ -1,4 +1,4 @@
-"""A PyTorch model that a device computes, while the vectors that are exchanged stay in main memory."""
+"""A PyTorch model that a device computes, while the exchanged vectors stay in main memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ __all__ = ["DeviceModel", "on_device"]
 def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     """The same model, not yet built, for a worker that computes on a device.
 
-    It keeps no layer as factors, on no machine: all workers of a run exchange the same.
+    It offers no factors, on any device, since all workers of a run must exchange the same vectors.
 
     Args:
-        name: see `Job.device`.
-        rank: of the worker.
+        model: the user's model.
+        name: name of the device; see `Job.device`.
+        rank: number of the worker.
 
     Raises:
         ConfigError: torch has no such device here.
@@ -46,11 +47,12 @@ def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
 
 
 class DeviceModel(TorchModel):
-    """See `TorchModel`: what is given to it, and what it gives, is in main memory.
+    """A `TorchModel` that computes on a device. Its arguments and results are in main memory.
 
     Args:
-        streams: makes the copies. Called when something is first computed, so that nobody else touches the
-            device: shards and the launcher look at the layout alone.
+        build, loss, reduction, loss_of, spread: see `from_torch`.
+        streams: returns the copy streams. Called before the first computation, so that only a worker uses the
+            device: shards and the launcher read only the layout.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class DeviceModel(TorchModel):
         kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
-        """See `TorchModel.gradient`. Nobody waits for the device before all of backprop is asked for."""
+        """See `TorchModel.gradient`. Waits for the device only after the whole backward pass is queued."""
         if batch.num_samples == 0:
             return super().gradient(parameters, batch, gradient, seed=seed, report=report)
         built, staging, losses = self._module(), self._placed(), list[float]()
@@ -111,7 +113,7 @@ class DeviceModel(TorchModel):
             return super().held_out_loss(parameters, batch)
 
     def _placed(self) -> Staging:
-        """The way to the device. The first use moves the module there, and a loss that is one."""
+        """The vectors on the device. The first use moves the module there, and a loss that is a module."""
         if self._staging is None:
             built, streams = self._module(), self._make_streams()
             staging = Staging(built.layout.elems, built.layout.dtype, streams)
@@ -123,7 +125,7 @@ class DeviceModel(TorchModel):
         return self._staging
 
     def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:
-        """See `TorchModel._show`: the module's parameters are views of a vector on the device."""
+        """See `TorchModel._show`: copies the parameters to the device."""
         built.check(parameters)
         self._placed().show(parameters)
 

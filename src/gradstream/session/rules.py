@@ -209,7 +209,7 @@ def objection(strategy: Strategy, workers: int) -> str:
     """Why workers cannot push steps of their own optimizers under a strategy; "" where they can."""
     name = type(strategy).__name__
     if strategy.through != "servers":
-        return f"{name} has no servers; all workers apply one update rule"
+        return f"{name} has no servers, and updates by one rule in all workers"
     if strategy.pushes != "gradients":
         if set(strategy.outer_optimizer(Adam()).state_names) & set(Adam().state_names):
             return (

@@ -38,7 +38,7 @@ class Session:
         step: number of steps that this worker has made, with those before the run was resumed. 0 in a
             session of a single process, which does not count them.
         resumed: whether the run goes on from a checkpoint.
-        is_main: whether this is worker 0, which should print and write files.
+        is_main: whether this is the worker that should print and write files.
     """
 
     rank = 0
