@@ -51,7 +51,7 @@ def tell(rank, module, **facts):
 """
 TRANSFORMERS = """
 from transformers import Trainer, TrainingArguments
-from gradstream.integrations.transformers import JointTrainer, set_process
+from gradstream.integrations.transformers import GradstreamTrainer, set_process
 
 if JOINT:
     set_process(session)
@@ -65,7 +65,7 @@ arguments = TrainingArguments(
 )
 whole = [{"input_ids": one, "labels": one} for one in tokens[:16]]
 given = dict(args=arguments, train_dataset=data, eval_dataset=whole)
-trainer = JointTrainer(model, **given, session=session) if JOINT else Trainer(model, **given)
+trainer = GradstreamTrainer(model, **given, session=session) if JOINT else Trainer(model, **given)
 trainer.train()
 told = [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one]
 trained = [one["loss"] for one in trainer.state.log_history if "loss" in one]

@@ -2,7 +2,7 @@
 
     session = gradstream.join()
     set_process(session)
-    trainer = JointTrainer(model, TrainingArguments(...), train_dataset=data, session=session)
+    trainer = GradstreamTrainer(model, TrainingArguments(...), train_dataset=data, session=session)
     trainer.train()
 
 Data are divided, and steps and schedules are counted, as under `DistributedDataParallel`. Each worker evaluates
@@ -21,14 +21,14 @@ from gradstream.integrations import wrap
 from gradstream.integrations.accelerate import one_of, set_process, set_rank
 from gradstream.session.session import Session
 
-__all__ = ["JointTrainer", "set_process"]
+__all__ = ["GradstreamTrainer", "set_process"]
 
 
-class JointTrainer(Trainer):
+class GradstreamTrainer(Trainer):
     """A `Trainer` whose gradients are averaged over the workers of a session.
 
     For a trainer derived from `Trainer`, derive from both, this one first:
-    `class JointSFTTrainer(JointTrainer, SFTTrainer)`.
+    `class GradstreamSFTTrainer(GradstreamTrainer, SFTTrainer)`.
 
     Args:
         args, kwargs: arguments of `Trainer`.
