@@ -143,8 +143,8 @@ def main() -> None:
     record = {
         "question": (__doc__ or "").splitlines()[0],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(),
-        "machine": describe_machine(),
+        "commit": git_commit(ROOT),
+        "machine": describe_machine(environment()),
         "rows": rows,
     }
     if set(given.only) == set(SCRIPTS) and set(given.strategies) == set(STRATEGIES):
