@@ -68,6 +68,7 @@ def loop() -> None:
         start = number * BATCH % (len(order) - BATCH)
         batch = job.data.batch(order[start : start + BATCH])
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+        torch.manual_seed(number)  # dropout is the same in both
         begun = time.perf_counter()
         optimizer.zero_grad()
         caltech101.loss(module(inputs), targets).backward()
