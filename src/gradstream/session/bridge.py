@@ -48,7 +48,7 @@ class LoopBridge:
 
     Attributes:
         ended: whether the user's loop has ended well.
-        shown: the parameters (E,) that the user sees; None before the first turn.
+        visible: the parameters (E,) that the user sees; None before the first turn.
         counts: what the loop has handed over.
     """
 
@@ -62,7 +62,7 @@ class LoopBridge:
     ) -> None:
         self.joint = joint
         self.ended = False
-        self.shown: torch.Tensor | None = None
+        self.visible: torch.Tensor | None = None
         self.counts = LoopCounts(joint=joint)
         self._binding = binding
         self._log = log
@@ -170,7 +170,7 @@ class LoopBridge:
             self._condition.notify_all()
 
     def _set_parameters(self, parameters: torch.Tensor) -> None:
-        self.shown = parameters
+        self.visible = parameters
         self._binding.set_parameters(parameters)
 
     # ---- called by the user's thread ----------------------------------------------------
@@ -242,8 +242,8 @@ class LoopBridge:
             self.counts.hand_over(self._turn.samples, silent=self._turn.silent)
             self._pass_to("worker")
             self._wait()
-            assert self.shown is not None
-            return self.shown
+            assert self.visible is not None
+            return self.visible
 
     def stepped(self) -> None:
         """Notes that the loop has made a step of all that was handed over."""

@@ -113,7 +113,7 @@ class GradientRounds:
         mean = self._bridge.exchange(self._loss())
         if not self.samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
-            return None  # nobody has changed it: it is still the mean of the round before
+            return None  # the vector is still the mean of the round before
         self._check(vector.differing(mean, checks), name)
         self._rounds += 1
         return RoundResult(mean, vector.fired(mean), vector.broken(mean), vector.present(mean))

@@ -77,9 +77,9 @@ class LoopNode:
             self._bridge.over(None)
 
     def _interrupted(self) -> Interrupted:
-        if self._place.told().elsewhere:
+        if self._place.node_spec().elsewhere:
             return Interrupted(None, "its newest checkpoint, on the first machine")
-        path = Path(self._place.told().run_dir)
+        path = Path(self._place.node_spec().run_dir)
         folder = newest_in(path)
         return Interrupted(path, folder, f"gradstream resume {shlex.quote(str(path))}")
 
@@ -142,7 +142,7 @@ class RunConnection:
     def newest_parameters(self) -> Iterator[None]:
         """Inside, the user sees the parameters that are on the servers now."""
         assert self._binding is not None and self.bridge is not None
-        own = self.bridge.shown
+        own = self.bridge.visible
         self._binding.set_parameters(self.bridge.fetch())
         try:
             yield

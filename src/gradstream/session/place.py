@@ -40,17 +40,17 @@ class WorkerPlacement:
         known = ["--spec", self.spec, "--name", worker_name(self.rank), "--coordinator", self.coordinator]
         return [*known, *self.network]
 
-    def told(self) -> NodeSpec:
+    def node_spec(self) -> NodeSpec:
         """Reads the specification of all nodes."""
         return NodeSpec.read(Path(self.spec))
 
     def job(self) -> Job:
         """The launcher's job, without model and data."""
-        return self.told().load()
+        return self.node_spec().load()
 
     def steps_before(self) -> int | None:
         """Number of steps that this worker made before the run was resumed; None in a new run."""
-        resume = self.told().resume
+        resume = self.node_spec().resume
         return None if resume is None else Resume.of_json(resume).step_of(worker_name(self.rank))
 
 
