@@ -208,11 +208,13 @@ class ShardedStream(DataLoader[Any]):
     """A worker's part of a DataLoader of an IterableDataset. Iterates over all of it, and leaves out the rest."""
 
     _part: LoaderPart
-    _random: CommonRandomState | None
+    _common_random: CommonRandomState | None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         begin = super().__iter__
-        return self._part.noted(begin() if self._random is None else self._random.iterate(begin, 1))
+        return self._part.noted(
+            begin() if self._common_random is None else self._common_random.iterate(begin, 1)
+        )
 
     def __len__(self) -> int:
         return self._part.count(super().__len__())
@@ -238,7 +240,7 @@ def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any
                 "with in_order=True"
             )
         random = None if divided else CommonRandomState(part.seed)
-        return _made(loader, ShardedStream, state | {"_random": random})
+        return _made(loader, ShardedStream, state | {"_common_random": random})
     collated = loader.batch_sampler is not None
     place = "batch_sampler" if collated else "sampler"
     state[place] = ShardedBatchSampler(getattr(loader, place), part, collated=collated)
