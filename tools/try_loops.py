@@ -36,7 +36,7 @@ __all__ = ["Outcomes", "main", "program", "run_loops"]
 
 DEADLINES = Deadlines(join_s=60, silence_s=20, lease_s=5, retry_s=10)
 TOLERANCES = {"float64": (1e-8, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.1, 0.05)}
-REMEDIES = ("use ", "lower ", "let ", "deal ", "make ", "look for ", "leave ", "Resume ")
+REMEDIES = ("use ", "lower ", "call ", "take ", "make ", "look for ", "leave ", "resume ")
 WAYS = (("allreduce", 2), ("synchronous", 2), ("allreduce", 3), ("synchronous", 3))
 
 Outcomes = list[tuple[Loop, str, str]]
@@ -122,7 +122,7 @@ def _fault_of_error(loop: Loop, error: BaseException) -> str:
             return f"it ended with {type(error).__name__}: {error}"
         return ""
     expected = ENDINGS.get(loop.ending, "")
-    if type(error).__name__ != expected or not any(word in str(error) for word in REMEDIES):
+    if type(error).__name__ != expected or not any(word in str(error).lower() for word in REMEDIES):
         return f"refused with {type(error).__name__}, expected {expected or 'no error'}: {error}"
     return ""
 
