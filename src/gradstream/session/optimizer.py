@@ -10,7 +10,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, op
 from gradstream.session.watch import ParameterWatch
 from gradstream.strategies.base import Strategy
 
-__all__ = ["DistributedOptimizer", "take_over"]
+__all__ = ["DistributedOptimizer", "several", "take_over"]
+
+K = TypeVar("K")
 
 Step = Callable[[float, float], None]
 """Hands a step over, with its learning rate and its loss, and waits for the parameters of the next one."""
@@ -66,6 +68,20 @@ def take_over(
     moves = bool(getattr(strategy, "local_momentum", 0.0))  # the worker's momentum, whatever the rule is
     wrapped = DistributedOptimizer(optimizer, rule, step, binding.watch, where, moves=moves)
     return wrapped, binding, rule.text(binding.ranges(groups))
+
+
+def several(given: Any, kind: type[K]) -> list[K]:
+    """The objects of that type that `Session.wrap` was given, alone or in a list. Raises ConfigError."""
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for one in several:
+        if not isinstance(one, kind):
+            raise ConfigError(
+                f"session.wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of "
+                "them; for numpy arrays there is session.exchange"
+            )
+    if not several:
+        raise ConfigError(f"session.wrap: got an empty list, expected at least one torch {kind.__name__}")
+    return several
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

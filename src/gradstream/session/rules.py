@@ -7,6 +7,7 @@ how far each step has gone. Some strategies cannot use such pushes (`objection`)
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from gradstream.server.aggregation import PushHeader
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import Strategy
 
-__all__ = ["STEPS", "ServerRule", "is_fresh", "options_of", "rule_for", "rule_of"]
+__all__ = ["STEPS", "ServerRule", "description_of", "is_fresh", "options_of", "rule_for", "rule_of"]
 
 Group = Mapping[str, Any]
 Range = tuple[str, int, int]
@@ -244,6 +245,13 @@ def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:
 def options_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The options that change an update, without the learning rate, for each group."""
     return [{name: value for name, value in group.items() if name not in _NOT_OPTIONS} for group in groups]
+
+
+def description_of(*optimizers: object) -> str:
+    """Class and options of the optimizers without the rate, as text: it must be the same on all workers."""
+    options = [options_of(one.param_groups) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+    kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
+    return json.dumps({"class": kinds, "fields": {"options": repr(options)}})
 
 
 def _fields(rule: Any) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import LBFGS
@@ -30,18 +29,16 @@ from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
-from gradstream.session.optimizer import take_over
+from gradstream.session.optimizer import several, take_over
 from gradstream.session.place import WorkerPlacement
 from gradstream.session.progress import ResumePoint
 from gradstream.session.replica import LoopState, ReplicaBinding
-from gradstream.session.rules import options_of
+from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.session.session import M, O, Session
 from gradstream.strategies.base import Strategy
 
 __all__ = ["WorkerSession", "enter", "running"]
-
-K = TypeVar("K")
 
 _running: WorkerSession | None = None
 
@@ -127,7 +124,7 @@ class WorkerSession(Session):
 
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
         """See `Session.wrap`."""
-        modules, optimizers = _several(model, nn.Module), _several(optimizer, TorchOptimizer)
+        modules, optimizers = several(model, nn.Module), several(optimizer, TorchOptimizer)
         self._check_unused()
         if self._averages_gradients:
             self._wrap_replicas(modules, optimizers)
@@ -158,7 +155,7 @@ class WorkerSession(Session):
         self._optimizers = optimizers
         replica = LoopState(modules, optimizers)
         names, vector = vector_of(replica.parameters)
-        bridge = self._begin(ReplicaBinding(replica, vector), _description_of(*optimizers))
+        bridge = self._begin(ReplicaBinding(replica, vector), description_of(*optimizers))
         wrapped = WrappedParameters(names, [replica.parameters[name] for name in names], optimizers)
         reducer = self._reducer = GradientReducer(
             wrapped, vector, bridge, self._taken_samples, self._samples.clear, self._log.step
@@ -227,7 +224,7 @@ class WorkerSession(Session):
         self._check_unused()
         if self._averages_gradients:
             replica = self._arrays = ArrayGradients(parameters)
-            replica.synchronize(self._begin(replica.binding, _description_of(rule)))
+            replica.synchronize(self._begin(replica.binding, description_of(rule)))
         else:
             arrays = self._arrays = ArrayParameters(parameters, rule)
             self._begin(arrays.binding, arrays.rule_text())
@@ -335,23 +332,3 @@ class WorkerSession(Session):
     def _strategy(self) -> Strategy:
         job = self._place.job()
         return find_strategy(job.strategy, job.strategy_options)
-
-
-def _description_of(*optimizers: object) -> str:
-    """Class and options of the optimizers without the rate, as text: it must be the same on all workers."""
-    options = [options_of(one.param_groups) for one in optimizers if isinstance(one, TorchOptimizer)]
-    kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
-    return json.dumps({"class": kinds, "fields": {"options": repr(options)}})
-
-
-def _several(given: Any, kind: type[K]) -> list[K]:
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    for one in several:
-        if not isinstance(one, kind):
-            raise ConfigError(
-                f"session.wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of "
-                "them; for numpy arrays there is session.exchange"
-            )
-    if not several:
-        raise ConfigError(f"session.wrap: got an empty list, expected at least one torch {kind.__name__}")
-    return several
