@@ -15,7 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError, GradientError, UserCodeError
 from gradstream.job.registry import optimizer_of_text
-from gradstream.session.binding import ArrayBinding, ModuleBinding
+from gradstream.session.arrays import ArrayBinding
+from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import LoaderPart, length_of, part_of
 from gradstream.session.optimizer import DistributedOptimizer

@@ -26,7 +26,7 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import cast_of
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
-from gradstream.session.binding import ArrayBinding
+from gradstream.session.arrays import ArrayBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.worker_session import WorkerSession

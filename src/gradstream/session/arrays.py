@@ -13,16 +13,111 @@ import torch
 from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, GradientError
 from gradstream.job.registry import text_of_optimizer
+from gradstream.model.base import Layout
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
 from gradstream.model.fixed import Fixed
-from gradstream.model.tree import Tree
+from gradstream.model.tree import Tree, leaves
 from gradstream.optim.base import Optimizer
-from gradstream.session.binding import ArrayBinding, ParameterBinding
+from gradstream.session.binding import GradientBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_vector import GradientVector
 
-__all__ = ["ArrayGradients", "ArrayParameters", "LocalUpdates", "rate_of"]
+__all__ = ["ArrayBinding", "ArrayGradients", "ArrayParameters", "LocalUpdates", "rate_of"]
+
+
+class ArrayBinding(ParameterBinding):
+    """Copies the flat vector into numpy arrays, which are updated in place.
+
+    Args:
+        arrays: one array, or a tree (dict, list or tuple) of arrays.
+
+    Raises:
+        ConfigError: a leaf is not a writable array, or the arrays have several dtypes or one that is neither
+            float32 nor float64.
+    """
+
+    def __init__(self, arrays: Tree) -> None:
+        self._arrays = dict(_named(arrays))
+        for name, array in self._arrays.items():
+            if not isinstance(array, np.ndarray) or not array.flags.writeable:
+                raise ConfigError(
+                    f"session.exchange: parameter {name!r}: got {type(array).__name__}, expected a numpy array "
+                    "that can be written, since it is updated in place"
+                )
+        dtypes = {array.dtype.name for array in self._arrays.values()}
+        if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
+            got = ", ".join(sorted(dtypes)) or "no arrays"
+            raise ConfigError(
+                f"session.exchange: the parameters are {got}; expected one dtype, float32 or float64, for all "
+                "of them: convert them with array.astype(np.float32)"
+            )
+        tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
+        self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
+        self._gradients: dict[str, np.ndarray[Any, Any]] = {}
+        self._shown = torch.empty(0)
+
+    def check_unchanged(self, where: str) -> None:
+        """See `ParameterBinding.check_unchanged`."""
+        for name, view in self.layout.views(self._shown) if len(self._shown) else ():
+            if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
+                raise ConfigError(
+                    f"{where}: array {name!r} was changed since the exchange before, and the next one would "
+                    "undo that: change it before the first exchange or after session.close, or let the update "
+                    "rule do it (such as weight_decay)"
+                )
+
+    @property
+    def by_name(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The arrays by name."""
+        return self._arrays
+
+    def check(self, arrays: Tree) -> None:
+        """Raises ConfigError unless these are the arrays of the first call."""
+        for name, array in _named(arrays):
+            if self._arrays.get(name) is not array:
+                raise ConfigError(
+                    f"session.exchange: {name!r} is another array than at the first call: parameters are "
+                    "updated in place, so pass the same arrays each time (w += d instead of w = w + d)"
+                )
+
+    def give(self, gradients: Tree) -> None:
+        """Keeps the gradients for `copy_gradient`.
+
+        Raises:
+            GradientError: a parameter has no gradient, or one of another shape or dtype.
+        """
+        given = {name: np.asarray(array) for name, array in _named(gradients)}
+        if given.keys() != self._arrays.keys():
+            raise GradientError(
+                f"session.exchange: got gradients of {sorted(given)}; expected those of {sorted(self._arrays)}: "
+                "give one for each parameter, zeros where there is none"
+            )
+        for name, array in self._arrays.items():
+            got = given[name]
+            if got.shape != array.shape or got.dtype != array.dtype:
+                raise GradientError(
+                    f"session.exchange: gradient of {name}: got shape {got.shape} {got.dtype}, expected "
+                    f"{array.shape} {array.dtype}, as the parameter has"
+                )
+        self._gradients = given
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """See `ParameterBinding.init`."""
+        del seed
+        for name, view in self.layout.views(parameters):
+            view.numpy()[...] = self._arrays[name]
+
+    def set_parameters(self, parameters: torch.Tensor) -> None:
+        """See `ParameterBinding.set_parameters`: copies into the arrays."""
+        for name, view in self.layout.views(parameters):
+            self._arrays[name][...] = view.numpy()
+        self._shown = parameters
+
+    def copy_gradient(self, gradient: torch.Tensor) -> None:
+        """See `ParameterBinding.copy_gradient`."""
+        for name, view in self.layout.views(gradient):
+            view.numpy()[...] = self._gradients[name]
 
 
 class LocalUpdates:
@@ -143,7 +238,7 @@ class ArrayGradients:
         return parameters
 
 
-class ArrayReplicaBinding(ParameterBinding):
+class ArrayReplicaBinding(GradientBinding):
     """Presents numpy arrays to the run, of a loop whose own update rule moves them.
 
     Args:
@@ -155,20 +250,9 @@ class ArrayReplicaBinding(ParameterBinding):
     def __init__(
         self, arrays: Mapping[str, np.ndarray[Any, Any]], vector: GradientVector, updates: LocalUpdates
     ) -> None:
-        self.layout = vector.layout
+        super().__init__(vector)
         self._arrays = arrays
         self._updates = updates
-
-    def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Fills with zeros: there is no mean gradient yet."""
-        del seed
-        parameters.zero_()
-
-    def set_parameters(self, parameters: torch.Tensor) -> None:
-        """Does nothing: `ArrayGradients.step` reads the mean gradient itself."""
-
-    def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """Does nothing: `ArrayGradients.step` has written the gradient."""
 
     def fixed(self) -> Fixed:
         """All arrays, since no round carries them."""
@@ -212,3 +296,7 @@ def rate_of(rule: Optimizer) -> float:
 
 def _without_lr(rule: Any) -> dict[str, Any]:
     return {name: getattr(rule, name) for name in rule.__dataclass_fields__ if name != "lr"}
+
+
+def _named(tree: Tree) -> list[tuple[str, Any]]:
+    return list(leaves(list(tree) if isinstance(tree, tuple) else tree))

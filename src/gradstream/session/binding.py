@@ -1,7 +1,7 @@
 """Connects the parameters of a user's loop with one flat vector, which is exchanged.
 
-A PyTorch module's parameters become views of the vector, so nothing is copied. numpy arrays, which the user
-holds under names of the user's own, cannot become views: they are copied into.
+A PyTorch module's parameters become views of the vector, so nothing is copied. numpy arrays cannot become views:
+they are copied into (see `arrays.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradstream.errors import ConfigError, GradientError, InternalError
+from gradstream.errors import ConfigError, InternalError
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
-from gradstream.model.tree import Tree, leaves
+from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
-__all__ = ["ArrayBinding", "ModuleBinding", "ParameterBinding"]
+__all__ = ["GradientBinding", "ModuleBinding", "ParameterBinding"]
 
 
 class ParameterBinding(ABC):
@@ -90,6 +90,28 @@ class ParameterBinding(ABC):
         """Raises InternalError: the user's loop computes the outputs."""
         del parameters, inputs
         raise InternalError("the outputs of a loop of the user's are computed in the loop")
+
+
+class GradientBinding(ParameterBinding):
+    """A binding for loops that exchange only gradients, which other code writes and reads.
+
+    Args:
+        vector: what a round carries.
+    """
+
+    def __init__(self, vector: GradientVector) -> None:
+        self.layout = vector.layout
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Fills with zeros: there is no mean gradient yet."""
+        del seed
+        parameters.zero_()
+
+    def set_parameters(self, parameters: torch.Tensor) -> None:
+        """Does nothing: the loop's thread reads the mean gradient."""
+
+    def copy_gradient(self, gradient: torch.Tensor) -> None:
+        """Does nothing: the loop's thread has written the gradient."""
 
 
 class ModuleBinding(ParameterBinding):
@@ -209,101 +231,3 @@ class ModuleBinding(ParameterBinding):
             else:
                 sparse = parameter.grad.layout is not torch.strided
                 view.copy_(parameter.grad.to_dense() if sparse else parameter.grad)
-
-
-class ArrayBinding(ParameterBinding):
-    """Copies the flat vector into numpy arrays, which are updated in place.
-
-    Args:
-        arrays: one array, or a tree (dict, list or tuple) of arrays.
-
-    Raises:
-        ConfigError: a leaf is not a writable array, or the arrays have several dtypes or one that is neither
-            float32 nor float64.
-    """
-
-    def __init__(self, arrays: Tree) -> None:
-        self._arrays = dict(_named(arrays))
-        for name, array in self._arrays.items():
-            if not isinstance(array, np.ndarray) or not array.flags.writeable:
-                raise ConfigError(
-                    f"session.exchange: parameter {name!r}: got {type(array).__name__}, expected a numpy array "
-                    "that can be written, since it is updated in place"
-                )
-        dtypes = {array.dtype.name for array in self._arrays.values()}
-        if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
-            got = ", ".join(sorted(dtypes)) or "no arrays"
-            raise ConfigError(
-                f"session.exchange: the parameters are {got}; expected one dtype, float32 or float64, for all "
-                "of them: convert them with array.astype(np.float32)"
-            )
-        tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
-        self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
-        self._gradients: dict[str, np.ndarray[Any, Any]] = {}
-        self._shown = torch.empty(0)
-
-    def check_unchanged(self, where: str) -> None:
-        """See `ParameterBinding.check_unchanged`."""
-        for name, view in self.layout.views(self._shown) if len(self._shown) else ():
-            if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
-                raise ConfigError(
-                    f"{where}: array {name!r} was changed since the exchange before, and the next one would "
-                    "undo that: change it before the first exchange or after session.close, or let the update "
-                    "rule do it (such as weight_decay)"
-                )
-
-    @property
-    def by_name(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """The arrays by name."""
-        return self._arrays
-
-    def check(self, arrays: Tree) -> None:
-        """Raises ConfigError unless these are the arrays of the first call."""
-        for name, array in _named(arrays):
-            if self._arrays.get(name) is not array:
-                raise ConfigError(
-                    f"session.exchange: {name!r} is another array than at the first call: parameters are "
-                    "updated in place, so pass the same arrays each time (w += d instead of w = w + d)"
-                )
-
-    def give(self, gradients: Tree) -> None:
-        """Keeps the gradients for `copy_gradient`.
-
-        Raises:
-            GradientError: a parameter has no gradient, or one of another shape or dtype.
-        """
-        given = {name: np.asarray(array) for name, array in _named(gradients)}
-        if given.keys() != self._arrays.keys():
-            raise GradientError(
-                f"session.exchange: got gradients of {sorted(given)}; expected those of {sorted(self._arrays)}: "
-                "give one for each parameter, zeros where there is none"
-            )
-        for name, array in self._arrays.items():
-            got = given[name]
-            if got.shape != array.shape or got.dtype != array.dtype:
-                raise GradientError(
-                    f"session.exchange: gradient of {name}: got shape {got.shape} {got.dtype}, expected "
-                    f"{array.shape} {array.dtype}, as the parameter has"
-                )
-        self._gradients = given
-
-    def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.init`."""
-        del seed
-        for name, view in self.layout.views(parameters):
-            view.numpy()[...] = self._arrays[name]
-
-    def set_parameters(self, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.set_parameters`: copies into the arrays."""
-        for name, view in self.layout.views(parameters):
-            self._arrays[name][...] = view.numpy()
-        self._shown = parameters
-
-    def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """See `ParameterBinding.copy_gradient`."""
-        for name, view in self.layout.views(gradient):
-            view.numpy()[...] = self._gradients[name]
-
-
-def _named(tree: Tree) -> list[tuple[str, Any]]:
-    return list(leaves(list(tree) if isinstance(tree, tuple) else tree))

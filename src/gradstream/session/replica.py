@@ -19,7 +19,7 @@ from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError
 from gradstream.model.buffers import Buffers
 from gradstream.model.fixed import Fixed
-from gradstream.session.binding import ParameterBinding
+from gradstream.session.binding import GradientBinding
 from gradstream.session.gradient_vector import GradientVector
 
 __all__ = ["LoopState", "ReplicaBinding"]
@@ -183,7 +183,7 @@ class LoopState:
             yield f"{index}." if several else "", module
 
 
-class ReplicaBinding(ParameterBinding):
+class ReplicaBinding(GradientBinding):
     """Presents a loop whose own optimizers move its modules to the run.
 
     Args:
@@ -192,19 +192,8 @@ class ReplicaBinding(ParameterBinding):
     """
 
     def __init__(self, replica: LoopState, vector: GradientVector) -> None:
-        self.layout = vector.layout
+        super().__init__(vector)
         self._replica = replica
-
-    def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Fills with zeros: there is no mean gradient yet."""
-        del seed
-        parameters.zero_()
-
-    def set_parameters(self, parameters: torch.Tensor) -> None:
-        """Does nothing: `GradientRounds` reads the mean gradient itself."""
-
-    def copy_gradient(self, gradient: torch.Tensor) -> None:
-        """Does nothing: hooks have written the gradient."""
 
     def buffers(self) -> dict[str, Array]:
         """See `ParameterBinding.buffers`."""
