@@ -19,7 +19,7 @@ from gradstream.job.validation import check_script
 from gradstream.run.files import read_record
 from gradstream.run.launcher import OnEvent
 from gradstream.run.node import LOCK, LOCK_S
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.reopen import job_of_run
 from gradstream.run.result import FINAL_MODEL, Run
@@ -122,14 +122,14 @@ def resume(
     at = None if found is None else Resume.at(*found, time_s=time_s)
     if listen is not None and at is None:
         job = spread_out(job, "listen")
-    cast = cast_of(job, secrets.token_hex(8), resume=at)
-    _check_left(path, cast.ledger().finished)
+    plan = plan_run(job, secrets.token_hex(8), resume=at)
+    _check_left(path, plan.ledger().finished)
     if at is None:
         has = "no good checkpoint" if from_start else "no checkpoint"
         say(f"{path} has {has}: the run begins from the start")
     else:
         say(f"the run goes on from {at.folder}")
-    return launch(job, cast, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
+    return launch(job, plan, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
 
 
 def _check_left(path: Path, finished: bool) -> None:

@@ -23,7 +23,7 @@ from gradstream.job.files import Asked, intercept, job_of
 from gradstream.job.job import Data, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.recording import FOLDER
 from gradstream.run.failures import typed_error
-from gradstream.run.plan import cast_of, metrics_of
+from gradstream.run.plan import metrics_of, plan_run
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Storage
@@ -97,21 +97,21 @@ def simulate(
             told(event)
 
     found = to_resume(storage, lambda _: None) if storage is not None and resume else None
-    cast = cast_of(
+    plan = plan_run(
         job,
         "simulation",
         resume=None if found is None else Resume.at(*found),
         keeps=storage is not None and not config.shape_only,
     )
-    config.check_names(cast.node_names)
-    if cast.strategy.exchange != "auto":
+    config.check_names(plan.node_names)
+    if plan.strategy.exchange != "auto":
         raise ConfigError(
-            f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
+            f"exchange={plan.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
             "simulated; leave it out, the updates are the same"
         )
     built = build_model(job)
-    cast.grouped(built)  # says what is wrong before anything is started
-    cluster = SimulatedCluster(cast, built, job.data, config, take, storage)
+    plan.grouped(built)  # says what is wrong before anything is started
+    cluster = SimulatedCluster(plan, built, job.data, config, take, storage)
     outcome = cluster.run(script)
     if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
         callbacks.end(lambda: Run(events=events))
@@ -131,7 +131,7 @@ def simulate(
         model=built,
         data=job.data,
         metrics=metrics_of(job),
-        recording=_recording(cluster.virtual.storage, cast.job),
+        recording=_recording(cluster.virtual.storage, plan.job),
         job=job if job.record else None,
     )
     callbacks.end(lambda: run)

@@ -24,7 +24,7 @@ from gradstream.job.validation import check_script
 from gradstream.run.launcher import Launcher, OnAddress, OnEvent
 from gradstream.run.local import LocalCluster
 from gradstream.run.nodes import RunPlan
-from gradstream.run.plan import cast_of, metrics_of
+from gradstream.run.plan import metrics_of, plan_run
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
@@ -109,20 +109,20 @@ def train(
             job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
         listening.check(job, earlier=spec in _made)
         job = spread_out(listening.spread_servers(job), "listen")
-    cast = cast_of(job, secrets.token_hex(8))
-    if cast.groups:
-        cast.grouped(build_model(job))  # says what is wrong before anything is started
+    plan = plan_run(job, secrets.token_hex(8))
+    if plan.groups:
+        plan.grouped(build_model(job))  # says what is wrong before anything is started
     as_threads = processes is False or spec is None
     if not as_threads:
-        check_places(cast.optimizer)
+        check_places(plan.optimizer)
     check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
-    return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
+    return launch(job, plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
 
 
 def launch(
     job: Job,
-    cast: RunPlan,
+    plan: RunPlan,
     run_dir: Path,
     *,
     on_event: OnEvent | None = None,
@@ -134,7 +134,7 @@ def launch(
     """Starts the nodes of a run that is begun, or resumed, and returns what came of it: see `train`.
 
     Args:
-        job, cast: checked.
+        job, plan: checked.
         run_dir: is there.
         cluster: where to start them; None makes one for this run. One that is given is left open.
         stop: asked now and then whether the run is to stop with a checkpoint, as by Ctrl-C. Such a run is a
@@ -143,7 +143,7 @@ def launch(
     callbacks = _callbacks(job, run_dir)
     told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
     try:
-        Launcher(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
+        Launcher(job, plan, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
     except (GradstreamError, Interrupted):
         callbacks.end(lambda: Run.load(run_dir))
         raise
@@ -171,13 +171,13 @@ def host(
     job = dataclasses.replace(job, argv=sys.argv, name=job.name or Path(job.spec or "session").stem)
     if listening is not None:
         listening.check(job, earlier=False)
-    cast = cast_of(job, secrets.token_hex(8))
+    plan = plan_run(job, secrets.token_hex(8))
     check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
     callbacks = _callbacks(job, run_dir)
     told = callbacks.beside(None)
     try:
-        Launcher(job, cast, run_dir, (), told, not processes, listening, on_address=on_address).run()
+        Launcher(job, plan, run_dir, (), told, not processes, listening, on_address=on_address).run()
     finally:
         callbacks.end(lambda: Run.load(run_dir))
     return Run.load(run_dir)

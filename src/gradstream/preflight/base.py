@@ -20,7 +20,7 @@ from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.nodes import RunPlan
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.reopen import kept_parameters
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_disk_bytes
@@ -53,9 +53,9 @@ class DryRun(ABC):
         """By name, in the order in which they are made."""
 
     @cached_property
-    def cast(self) -> RunPlan:
+    def plan(self) -> RunPlan:
         """The job, as its nodes will play it. Raises ConfigError for what is wrong with it."""
-        return cast_of(self.job, "dry-run")
+        return plan_run(self.job, "dry-run")
 
     @cached_property
     def run(self) -> Run:
@@ -78,7 +78,7 @@ class DryRun(ABC):
         try:
             return launch(
                 job,
-                cast_of(job, secrets.token_hex(8)),
+                plan_run(job, secrets.token_hex(8)),
                 self._run_dir,
                 on_event=on_event,
                 as_threads=job.spec is None,
@@ -102,16 +102,16 @@ class DryRun(ABC):
 
     def configuration(self) -> str:
         """What it is about to run."""
-        cast = self.cast
+        plan = self.plan
         if self.job.spec is not None:  # it loads torch while the next checks are made
-            environment = node_environment(self.job.workers, shards=cast.servers > 0)
+            environment = node_environment(self.job.workers, shards=plan.servers > 0)
             self._cluster = self._stack.enter_context(LocalCluster(self._run_dir / "logs", environment))
-        names = f"{type(cast.strategy).__name__.lower()}, {self.rule()}"
-        return f"{names}, {count(cast.workers, 'worker')}, {count(cast.servers, 'server')}"
+        names = f"{type(plan.strategy).__name__.lower()}, {self.rule()}"
+        return f"{names}, {count(plan.workers, 'worker')}, {count(plan.servers, 'server')}"
 
     def rule(self) -> str:
         """The update rule, as far as it is known."""
-        return type(self.cast.optimizer).__name__
+        return type(self.plan.optimizer).__name__
 
     def disk(self, final_bytes: int, checkpoint_bytes: int) -> str:
         """Whether final parameters, and as many checkpoints as are kept, have room."""

@@ -51,7 +51,7 @@ class ReplayCluster(ReplayListener):
     """A replay that is under way.
 
     Args:
-        cast: of the run, without what only a coordinator does.
+        plan: of the run, without what only a coordinator does.
         model: copied for each worker.
         data: of the run.
         parts: of the recording, by node.
@@ -62,7 +62,7 @@ class ReplayCluster(ReplayListener):
 
     def __init__(
         self,
-        cast: RunPlan,
+        plan: RunPlan,
         model: Model,
         data: Dataset,
         parts: Mapping[str, LogPart],
@@ -71,13 +71,13 @@ class ReplayCluster(ReplayListener):
         *,
         keep: bool,
     ) -> None:
-        self._cast, self._model, self._data, self._parts = cast, model, data, parts
-        self._virtual = VirtualCluster(cast.seed, INSTANT, _Overlay(storage))
+        self._plan, self._model, self._data, self._parts = plan, model, data, parts
+        self._virtual = VirtualCluster(plan.seed, INSTANT, _Overlay(storage))
         self._network = MemoryNetwork(self._virtual)
         layout = model.layout
-        self._chunk_map = ChunkMap(layout.elems, cast.chunk_elems_of(layout), cast.servers)
+        self._chunk_map = ChunkMap(layout.elems, plan.chunk_elems_of(layout), plan.servers)
         self._book = UpdateAssembler(self._chunk_map, layout.dtype, model.tree, ids, keep=keep)
-        self._scripts = [ReplaySchedule(parts[shard_name(rank)], self) for rank in range(cast.servers)]
+        self._scripts = [ReplaySchedule(parts[shard_name(rank)], self) for rank in range(plan.servers)]
         self._shards: list[ShardNode] = []
         self._num_moved = 0
         self._news = asyncio.Event()
@@ -175,9 +175,9 @@ class ReplayCluster(ReplayListener):
 
     async def _begin(self) -> None:
         roster = ReplayedMembers(self._notice())
-        for rank in range(self._cast.servers):
+        for rank in range(self._plan.servers):
             name = shard_name(rank)
-            config = replace(self._cast.shard_config(rank, self._model), order=self._scripts[rank])
+            config = replace(self._plan.shard_config(rank, self._model), order=self._scripts[rank])
             runtime, endpoint, member = await self._place(name, roster)
             shard = ShardNode(runtime, endpoint, member, config)
             self._shards.append(shard)
@@ -185,7 +185,7 @@ class ReplayCluster(ReplayListener):
         for node in roster.notice.nodes:
             if node.role == "worker":
                 config_of_worker = replace(
-                    self._cast.worker_config(node.rank, copy.deepcopy(self._model), self._data),
+                    self._plan.worker_config(node.rank, copy.deepcopy(self._model), self._data),
                     watch=self._book,
                 )
                 runtime, endpoint, member = await self._place(node.name, roster)
@@ -196,7 +196,7 @@ class ReplayCluster(ReplayListener):
 
     async def _bury(self) -> None:
         """Kills every node, and cancels until all tasks have ended: clean-up waits for what never comes."""
-        names = [name for name in self._cast.node_names if self._network.at(f"memory:{name}") is not None]
+        names = [name for name in self._plan.node_names if self._network.at(f"memory:{name}") is not None]
         for name in names:
             self._network.kill(name)
             self._virtual.runtime(name).kill()
@@ -211,7 +211,7 @@ class ReplayCluster(ReplayListener):
         self, name: str, roster: ReplayedMembers
     ) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
         runtime = self._virtual.runtime(name)
-        endpoint = MemoryEndpoint(self._cast.identity(name, incarnation=1), runtime, self._network)
+        endpoint = MemoryEndpoint(self._plan.identity(name, incarnation=1), runtime, self._network)
         await endpoint.start()
         part = self._parts.get(name)
         entries = () if part is None else part.entries
@@ -245,10 +245,10 @@ class ReplayCluster(ReplayListener):
 
     def _notice(self) -> v1.Notice:
         """Who was in. Workers of a lower rank than the one that gave initial parameters had died before."""
-        cast = self._cast
-        names = [("shard", rank, shard_name(rank)) for rank in range(cast.servers)]
+        plan = self._plan
+        names = [("shard", rank, shard_name(rank)) for rank in range(plan.servers)]
         first = min((rank for rank in self._assigners()), default=0)
-        names += [("worker", rank, worker_name(rank)) for rank in range(first, cast.workers)]
+        names += [("worker", rank, worker_name(rank)) for rank in range(first, plan.workers)]
         return v1.Notice(
             epoch=1,
             phase=v1.Notice.TRAINING,

@@ -79,7 +79,7 @@ class Launcher:
     def __init__(
         self,
         job: Job,
-        cast: RunPlan,
+        plan: RunPlan,
         run_dir: Path,
         earlier: tuple[Path, ...],
         on_event: OnEvent | None,
@@ -97,7 +97,7 @@ class Launcher:
         self._stop = stop
         self._is_trial = stop is not None
         self._job = job
-        self._cast = cast
+        self._plan = plan
         self._run_dir = run_dir
         self._earlier = earlier
         self._as_threads = as_threads
@@ -110,13 +110,13 @@ class Launcher:
         self._events = FollowedEvents(run_dir, on_event)
         self._errors: dict[str, dict[str, Any]] = {}  # what nodes say has happened to them
         self._ended: dict[str, int] = {}
-        elsewhere = [worker_name(rank) for rank in range(cast.workers)] if on_address else []
-        self._others = [name for name in cast.node_names if name not in (COORDINATOR, *elsewhere)]
+        elsewhere = [worker_name(rank) for rank in range(plan.workers)] if on_address else []
+        self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
 
     def run(self) -> None:
         """Returns when the run has finished; raises what it failed with. Leaves no process."""
         here = self._per_machine
-        environment = {} if self._as_threads else node_environment(here, shards=self._cast.servers > 0)
+        environment = {} if self._as_threads else node_environment(here, shards=self._plan.servers > 0)
         with self._held_port():
             self._run(self._prepared(environment))
 
@@ -178,7 +178,7 @@ class Launcher:
 
     def _write_records(self, environment: Mapping[str, str]) -> None:
         spec = self._spec(self._earlier)
-        entries = effective(self._job, self._cast.strategy, self._cast.optimizer)
+        entries = effective(self._job, self._plan.strategy, self._plan.optimizer)
         storage = DiskStorage(self._run_dir)  # atomic: a run can be killed here, and resumed
         storage.write("config.toml", to_toml(self._job, entries).encode())
         if self._job.record:
@@ -192,14 +192,14 @@ class Launcher:
         }
         if self._job.record_machine:
             info |= {"git_commit": git_commit(Path.cwd()), **describe_machine(environment)}
-        if self._cast.resume is None:
+        if self._plan.resume is None:
             storage.write("run.json", json.dumps(info, indent=2).encode() + b"\n")
         storage.write("nodes.json", json.dumps(dataclasses.asdict(spec), indent=2).encode() + b"\n")
 
     def _spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
         return NodeSpec.of(
             self._job,
-            self._cast,
+            self._plan,
             run_dir=self._run_dir,
             earlier=earlier,
             trial=self._is_trial,
@@ -222,7 +222,7 @@ class Launcher:
             return
         at = Address("127.0.0.1")
         if self._listening is not None:
-            at = self._listening.address.at(self._listening.meeting_port(self._cast.servers))
+            at = self._listening.address.at(self._listening.meeting_port(self._plan.servers))
         with hold_port(at.host, at.port) as held:
             self._meeting = str(at.at(held.getsockname()[1]))
             yield
@@ -254,7 +254,7 @@ class Launcher:
 
         spec = dataclasses.asdict(self._spec(()))
         with MachineRendezvous(
-            self._listening, self._job, spec, self._cast.servers, self._cluster.post, self._events.emit
+            self._listening, self._job, spec, self._plan.servers, self._cluster.post, self._events.emit
         ) as gathering:
             self._gathering = gathering
             gathering.wait(self._hear_and_show)
@@ -336,7 +336,7 @@ class Launcher:
     @property
     def _folder(self) -> str:
         """The newest checkpoint, as far as is known; "" without one."""
-        resumed = self._cast.resume
+        resumed = self._plan.resume
         first = "" if resumed is None else resumed.folder
         last: str = self._events.last.get("checkpoint", {}).get("folder", first)
         return last

@@ -37,7 +37,7 @@ from gradstream.run.files import read_record
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
 from gradstream.run.nodes import COORDINATOR, RunPlan
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
@@ -109,7 +109,7 @@ class NodeSpec:
     def of(
         cls,
         job: Job,
-        cast: RunPlan,
+        plan: RunPlan,
         *,
         run_dir: Path,
         earlier: tuple[Path, ...],
@@ -119,14 +119,14 @@ class NodeSpec:
     ) -> NodeSpec:
         """The spec of a job. One without a place of its own can be run, but not be read again."""
         return cls(
-            id=cast.job,
+            id=plan.job,
             job=job.data.job if is_script(job) else job.spec or "",  # type: ignore[attr-defined]
             earlier=tuple(map(str, earlier)),
             run_dir=str(run_dir),
             plain=overrides(job),
-            strategy=describe(cast.strategy),
-            optimizer=describe(cast.optimizer),
-            resume=None if cast.resume is None else cast.resume.as_json(),
+            strategy=describe(plan.strategy),
+            optimizer=describe(plan.optimizer),
+            resume=None if plan.resume is None else plan.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
             data=dict(getattr(job.data, "quick_checks", {})),
             trial=trial,
@@ -337,11 +337,11 @@ async def _run(
     from gradstream.transport.security import Tls
 
     resume = None if spec.resume is None else Resume.of_json(spec.resume)
-    cast, name = cast_of(job, spec.id, resume=resume), given.name
+    plan, name = plan_run(job, spec.id, resume=resume), given.name
     root, durable = Path(spec.run_dir), not spec.trial
     memory = make_memory(job.carrier, given.listen)
     runtime = RealRuntime(name, seed=job.seed, root=root, durable=durable, core=core, memory=memory)
-    identity = cast.identity(name, int.from_bytes(os.urandom(8), "little"))
+    identity = plan.identity(name, int.from_bytes(os.urandom(8), "little"))
     credentials = Credentials.parse(given.credentials)
     identity.secret = credentials.secret
     endpoint = make_endpoint(
@@ -358,7 +358,7 @@ async def _run(
     try:
         if name == COORDINATOR:
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
-                return await _coordinate(cast, runtime, endpoint, say, when_asked or _on_sigterm)
+                return await _coordinate(plan, runtime, endpoint, say, when_asked or _on_sigterm)
         if given.coordinator is None:
             raise ConfigError(f"{name} needs --coordinator, the address of the coordinator")
         role, _, rank = name.partition("-")
@@ -370,10 +370,10 @@ async def _run(
             runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
         say(address=endpoint.address)
         if role == "shard":
-            cast = dataclasses.replace(cast, reduction=model.reduction)
-            await cast.shard(runtime, endpoint, int(rank), model).run()
+            plan = dataclasses.replace(plan, reduction=model.reduction)
+            await plan.shard(runtime, endpoint, int(rank), model).run()
         else:
-            await cast.worker(runtime, endpoint, int(rank), model, job.data).run()
+            await plan.worker(runtime, endpoint, int(rank), model, job.data).run()
         return OK
     finally:
         lateness.cancel()
@@ -386,19 +386,19 @@ def _on_sigterm(stop: Callable[[], None]) -> None:
 
 
 async def _coordinate(
-    cast: RunPlan, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
+    plan: RunPlan, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
 ) -> int:
     log = EventLog(
         runtime.storage, EVENTS, node=COORDINATOR, now=runtime.now, tell=lambda text: say(disk=text)
     )
-    coordinator = cast.coordinator(runtime, endpoint, log.append)
+    coordinator = plan.coordinator(runtime, endpoint, log.append)
     when_asked(coordinator.stop)
     await endpoint.start()
     say(address=endpoint.address)
     outcome = await coordinator.run()
     for event in runtime.vitals(COORDINATOR):
         coordinator.emit(event)
-    await write_rest(log, runtime, cast.deadlines.lease_s, say)
+    await write_rest(log, runtime, plan.deadlines.lease_s, say)
     if outcome.notice.phase == v1.Notice.STOPPED:
         return RESUMABLE
     return OK if outcome.failed is None else ABORTED

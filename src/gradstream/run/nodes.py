@@ -144,7 +144,7 @@ class RunPlan:
         shards = [shard_name(rank) for rank in range(self.servers)]
         return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
 
-    def plan(self) -> BatchPlan:
+    def batch_plan(self) -> BatchPlan:
         """Who goes through which sample. Raises ConfigError where the numbers do not fit."""
         division = PartitionSpec(
             partitioning=self._partitioning,
@@ -203,7 +203,7 @@ class RunPlan:
         """An account of every minibatch of the run."""
         if self.open_ended:
             return OpenLedger(self.workers, rounds=self.strategy.partitioning == "rounds")
-        return Ledger(self.plan(), epochs=self.epochs, steps=self.steps_left, helping=self._helping)
+        return Ledger(self.batch_plan(), epochs=self.epochs, steps=self.steps_left, helping=self._helping)
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """Who a node is, before it has joined."""
@@ -412,7 +412,7 @@ class RunPlan:
             strategy=self.strategy,
             model=model,
             data=cast(Dataset, data),
-            plan=None if self.open_ended else self.plan(),
+            plan=None if self.open_ended else self.batch_plan(),
             lr=self.optimizer.lr,
             clip=self.clip,
             evaluation=self.evaluation,

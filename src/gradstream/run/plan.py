@@ -1,4 +1,4 @@
-"""A job becomes a cast: its names found, its data planned, its parts fitted to one another."""
+"""A job becomes a plan: its names found, its data planned, its parts fitted to one another."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gradstream.transport.offers import shares_memory
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.gradient import Clip
 
-__all__ = ["cast_of", "metrics_of", "num_servers", "policy_of"]
+__all__ = ["metrics_of", "num_servers", "plan_run", "policy_of"]
 
 
-def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:
+def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:
     """The run that a job asks for, with its strategy and update rule found and its data planned.
 
     Args:
@@ -38,7 +38,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     check_strategy(job, strategy, optimizer)
     model = job.model
-    cast = RunPlan(
+    plan = RunPlan(
         job=run_id,
         software=__version__,
         strategy=strategy,
@@ -68,10 +68,10 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         resume=resume,
         deadlines=job.deadlines,
     )
-    cast.ledger()
+    plan.ledger()
     if strategy.through == "servers":
-        strategy.rule(cast.workers, cast.reduction)  # what it raises is said here, and not by a shard's death
-    return cast
+        strategy.rule(plan.workers, plan.reduction)  # what it raises is said here, and not by a shard's death
+    return plan
 
 
 def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | None:

@@ -1,4 +1,4 @@
-"""A whole run inside one process, on virtual time: every node of the cast, and deaths on demand."""
+"""A whole run inside one process, on virtual time: every node of the plan, and deaths on demand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SimulatedCluster:
     """The nodes of a job on a virtual network.
 
     Args:
-        cast: what all nodes agree on.
+        plan: what all nodes agree on.
         model: copied for each worker; a shape-only one is never run, and shared.
         data: never read in a shape-only simulation.
         world: machines and network.
@@ -36,16 +36,16 @@ class SimulatedCluster:
 
     def __init__(
         self,
-        cast: RunPlan,
+        plan: RunPlan,
         model: Model,
         data: Dataset,
         config: SimulationConfig,
         on_events: Callable[[bytes], None],
         storage: Storage | None = None,
     ) -> None:
-        self.cast = cast
+        self.plan = plan
         self.coordinator: Coordinator | None = None  # once it has started
-        self.virtual = VirtualCluster(cast.seed, config, storage)
+        self.virtual = VirtualCluster(plan.seed, config, storage)
         self.network = MemoryNetwork(self.virtual)
         self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
         self._model = model
@@ -93,9 +93,9 @@ class SimulatedCluster:
 
     async def _main(self, script: Script | None) -> None:
         await self._start(COORDINATOR, self._coordinator)
-        for rank in range(self.cast.servers):
+        for rank in range(self.plan.servers):
             await self._start(shard_name(rank), partial(self._shard, rank))
-        for rank in range(self.cast.workers):
+        for rank in range(self.plan.workers):
             await self._start(worker_name(rank), partial(self._worker, rank))
         director = self.virtual.runtime("director")
         if script is not None:
@@ -104,7 +104,7 @@ class SimulatedCluster:
 
     async def _start(self, name: str, play: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
         runtime = self.virtual.runtime(name)
-        endpoint = MemoryEndpoint(self.cast.identity(name, incarnation=1), runtime, self.network)
+        endpoint = MemoryEndpoint(self.plan.identity(name, incarnation=1), runtime, self.network)
         await endpoint.start()
         if name == COORDINATOR:
             self._address = endpoint.address
@@ -126,17 +126,17 @@ class SimulatedCluster:
 
     async def _coordinator(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(COORDINATOR)
-        self.coordinator = self.cast.coordinator(runtime, endpoint, self._on_events)
+        self.coordinator = self.plan.coordinator(runtime, endpoint, self._on_events)
         self._outcome = await self.coordinator.run()
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
-        await self.cast.shard(runtime, endpoint, rank, self._model).run()
+        await self.plan.shard(runtime, endpoint, rank, self._model).run()
 
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        await self.cast.worker(runtime, endpoint, rank, model, self._data).run()
+        await self.plan.worker(runtime, endpoint, rank, model, self._data).run()
 
 
 Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]

@@ -33,11 +33,11 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     import json
 
     from gradstream.run.effective_settings import effective, to_toml
-    from gradstream.run.plan import cast_of
+    from gradstream.run.plan import plan_run
 
     chosen = load_job_with(job, **given)
-    cast = cast_of(chosen, "config")
-    entries = effective(chosen, cast.strategy, cast.optimizer)
+    plan = plan_run(chosen, "config")
+    entries = effective(chosen, plan.strategy, plan.optimizer)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(entry) for entry in entries]))
     else:
