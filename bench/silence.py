@@ -87,7 +87,7 @@ def stop(node: str, seconds: float, times: int) -> dict[str, Any]:
         with LocalCluster(run_dir / "logs", {"OMP_NUM_THREADS": "1"}) as cluster:
             stopper = Stopper(cluster, node, seconds, times=times, gap_s=gap_s)
             try:
-                launch(own, plan_run(own, "silence"), run_dir, cluster=cluster, on_event=stopper)
+                launch(plan_run(own, "silence"), run_dir, cluster=cluster, on_event=stopper)
             except gs.errors.GradstreamError as error:
                 said = f"{type(error).__name__}: {error}"
             ended = {}

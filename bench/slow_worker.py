@@ -114,7 +114,7 @@ def one_run(kind: str) -> Run:
                     quota.put(cluster.running[name])
 
         spec = load_job(f"{__file__}:{kind}")
-        return launch(spec, plan_run(spec, kind), path, cluster=cluster, on_event=slow_down)
+        return launch(plan_run(spec, kind), path, cluster=cluster, on_event=slow_down)
 
 
 def figures_of(run: Run) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def one_run(kind: str, cores: float, cluster: LocalCluster) -> Run:
             if event["event"] == "started":
                 quota.put(cluster.running["worker-1"])
 
-        return launch(job, plan_run(job, kind), path, cluster=cluster, on_event=slow_down)
+        return launch(plan_run(job, kind), path, cluster=cluster, on_event=slow_down)
 
 
 def round_s(run: Run) -> float:

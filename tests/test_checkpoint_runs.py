@@ -92,7 +92,7 @@ class Killer:
 def new_run(job_file: Path, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
     path.mkdir()
     job = load_job(str(job_file))
-    return launch(job, plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
 
 
 @pytest.mark.limit_s(300)

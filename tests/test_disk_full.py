@@ -232,7 +232,7 @@ def simulated(
     """A run whose events are on its storage, as those of processes are; and what it told its launcher."""
     job = make_job(MODEL, DATA, **{**JOB, **options})
     plan, told = plan_run(job, "simulation", keeps=True), [] if told is None else told
-    cluster = SimulatedCluster(plan, build_model(job), DATA, WORLD, lambda lines: log.append(lines), storage)
+    cluster = SimulatedCluster(plan, build_model(job), WORLD, lambda lines: log.append(lines), storage)
     clock = cluster.virtual.clock
     log = EventLog(storage, "events.jsonl", node="coordinator", now=lambda: clock.now_ns, tell=told.append)
     cluster.run(script)

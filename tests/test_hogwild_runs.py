@@ -176,7 +176,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
     path.mkdir()
     loaded = load_job(spec)
-    return launch(loaded, plan_run(loaded, path.name), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(loaded, path.name), path, cluster=cluster, on_event=on_event)
 
 
 def objectives(run: gs.Run) -> tuple[float, float]:

@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             (folder / name).mkdir()
             job = load_job(str(folder / "small.py"))
             killer = Killer(warm, "step", 40, *victims) if victims else None
-            launch(job, plan_run(job, name), folder / name, cluster=warm, on_event=killer)
+            launch(plan_run(job, name), folder / name, cluster=warm, on_event=killer)
             if killer is not None:
                 killer.bury()
     return folder / "whole", folder / "killed"

@@ -93,7 +93,7 @@ def text_of(epochs: int) -> str:
 def begin(script: Path, run_dir: Path, cluster: LocalCluster, **options: Any) -> gs.Run:
     run_dir.mkdir()
     job = load_job(str(script))
-    return launch(job, plan_run(job, "loop"), run_dir, cluster=cluster, **options)
+    return launch(plan_run(job, "loop"), run_dir, cluster=cluster, **options)
 
 
 def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.errors.Interrupted:

@@ -59,7 +59,7 @@ def run_with(folder: Path, node: str, seconds: float, epochs: int | None = None)
         # Before it, workers learn how much they can do: that decides how much work they have in hand.
         stopper = Stopper(cluster, node, seconds, gap_s=LEASE_S / 2)
         try:
-            launch(job, plan_run(job, "silence"), run_dir, cluster=cluster, on_event=stopper)
+            launch(plan_run(job, "silence"), run_dir, cluster=cluster, on_event=stopper)
         except gs.errors.GradstreamError as raised:
             error = str(raised)
         stopper.check()

@@ -74,7 +74,7 @@ def warm(tmp_path: Path) -> Iterator[LocalCluster]:
 def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
     path.mkdir()
     job = load_job(spec)
-    return launch(job, plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
 
 
 @pytest.mark.limit_s(240)

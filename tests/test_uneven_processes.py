@@ -80,7 +80,7 @@ def run(job_file: Path, name: str, cluster: LocalCluster, on_event: Any) -> gs.R
     path = job_file.parent / name
     path.mkdir()
     job = load_job(f"{job_file}:{name}")
-    return launch(job, plan_run(job, name), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(job, name), path, cluster=cluster, on_event=on_event)
 
 
 def test_a_worker_with_little_cpu_gets_the_smaller_share(job_file: Path) -> None:

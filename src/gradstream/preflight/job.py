@@ -1,4 +1,4 @@
-"""A dry run of a job: nothing is started that estimates say cannot end well."""
+"""The dry run of a job: starts no process where estimates of memory and disk exceed what is free."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gradstream.runtime.resources import free_memory_bytes
 __all__ = ["JobDryRun"]
 
 TEST_SAMPLES = 64
-"""How many held-out samples are looked at."""
+"""Number of held-out samples that are evaluated."""
 
 PROCESS_BYTES = 200_000_000
-"""Python, torch and gRPC in each process, beside its vectors."""
+"""Memory of Python, torch and gRPC in each process, without its vectors."""
 
 
 class JobDryRun(DryRun):
@@ -118,7 +118,7 @@ class JobDryRun(DryRun):
 
 
 class _Few:
-    """Some held-out samples of a data set, evenly from first to last: they may be sorted."""
+    """Held-out samples of a data set at equal distances, since they may be sorted."""
 
     def __init__(self, data: Dataset, num_samples: int) -> None:
         self._data = data

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from gradstream.coordinator.client.member import Member
-from gradstream.data.base import Dataset
 from gradstream.errors import DivergedError
 from gradstream.model.base import Model
 from gradstream.recording import Closed, FetchAsked, LogPart, Pushed
@@ -25,7 +24,8 @@ from gradstream.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.replay.schedule import ReplayListener, ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.replay.update_assembler import UpdateAssembler
-from gradstream.run.nodes import RunPlan, shard_name, worker_name
+from gradstream.run.nodes import shard_config, worker_config
+from gradstream.run.plan import RunPlan, shard_name, worker_name
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
@@ -51,9 +51,8 @@ class ReplayCluster(ReplayListener):
     """A replay that is under way.
 
     Args:
-        plan: of the run, without what only a coordinator does.
+        plan: of the run, without its evaluations.
         model: copied for each worker.
-        data: of the run.
         parts: of the recording, by node.
         ids: the samples of a minibatch.
         storage: where the run goes on from a checkpoint: its directory, which is not written.
@@ -64,15 +63,14 @@ class ReplayCluster(ReplayListener):
         self,
         plan: RunPlan,
         model: Model,
-        data: Dataset,
         parts: Mapping[str, LogPart],
         ids: Callable[..., Any],
         storage: Storage | None,
         *,
         keep: bool,
     ) -> None:
-        self._plan, self._model, self._data, self._parts = plan, model, data, parts
-        self._virtual = VirtualCluster(plan.seed, INSTANT, _Overlay(storage))
+        self._plan, self._model, self._parts = plan, model, parts
+        self._virtual = VirtualCluster(plan.job.seed, INSTANT, _Overlay(storage))
         self._network = MemoryNetwork(self._virtual)
         layout = model.layout
         self._chunk_map = ChunkMap(layout.elems, plan.chunk_elems_of(layout), plan.servers)
@@ -177,7 +175,7 @@ class ReplayCluster(ReplayListener):
         roster = ReplayedMembers(self._notice())
         for rank in range(self._plan.servers):
             name = shard_name(rank)
-            config = replace(self._plan.shard_config(rank, self._model), order=self._scripts[rank])
+            config = replace(shard_config(self._plan, rank, self._model), order=self._scripts[rank])
             runtime, endpoint, member = await self._place(name, roster)
             shard = ShardNode(runtime, endpoint, member, config)
             self._shards.append(shard)
@@ -185,7 +183,7 @@ class ReplayCluster(ReplayListener):
         for node in roster.notice.nodes:
             if node.role == "worker":
                 config_of_worker = replace(
-                    self._plan.worker_config(node.rank, copy.deepcopy(self._model), self._data),
+                    worker_config(self._plan, node.rank, copy.deepcopy(self._model)),
                     watch=self._book,
                 )
                 runtime, endpoint, member = await self._place(node.name, roster)

@@ -14,7 +14,7 @@ from typing import Any
 from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError
 from gradstream.run.failures import typed_error
-from gradstream.run.node import SWITCH_INTERVAL_S, take_part
+from gradstream.run.node import SWITCH_INTERVAL_S, run_worker
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.job import OwnLoop
@@ -77,7 +77,7 @@ class LoopNode:
         own = OwnLoop(self._handover, self._rule)
         parts: dict[str, Any] = {"model": self._held, "data": own}
         job = dataclasses.replace(place.job(), **parts)
-        await take_part(job, place.arguments)
+        await run_worker(job, place.arguments)
 
 
 def _as_it_happened(error: RunAbortedError) -> GradstreamError:

@@ -35,10 +35,8 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     from gradstream.run.effective_settings import effective, to_toml
     from gradstream.run.plan import plan_run
 
-    chosen = load_job_with(job, **given)
-    plan = plan_run(chosen, "config")
-    entries = effective(chosen, plan.strategy, plan.optimizer)
+    plan = plan_run(load_job_with(job, **given), "config")
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(entry) for entry in entries]))
+        click.echo(json.dumps([dataclasses.asdict(entry) for entry in effective(plan)]))
     else:
-        click.echo(to_toml(chosen, entries), nl=False)
+        click.echo(to_toml(plan), nl=False)

@@ -19,7 +19,7 @@ from typing import Literal
 from gradstream._version import __version__
 from gradstream.errors import GradstreamError
 from gradstream.run.remote.address import Address, new_token
-from gradstream.run.remote.certificate_authority import ENROLMENT
+from gradstream.run.remote.certificate_authority import LAUNCHER
 from gradstream.run.remote.join_service import JOB
 from gradstream.run.remote.measure import LinkSpeed, machine_facts, measure
 from gradstream.run.remote.reach import check_fingerprint, connect, resolve, shake_hands
@@ -185,11 +185,11 @@ async def _talk(visit: Visit, certificate: bytes | None) -> list[DoctorResult]:
     identity = Identity(JOB, "machine-doctor", int.from_bytes(os.urandom(8), "little"))
     identity.secret = new_token(visit.token).encode()
     endpoint = GrpcEndpoint(identity, runtime, security=security)
-    endpoint.know(ENROLMENT, str(visit.address))
+    endpoint.know(LAUNCHER, str(visit.address))
     findings: list[DoctorResult] = []
     try:
         findings += await _greet(runtime, endpoint)
-        speed = await measure(runtime, endpoint, ENROLMENT, num_bytes=visit.num_bytes)
+        speed = await measure(runtime, endpoint, LAUNCHER, num_bytes=visit.num_bytes)
         findings += _speed_findings(speed)
     except GradstreamError as error:
         findings.append(DoctorResult("speed" if findings else "gRPC", str(error), "failed"))
@@ -203,7 +203,7 @@ async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[DoctorRes
     trips: list[tuple[float, float]] = []  # seconds there and back, difference of the clocks
     for _ in range(NUM_PINGS):
         begun, date_s = runtime.now(), time.time()
-        welcome = await endpoint.call(ENROLMENT, "hello", v1.Hello(), v1.Welcome, silence_s=10)
+        welcome = await endpoint.call(LAUNCHER, "hello", v1.Hello(), v1.Welcome, silence_s=10)
         trip_s = (runtime.now() - begun) / 1e9
         trips.append((trip_s, welcome.clock_s - (date_s + trip_s / 2)))
     median_s = sorted(trips)[len(trips) // 2][0]
