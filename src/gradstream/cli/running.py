@@ -1,4 +1,4 @@
-"""Runs a job under a progress display, then says what came of it."""
+"""Runs a job under a progress display, and prints its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnEvent = Callable[["EventDict"], None]
 
 
 def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
-    """Progress goes to stderr; figures to stdout, as a table or as one JSON object."""
+    """Runs a job with progress on stderr; prints figures on stdout, as a table or as one JSON object."""
     from gradstream.cli.display import Display
     from gradstream.cli.report import evaluate, json_text, show
 
@@ -32,10 +32,10 @@ def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
 
 
 def show_dry_run(job: Job, as_json: bool) -> None:
-    """Checks a job by running a little of it, and prints what was found.
+    """Checks a job by a dry run, and prints the result of each check.
 
     Raises:
-        PreflightError: a check failed. The findings have been printed.
+        PreflightError: a check failed. The results have been printed.
     """
     import dataclasses
     import json

@@ -62,10 +62,10 @@ def info(name: str | None) -> None:
 
 def _text(name: str, origin: str) -> str:
     from gradstream.data.sources import SOURCES, find
-    from gradstream.job.plugins import HOUSE
+    from gradstream.job.plugins import BUILT_IN
     from gradstream.job.registry import class_of
 
-    source = SOURCES.get(name) if origin == HOUSE else None
+    source = SOURCES.get(name) if origin == BUILT_IN else None
     if source is None:
         about = inspect.getdoc(class_of("data set", name)) or "says nothing about itself"
         return f"{name}" + (f" ({origin})" if origin else "") + f"\n  {about.splitlines()[0]}"

@@ -47,14 +47,14 @@ def plugins(as_json: bool) -> None:
 def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
     """Each offer of one family with what is wrong with it; "" is nothing. The house's own are not loaded."""
     from gradstream.errors import ConfigError
-    from gradstream.job.plugins import HOUSE, key_of
+    from gradstream.job.plugins import BUILT_IN, key_of
     from gradstream.transport.offers import CHOICES
 
     times = Counter(key_of(offer.name) for offer in offers)
     rows = []
     for offer in offers:
         fault = ""
-        if offer.origin != HOUSE:
+        if offer.origin != BUILT_IN:
             try:
                 offer.load()
             except ConfigError as error:
