@@ -13,7 +13,7 @@ __all__ = ["config"]
 
 @click.group()
 def config() -> None:
-    """Looks at the configuration of a job."""
+    """Shows the configuration of a job."""
 
 
 @config.command(cls=JobCommand)
