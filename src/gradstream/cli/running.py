@@ -44,16 +44,14 @@ def show_dry_run(job: Job, as_json: bool) -> None:
     from gradstream.errors import PreflightError
     from gradstream.preflight import dry_run
 
-    findings = dry_run(job)
+    results = dry_run(job)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        click.echo(json.dumps([dataclasses.asdict(result) for result in results]))
     else:
-        verdicts = [f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s" for one in findings]
-        print_rows(
-            [(f.name, f"{verdict}  {f.detail}") for f, verdict in zip(findings, verdicts, strict=True)]
-        )
-        click.echo(f"{sum(one.seconds for one in findings):.1f} s in all", err=True)
-    last = findings[-1]
+        verdicts = [f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s" for one in results]
+        print_rows([(f.name, f"{verdict}  {f.detail}") for f, verdict in zip(results, verdicts, strict=True)])
+        click.echo(f"{sum(one.seconds for one in results):.1f} s in all", err=True)
+    last = results[-1]
     if not last.ok:
         if last.trace:
             click.echo(f"\n{last.trace.rstrip()}", err=True)

@@ -122,13 +122,13 @@ class _Listener:
     def name(self) -> str:
         return type(self._callback).__name__
 
-    def condensed(self, method: str, told: Any) -> list[tuple[str, Any]]:
+    def condensed(self, method: str, argument: Any) -> list[tuple[str, Any]]:
         """The calls that an event becomes; our trackers condense events to points before they are queued."""
         condense = getattr(self._callback, "condense", None)
-        return [(method, told)] if condense is None else condense(method, told)
+        return [(method, argument)] if condense is None else condense(method, argument)
 
-    def tell(self, method: str, told: Any) -> None:
-        self._call(method, told)
+    def tell(self, method: str, argument: Any) -> None:
+        self._call(method, argument)
 
     def tell_end(self, run: object | None) -> None:
         if run is not None:
@@ -137,12 +137,12 @@ class _Listener:
     def close(self) -> None:
         pass
 
-    def _call(self, method: str, told: Any) -> None:
+    def _call(self, method: str, argument: Any) -> None:
         call = getattr(self._callback, method, None)
         if call is None or self._dropped:
             return
         try:
-            call(told)
+            call(argument)
         except Exception:
             self._dropped = True
             text = traceback.format_exc().rstrip()
@@ -162,11 +162,11 @@ class _Threaded(_Listener):
         self._thread = threading.Thread(target=self._work, name=f"callback-{self.name}", daemon=True)
         self._thread.start()
 
-    def tell(self, method: str, told: Any) -> None:
+    def tell(self, method: str, argument: Any) -> None:
         if not hasattr(self._callback, method) or self._dropped:
             return
         try:
-            self._queue.put_nowait((method, told))
+            self._queue.put_nowait((method, argument))
         except queue.Full:
             self._num_missed += 1
 
@@ -192,5 +192,5 @@ class _Threaded(_Listener):
             )
 
     def _work(self) -> None:
-        while (told := self._queue.get()) is not None:
-            self._call(*told)
+        while (argument := self._queue.get()) is not None:
+            self._call(*argument)

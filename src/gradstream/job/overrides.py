@@ -55,7 +55,9 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
         }
         return dataclasses.replace(job, **values)
     except (KeyError, TypeError, MismatchError) as error:
-        raise ConfigError(f"the fields of a job that another node has told: {error}") from error
+        raise ConfigError(
+            f"the fields of the job in the description of the run are wrong: {error}"
+        ) from error
 
 
 def _check(values: Mapping[str, Any]) -> None:

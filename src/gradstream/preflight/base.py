@@ -65,7 +65,7 @@ class DryRun(ABC):
         def on_event(event: EventDict) -> None:
             if event["event"] == "step":
                 steps[event["rank"]] += 1
-            elif event["event"] == "exchange":  # told every second or so
+            elif event["event"] == "exchange":  # about once a second
                 seen.update(pushes=event["pushes"], fetches=event["fetches"])
 
         def enough() -> bool:

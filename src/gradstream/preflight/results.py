@@ -36,16 +36,16 @@ class CheckResult:
 
 def carry_out(checks: Mapping[str, Check]) -> list[CheckResult]:
     """Runs the checks in turn, up to the first that fails."""
-    findings = []
+    results = []
     for name, check in checks.items():
         begun_s = time.perf_counter()
         try:
             detail = check()
-            findings.append(CheckResult(name, True, detail, time.perf_counter() - begun_s))
+            results.append(CheckResult(name, True, detail, time.perf_counter() - begun_s))
         except Exception as error:
-            findings.append(_failure(name, error, time.perf_counter() - begun_s))
+            results.append(_failure(name, error, time.perf_counter() - begun_s))
             break
-    return findings
+    return results
 
 
 def _failure(name: str, error: Exception, seconds: float) -> CheckResult:

@@ -67,11 +67,11 @@ class ScriptDryRun(DryRun):
         return started[-1]
 
     def _vectors(self, role: str) -> Mapping[str, int]:
-        """Bytes by name, on the first node of a role that has told."""
-        told = {
+        """Bytes of vectors by name, on the first node of a role."""
+        by_node = {
             event["node"]: event["vectors_bytes"] for event in self.run.events if event["event"] == "memory"
         }
-        found: Mapping[str, int] = by_role(told).get(role, {})
+        found: Mapping[str, int] = by_role(by_node).get(role, {})
         return found
 
     @property

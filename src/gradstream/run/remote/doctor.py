@@ -174,7 +174,7 @@ def look_there(visit: Visit) -> Iterator[DoctorResult]:
         odd = text.startswith("none") or "not checked" in text
         yield DoctorResult(what, text, "warning" if odd else "ok")
     if visit.token is None:
-        text = "not looked at: a launcher tells nothing to whoever does not know its token; give --token"
+        text = "not checked: a launcher answers only machines that know its token; give --token"
         yield DoctorResult("gRPC", text, "warning")
         return
     yield from asyncio.run(_talk(visit, shown[0]))

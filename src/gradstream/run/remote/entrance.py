@@ -136,7 +136,7 @@ class Entrance:
             for part in ("plain", "strategy", "optimizer"):
                 check_value(spec[part], Mapping[str, Any], part)
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"the job that the launcher tells cannot be read: {error}") from error
+            raise ConfigError(f"the launcher's description of the run cannot be read: {error}") from error
         spec |= {"run_dir": str(run_dir), "earlier": [], "elsewhere": True}
         spec["script" if is_script(self._job) else "job"] = self._job.spec or ""
         if spec.get("meeting"):  # at the launcher's address as it is known here
@@ -154,7 +154,7 @@ class Entrance:
         """This machine's copy, beside the job file, of a user's file that the run needs."""
         path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
         here = file_hash(path) if path.is_file() else "no such file"
-        if here != grant.files.get(name, "not told"):
+        if here != grant.files.get(name, "not known"):
             raise JoinRefusedError(
                 LAUNCHER,
                 "BAD_JOB_FILE",
