@@ -1,0 +1,67 @@
+"""Names: those of the public API, of classes and packages, and how many words the glossary needs."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import gradstream
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "gradstream"
+FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
+MAX_PUBLIC_NAMES = 30
+MAX_GLOSSARY_ENTRIES = 45
+
+
+def used_twice(sources: dict[str, str]) -> list[str]:
+    """Public class names that several modules define, each with these modules."""
+    modules_of: dict[str, list[str]] = defaultdict(list)
+    for module, text in sources.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                modules_of[node.name].append(module)
+    return [f"{name}: {', '.join(modules)}" for name, modules in modules_of.items() if len(modules) > 1]
+
+
+def packages_of_design() -> Iterator[str]:
+    """Names in the first column of the table of packages, row by row."""
+    table = (ROOT / "docs" / "design.md").read_text().partition("\n| package |")[2].partition("\n\n")[0]
+    for row in table.splitlines()[2:]:
+        yield from re.findall(r"`(\w+)`", row.split("|")[1])
+
+
+def test_no_public_class_name_is_used_twice() -> None:
+    assert used_twice({path.relative_to(SOURCE).as_posix(): path.read_text() for path in FILES}) == []
+
+
+def test_a_class_name_that_is_used_twice_is_found() -> None:
+    sources = {"a.py": "class A: ...\nclass _B: ...\n", "b.py": "class A: ...\nclass _B: ...\n"}
+    assert used_twice(sources) == ["A: a.py, b.py"]
+
+
+def test_at_most_thirty_names_are_public() -> None:
+    assert len(set(gradstream.__all__)) <= MAX_PUBLIC_NAMES
+
+
+def test_no_module_is_hidden_by_a_public_function() -> None:
+    modules = {path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules.isdisjoint(gradstream.__all__)
+
+
+def test_the_table_of_packages_has_the_order_of_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["id"] == "layers")
+    names = [name.removeprefix("gradstream.") for layer in layers for name in layer.split(" | ")]
+    assert list(packages_of_design()) == [name for name in names if name != "__main__"]
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    rows = (ROOT / "docs" / "glossary.md").read_text().partition("|---|---|\n")[2].splitlines()
+    words = [row.split("|")[1].strip() for row in rows]
+    assert 0 < len(words) <= MAX_GLOSSARY_ENTRIES
+    assert words == sorted(words, key=str.casefold)
