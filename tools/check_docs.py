@@ -3,6 +3,7 @@
 * every public symbol (of `__all__`, and public methods of public classes) has a docstring;
 * links in README.md and docs/ lead to files, and to headings that exist;
 * Python blocks in them compile;
+* every Python file that a page names in backticks is there;
 * no file names a directory of somebody's machine.
 """
 
@@ -18,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+NAMED_FILE = re.compile(r"`((?:[\w.-]+/)*\w+\.py)`")
+WRITTEN_FILE = re.compile(r"<!-- file: (\w+\.py) -->")
 BLOCK = re.compile(r"^```(?:python|py)\s*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Spelt in pieces, so that this file does not find itself.
 MACHINE_PATH = re.compile(
@@ -90,6 +93,23 @@ def broken_links() -> Iterator[str]:
                 yield f"{page.relative_to(ROOT)}: the link {link!r} leads nowhere"
 
 
+def missing_files() -> Iterator[str]:
+    """Python files that pages name by the end of their path, and that neither exist nor are written by a page."""
+    texts = {page: page.read_text() for page in pages()}
+    written = {f"/{name}" for text in texts.values() for name in WRITTEN_FILE.findall(text)}
+    there = [
+        path
+        for name in ("bench", "examples", "src", "tests", "tools")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    known = [*written, *(f"/{path.relative_to(ROOT).as_posix()}" for path in there)]
+    for page, text in texts.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            for name in NAMED_FILE.findall(line):
+                if not any(path.endswith(f"/{name}") for path in known):
+                    yield f"{page.relative_to(ROOT)}:{number}: there is no file {name}"
+
+
 def broken_blocks() -> Iterator[str]:
     """Python blocks of pages that do not compile."""
     for page in pages():
@@ -117,7 +137,7 @@ def machine_paths() -> Iterator[str]:
 
 def main() -> int:
     """Runs every check."""
-    found = [*undocumented(), *broken_links(), *broken_blocks(), *machine_paths()]
+    found = [*undocumented(), *broken_links(), *missing_files(), *broken_blocks(), *machine_paths()]
     print("\n".join(found) or "documentation: nothing to complain about")
     return 1 if found else 0
 
