@@ -65,3 +65,12 @@ def test_the_glossary_is_short_and_sorted() -> None:
     words = [row.split("|")[1].strip() for row in rows]
     assert 0 < len(words) <= MAX_GLOSSARY_ENTRIES
     assert words == sorted(words, key=str.casefold)
+
+
+def test_the_reference_has_all_public_modules() -> None:
+    modules = {f"gradstream.{name}" for name in gradstream._FACES.values()}
+    listed = re.search(
+        r"PUBLIC_MODULES := \$\(addprefix gradstream\.,([^)]*)\)", (ROOT / "Makefile").read_text()
+    )
+    assert listed is not None
+    assert modules <= {f"gradstream.{name}" for name in listed[1].replace("\\", " ").split()}
