@@ -52,6 +52,11 @@ class Position:
         step: rounds before it; without rounds, a W-th of the minibatches before it, of W workers.
         num_steps: of the whole run.
         steps_per_epoch: of a data epoch.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> position.epoch, position.fraction
+        (5.0, 0.5)
     """
 
     step: int
@@ -132,6 +137,11 @@ class Constant:
 
     Args:
         lr: learning rate, > 0.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Constant(lr=0.1)(position)
+        0.1
     """
 
     lr: float
@@ -153,6 +163,11 @@ class StepDecay:
         every: distance, > 0.
         factor: > 0.
         unit: what `every` counts: "epochs" or "steps".
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.StepDecay(lr=0.5, every=2, factor=0.5)(position)
+        0.125
     """
 
     lr: float
@@ -186,6 +201,11 @@ class BackOff:
     Reference:
         Niu, Recht, Ré, Wright, HOGWILD!, 2011: the back-off scheme of §5, which needs no strong convexity
         constant to be known, and no rate of every single step.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.BackOff(lr=1.0, first=1, factor=0.5)(position)
+        0.25
     """
 
     lr: float
@@ -216,6 +236,11 @@ class Linear:
     Args:
         lr: rate at the begin, > 0.
         end: rate that the last step has nearly reached, >= 0.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Linear(lr=0.5)(position)
+        0.25
     """
 
     lr: float
@@ -240,6 +265,11 @@ class Cosine:
 
     Reference:
         Loshchilov, Hutter, SGDR: stochastic gradient descent with warm restarts, 2017; no restarts.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> round(gs.schedules.Cosine(lr=0.5)(position), 6)
+        0.25
     """
 
     lr: float
@@ -264,6 +294,11 @@ class InverseRoot:
 
     Reference:
         Zinkevich, Online convex programming and generalized infinitesimal gradient ascent, 2003.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> round(gs.schedules.InverseRoot(lr=0.5, over=50)(position), 6)
+        0.353553
     """
 
     lr: float
@@ -291,6 +326,11 @@ class OneCycle:
     Reference:
         Smith, Topin, Super-convergence, 2018. Defaults as in PyTorch's `OneCycleLR`, whose momentum is
         not cycled here.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.OneCycle(lr=0.5, rise=0.5)(position)
+        0.5
     """
 
     lr: float
@@ -326,6 +366,11 @@ class Warmup:
 
     Reference:
         Goyal and others, Accurate, large minibatch SGD, 2017.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Warmup(0.5, length=102)(position)
+        0.25
     """
 
     then: Rate
@@ -357,6 +402,11 @@ class Chain:
         at: where the second begins, > 0.
         then: from there on; a `Cosine` takes what is left of the run. `first` sees the whole run.
         unit: what `at` counts: "steps" or "epochs".
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Chain(0.5, at=5, then=gs.schedules.Linear(0.25))(position)
+        0.25
     """
 
     first: Rate

@@ -53,6 +53,13 @@ class Run:
         metrics: what `evaluate` asks besides, by name.
         recording: of a simulation that was recorded: files by name, for `gradstream.replay.replay`.
         job: likewise: what was simulated.
+
+    Example:
+        >>> run = gs.simulate(model, data, strategy="synchronous", workers=2, batch_size=8, epochs=2)
+        >>> sorted(run.parameters)
+        ['bias', 'weight']
+        >>> len(run.history)
+        16
     """
 
     path: Path | None = None
