@@ -50,7 +50,7 @@ def documented(strategy: Strategy) -> str:
     """Its class says what it is."""
     cls = type(strategy)
     text = (cls.__dict__.get("__doc__") or "").strip()
-    if not text or text.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
+    if not text or text.startswith(f"{cls.__name__}("):  # written by dataclass where there is none
         raise BrokenPropertyError(
             f"class {cls.__name__} has no docstring: say what it does, formula and paper"
         )
