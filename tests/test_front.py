@@ -16,6 +16,8 @@ SOURCE = ROOT / "src" / "gradstream"
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
 MAX_PUBLIC_NAMES = 30
 MAX_GLOSSARY_ENTRIES = 45
+MAX_FILES_OF_A_GRADIENT = 20
+MAX_FILES_TO_READ = 10
 
 
 def used_twice(sources: dict[str, str]) -> list[str]:
@@ -58,6 +60,25 @@ def test_the_table_of_packages_has_the_order_of_the_layers() -> None:
     (layers,) = (contract["layers"] for contract in contracts if contract["id"] == "layers")
     names = [name.removeprefix("gradstream.") for layer in layers for name in layer.split(" | ")]
     assert list(packages_of_design()) == [name for name in names if name != "__main__"]
+
+
+def section_of_design(heading: str) -> str:
+    return (ROOT / "docs" / "design.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_a_gradient_enters_few_files_and_each_once() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| `([\w/]+\.py)` \|", section_of_design("The way of a gradient"), re.MULTILINE
+    )
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    assert 0 < len({file for _, file in rows}) == len(rows) <= MAX_FILES_OF_A_GRADIENT
+    assert all((SOURCE / file).is_file() for _, file in rows)
+
+
+def test_few_files_are_to_be_read_first() -> None:
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section_of_design("Reading order"), re.MULTILINE)
+    assert 0 < len(files) <= MAX_FILES_TO_READ
+    assert all((SOURCE / file).is_file() for file in files)
 
 
 def test_the_glossary_is_short_and_sorted() -> None:
