@@ -210,7 +210,7 @@ class ProgressLine:
         machines = len(set(self._machines.values()))
         on = f" on {machines + 1} machines" if machines else ""
         held = len(self._held & self.workers)
-        back = f" ({held} held back)" if held else ""
+        back = f" ({held} paused)" if held else ""
         if self.workers:  # at the end all of them have left
             parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}{back}")
         if self._exchanged:

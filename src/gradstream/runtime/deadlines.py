@@ -27,6 +27,10 @@ class Deadlines:
         cut_s: that workers stand still for a checkpoint, the minibatches that they are in included.
         coordinator_s: for a sign of life of the coordinator, before the other nodes give the run up. Training
             goes on without it meanwhile. A coordinator whose process ended is noticed at once.
+
+    Example:
+        >>> deadlines = gs.Deadlines(lease_s=30.0)  # for machines that pause
+        >>> job = gs.Job(model, data, strategy="downpour", workers=2, epochs=2, deadlines=deadlines)
     """
 
     join_s: float = 60.0
