@@ -311,15 +311,20 @@ class Endpoint(Protocol):
         """
         ...
 
-    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
-        """A socket to a peer, non-blocking, for a thread that moves bytes without the event loop.
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """A non-blocking socket to a peer, for a thread that moves bytes without the event loop.
 
-        Both sides ask for it by the same name, and one of them dials. Whoever has it closes it. What goes
-        over it is theirs to agree on: there are no frames, no credit, and no signs of life.
+        Both sides ask for it by the same name, and one of them dials. Each side closes its own end. The two
+        sides agree on the bytes that they exchange: there are no frames, no credit, and no signs of life.
+
+        Args:
+            peer: name of the other node.
+            name: name of the socket, the same at both sides.
+            dial: whether this side connects; the other side accepts.
 
         Returns:
-            None where the carrier to that peer has none: it encrypts, it is in memory, or the two did not
-            find each other in time.
+            None where the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two
+            sides did not connect in time.
         """
         ...
 
