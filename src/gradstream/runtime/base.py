@@ -227,7 +227,7 @@ class Runtime(Protocol):
         """A generator that depends on the run's seed, the node and `purpose` alone."""
         ...
 
-    def vitals(self, role: str) -> list[Event]:
+    def process_metrics(self, role: str) -> list[Event]:
         """How the node is doing: CPU, memory and lateness records, of what this runtime can tell."""
         ...
 

@@ -4,7 +4,7 @@
                   │
                   └─ more than `room_bytes` wait: lost, and counted
 
-What nodes tell all the time (steps, bytes, vitals) is lost first: the last quarter of the room is for events
+What nodes tell all the time (steps, bytes, process metrics) is lost first: the last quarter of the room is for events
 that say how the run stands. Once all that waited is written, one event says what was lost, and from when to
 when.
 """

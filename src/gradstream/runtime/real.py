@@ -97,7 +97,7 @@ class RealRuntime(Tasks):
         """See `Runtime.random`."""
         return random.Random(f"{self.seed}/{self.node}/{purpose}")
 
-    def vitals(self, role: str) -> list[Event]:
+    def process_metrics(self, role: str) -> list[Event]:
         """CPU seconds and memory of this process, how late its loop was, and how full the machine is."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()

@@ -230,7 +230,7 @@ class VirtualRuntime(Tasks):
         """See `Runtime.random`."""
         return self.cluster.random(f"{self.node}/{purpose}")
 
-    def vitals(self, role: str) -> list[Event]:
+    def process_metrics(self, role: str) -> list[Event]:
         """Charged compute seconds by kind of work, and the bill of memory."""
         used = dict(self.compute_s)
         vectors = dict(self.memory.allocated_bytes)
