@@ -77,7 +77,7 @@ def simulate(
         The same as `train`; the message names the node, `traceback_text` is the user's.
 
     Example:
-        >>> run = simulate(job, config=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
+        >>> run = simulate(job, config=SimulationConfig(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
     job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
     if is_script(job):

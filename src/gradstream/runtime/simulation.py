@@ -245,12 +245,12 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         for kind in self.costs.keys() - KINDS:
-            raise UnknownNameError("kind of work in World.costs", kind, KINDS)
+            raise UnknownNameError("kind of work in SimulationConfig.costs", kind, KINDS)
         for node, speed in self.speeds.items():
             if not speed > 0:
-                raise ConfigError(f"World.speeds[{node!r}] = {speed}: expected a positive number")
+                raise ConfigError(f"SimulationConfig.speeds[{node!r}] = {speed}: expected a positive number")
         if list(self.offsets) != sorted(self.offsets) or not all(0 <= f <= 1 for f in self.offsets):
-            raise ConfigError(f"World.offsets = {self.offsets}: expected growing fractions from 0 to 1")
+            raise ConfigError(f"SimulationConfig.offsets = {self.offsets}: expected growing fractions from 0 to 1")
 
     def check_names(self, nodes: Collection[str]) -> None:
         """Raises UnknownNameError for a node that the run does not have.
@@ -258,7 +258,7 @@ class SimulationConfig:
         A network may be described for more nodes than a run has, but they must be called as nodes are.
         """
         for node in self.speeds.keys() - set(nodes):
-            raise UnknownNameError("node in World.speeds", node, nodes)
+            raise UnknownNameError("node in SimulationConfig.speeds", node, nodes)
         net = self.network
         cut = {node for one in net.partitions for node in one.sources | one.targets}
         ends = {node for link in net.links for node in link}
