@@ -250,7 +250,9 @@ class SimulationConfig:
             if not speed > 0:
                 raise ConfigError(f"SimulationConfig.speeds[{node!r}] = {speed}: expected a positive number")
         if list(self.offsets) != sorted(self.offsets) or not all(0 <= f <= 1 for f in self.offsets):
-            raise ConfigError(f"SimulationConfig.offsets = {self.offsets}: expected growing fractions from 0 to 1")
+            raise ConfigError(
+                f"SimulationConfig.offsets = {self.offsets}: expected growing fractions from 0 to 1"
+            )
 
     def check_names(self, nodes: Collection[str]) -> None:
         """Raises UnknownNameError for a node that the run does not have.
