@@ -374,7 +374,7 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     for event in run.events:
         progress.update(event)
         lines.append(progress.line())
-        said += [progress.news(event)] if event["event"] == "drive" else []
+        said += [progress.notice(event)] if event["event"] == "drive" else []
     assert said == ["alone: worker-0 takes part, 3 workers are paused", "together: 4 workers take part"]
     assert any("4/4 workers (3 paused) · " in line for line in lines)
     assert "paused" not in next(line for line in reversed(lines) if " workers" in line)

@@ -1,4 +1,4 @@
-"""Adagrad: a learning rate per parameter that falls with the squares it has seen."""
+"""Adagrad: a learning rate for each parameter, which falls with the sum of its squared gradients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Adagrad:
     Args:
         lr: learning rate, > 0; or a schedule (`optim.schedules`).
         eps: keeps the quotient finite, > 0.
-        initial_accumulator: what s begins with; larger values tame the first steps, which are
-            of size lr in every parameter when it is 0.
+        initial_accumulator: initial value of s. If it is 0, the first step changes every parameter by lr;
+            larger values make the first steps smaller.
         weight_decay: L2 regularisation.
 
     Raises:
@@ -64,12 +64,12 @@ class Adagrad:
 
     @property
     def state_init(self) -> float:
-        """What the sum of squares begins with."""
+        """Initial value of the sum of squares."""
         return self.initial_accumulator
 
     @property
     def skips_zeros(self) -> bool:
-        """Without weight decay."""
+        """True without weight decay."""
         return not self.weight_decay
 
     def apply(

@@ -15,7 +15,7 @@ __all__ = ["Adam", "AdamW"]
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Momentum and a scale per parameter, both corrected for having begun at 0.
+    """Momentum and a scale for each parameter, both corrected for their start at 0.
 
     ::
 
@@ -66,7 +66,7 @@ class Adam:
 
     @property
     def state_init(self) -> float:
-        """Both means begin at 0."""
+        """0, for both means."""
         return 0.0
 
     def apply(

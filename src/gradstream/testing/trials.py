@@ -20,7 +20,7 @@ from gradstream.data.base import Dataset
 from gradstream.errors import Interrupted
 from gradstream.model.base import Model, Reduction
 from gradstream.optim import SGD
-from gradstream.run.nodes import COORDINATOR
+from gradstream.run.plan import COORDINATOR
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
