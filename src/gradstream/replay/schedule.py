@@ -90,8 +90,8 @@ class ReplaySchedule:
 
         def come(entry: Coming) -> None:
             assert isinstance(entry, Pushed)
-            base_version = entry.base_version if new.absent else new.base_version  # of nothing
-            if (base_version, new.absent, assign) != (entry.base_version, entry.absent, entry.assign):
+            base_version = entry.base_version if new.empty else new.base_version  # of nothing
+            if (base_version, new.empty, assign) != (entry.base_version, entry.absent, entry.assign):
                 self._diverge(
                     chunk,
                     f"push {new.sequence} of worker-{new.rank} was computed on version {new.base_version}, "

@@ -84,7 +84,7 @@ class UpdateAssembler(Observer):
         parts = iter(updating.parts)
         for held in due.update:
             one = held.contribution
-            part = None if one.absent else next(parts)
+            part = None if one.empty else next(parts)
             if held.assign:
                 continue
             found = self._open[one.rank, one.sequence]

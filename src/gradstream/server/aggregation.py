@@ -54,7 +54,7 @@ class PushHeader:
         learning_rate: to apply it with.
         round: synchronous strategies: the version it is meant for.
         base_version: version of the chunk that the gradient was computed on.
-        absent: the sender contributes nothing this time; there are no elements.
+        empty: the sender contributes nothing this time; there are no elements.
         clock: of the sender, once this is in; 0 where it keeps none (see `clocks.py`).
         loss: mean over the samples; NaN where nobody has said.
         vector: what it is a contribution to: "" the parameters, else a state vector of the update rule.
@@ -69,7 +69,7 @@ class PushHeader:
     learning_rate: float = 0.0
     round: int = 0
     base_version: int = 0
-    absent: bool = False
+    empty: bool = False
     clock: int = 0
     loss: float = math.nan
     vector: str = ""

@@ -237,7 +237,7 @@ class ShardExecutor:
         return Updating(due, parts, self._store.parameters_of(due.chunk))
 
     def _parts(self, due: Apply) -> list[Part]:
-        present = [held for held in due.update if not held.contribution.absent]
+        present = [held for held in due.update if not held.contribution.empty]
         return [_inbox(held.token).parts[due.chunk] for held in present]
 
     def _begin(self, due: Apply) -> None:

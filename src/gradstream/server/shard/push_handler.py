@@ -101,7 +101,7 @@ class PushHandler:
             learning_rate=request.learning_rate,
             round=request.round,
             base_version=base_version,
-            absent=part is None,
+            empty=part is None,
             clock=request.clock,
             loss=request.loss,
             vector=request.vector,

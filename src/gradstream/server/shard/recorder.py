@@ -47,7 +47,7 @@ class ShardRecorder(ArrivalOrder):
             assert self._chunks is not None
             moment, version = self._moment(chunk), self._chunks.version(chunk)
             self.log.add(
-                Pushed(chunk, new.rank, new.sequence, moment, new.base_version, version, assign, new.absent)
+                Pushed(chunk, new.rank, new.sequence, moment, new.base_version, version, assign, new.empty)
             )
         go()
 

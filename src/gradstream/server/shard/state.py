@@ -225,7 +225,7 @@ class ShardState:
         if due.completes:
             state.version, state.summed = before + 1, 0
         else:
-            state.summed += sum(not held.contribution.absent for held in due.update)
+            state.summed += sum(not held.contribution.empty for held in due.update)
             state.clock = max([state.clock, *(held.contribution.clock for held in due.update)])
             state.learning_rate = due.learning_rate
         state.applying = None
@@ -235,7 +235,7 @@ class ShardState:
             self._window_of(state, done).add(done.sequence)
             if done.clock:
                 self.clocks.advance(chunk, done.rank, done.clock)
-            staleness = 0 if parked.assign or done.absent else before - done.base_version
+            staleness = 0 if parked.assign or done.empty else before - done.base_version
             out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))
         arrivals, state.arrivals = state.arrivals, []
         for new in arrivals:
@@ -402,7 +402,7 @@ class ShardState:
         contributions = [held.contribution for held in update]
         at_once = not update or update[0].assign
         before = state.learning_rate if state.summed else 0.0
-        rates = [before, *(one.learning_rate for one in contributions if not one.absent)]
+        rates = [before, *(one.learning_rate for one in contributions if not one.empty)]
         rate = next(filter(None, rates), 0.0)
         return Apply(
             chunk,

@@ -54,7 +54,7 @@ class Updates:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
         if self._changed is None or not due.update or due.summed:
             return False
-        return all(held.contribution.absent for held in due.update)
+        return all(held.contribution.empty for held in due.update)
 
     async def compute(self, due: Apply, parts: Sequence[Part]) -> None:
         """Carries an update out, or adds it to the chunk's sum. Nobody reads a chunk that is updated.
@@ -161,7 +161,7 @@ class Updates:
         return [
             weight * self._relative_rate(one, due)
             for weight, one in zip(weights, contributions, strict=True)
-            if not one.absent
+            if not one.empty
         ]
 
     def _relative_rate(self, one: PushHeader, due: Apply) -> float:
@@ -184,7 +184,7 @@ class Updates:
 
 
 def _present(due: Apply) -> list[PushHeader]:
-    return [held.contribution for held in due.update if not held.contribution.absent]
+    return [held.contribution for held in due.update if not held.contribution.empty]
 
 
 def _priced(kind: str, elems: int) -> Work:
