@@ -11,6 +11,7 @@ from gradstream.job.registry import find_function, find_optimizer, find_strategy
 from gradstream.job.validation import check, check_resumed, check_strategy, whole
 from gradstream.optim.groups import groups_of
 from gradstream.run.nodes import RunPlan
+from gradstream.server.aggregation import AggregationRule
 from gradstream.server.chunks import CHUNK_ELEMS
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import shares_memory
@@ -70,7 +71,14 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     )
     cast.ledger()
     if strategy.through == "servers":
-        strategy.rule(cast.workers, cast.reduction)  # what it raises is said here, and not by a shard's death
+        rule = strategy.rule(
+            cast.workers, cast.reduction
+        )  # what it raises is said here, not by a shard's death
+        if not isinstance(rule, AggregationRule):
+            raise ConfigError(
+                f"{type(strategy).__name__}.rule() returned {rule!r}; expected an object of a class that derives "
+                "from gradstream.server.aggregation.AggregationRule"
+            )
     return cast
 
 

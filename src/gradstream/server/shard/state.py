@@ -25,15 +25,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gradstream.server.aggregation import (
-    AggregationRule,
-    FetchTerms,
-    PushHeader,
-    among,
-    by_round,
-    completes_of,
-    in_step,
-)
+from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.clocks import Clocks
 from gradstream.wire.window import SequenceWindow
@@ -176,9 +168,6 @@ class ShardState:
         workers: int = 0,
     ) -> None:
         self._rule = rule
-        self._completes = completes_of(rule)
-        self._in_step = in_step(rule)
-        self._by_round = by_round(rule)
         self._window = window
         self._quorum = quorum
         self._verdicts: dict[int, frozenset[int]] = {}  # ranks by round, the newest ones
@@ -250,7 +239,7 @@ class ShardState:
     def commanded(self, chunk: int) -> list[Instruction]:
         """A command has changed a chunk's parameters: that makes a version, unless versions are rounds."""
         state = self.chunks[chunk]
-        if state.version < 0 or self._by_round:
+        if state.version < 0 or self._rule.by_round:
             return []
         state.version += 1
         return self._release(chunk, state)
@@ -319,13 +308,9 @@ class ShardState:
             if state.version < 0:
                 names["the worker of the lowest rank (initial parameters)"] = None
             parked = [held.contribution for held in state.parked]
-            names.update(dict.fromkeys(self._rule_now().awaited(state.version, parked)))
+            names.update(dict.fromkeys(self._rule.among(self.clocks.present).awaited(state.version, parked)))
             names.update((f"worker-{rank}", None) for rank in self.clocks.behind(chunk, min_clock))
         return sorted(names)
-
-    def _rule_now(self) -> AggregationRule:
-        """The rule, of those workers who take part at this moment, where it waits for workers."""
-        return among(self._rule, self.clocks.present)
 
     def _window_of(self, state: ChunkState, who: PushHeader) -> SequenceWindow:
         key = _sender_of(who)
@@ -387,7 +372,7 @@ class ShardState:
         update: tuple[Parked, ...] = tuple(held for held in state.parked if held.assign)[:1]
         if not update and state.version >= 0:
             by_contribution = {held.contribution: held for held in state.parked}
-            due = self._rule_now().due(state.version, self._candidates(state))
+            due = self._rule.among(self.clocks.present).due(state.version, self._candidates(state))
             update = tuple(by_contribution[contribution] for contribution in due)
         flushes = any(terms.flush for terms, _ in state.fetches) or self._all_brought(chunk, state.clock)
         if not update and not (state.summed and flushes):
@@ -415,20 +400,20 @@ class ShardState:
 
     def _is_complete(self, chunk: int, state: ChunkState, new: Sequence[PushHeader]) -> bool:
         """Whether the sum is applied once these are in it."""
-        if self._in_step and not self._all_brought(chunk, max(one.clock for one in new), new):
+        if self._rule.lockstep and not self._all_brought(chunk, max(one.clock for one in new), new):
             return False
-        return self._completes(state.version, state.summed, new)
+        return self._rule.completes(state.version, state.summed, new)
 
     def _all_brought(self, chunk: int, clock: int, new: Sequence[PushHeader] = ()) -> bool:
         """Whether a clock is complete with these contributions, where updates are made in step."""
-        return self._in_step and not {*self.clocks.behind(chunk, clock)} - {one.rank for one in new}
+        return self._rule.lockstep and not {*self.clocks.behind(chunk, clock)} - {one.rank for one in new}
 
     def _satisfied(self, chunk: int, state: ChunkState, terms: FetchTerms) -> bool:
         if state.version < max(terms.min_version, 0) or (terms.flush and state.unapplied):
             return False
         if terms.min_clock and self.clocks.slowest(chunk) < terms.min_clock:
             return False
-        if self._in_step and state.unapplied and state.clock <= terms.min_clock:
+        if self._rule.lockstep and state.unapplied and state.clock <= terms.min_clock:
             return False  # who was waited for has left
         if terms.after_sequence == 0:
             return True
