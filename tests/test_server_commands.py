@@ -15,9 +15,12 @@ from gradstream.memory import Vector
 from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import ChunkMap, EveryPush, ServerClient, ShardConfig, ShardService
-from gradstream.server.aggregation import AggregationRule
+from gradstream.server.aggregation import AggregationRule, EveryPush
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client.client import ServerClient
 from gradstream.server.shard.chunk_leases import ChunkLeases
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.server.update import Update
 from gradstream.strategies.synchronous import SynchronousRound

@@ -12,8 +12,10 @@ import torch
 from gradstream.errors import RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import EveryPush, PushHeader, ShardConfig, ShardService
+from gradstream.server.aggregation import EveryPush, PushHeader
+from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.event_schedule import ArrivalOrder, Go, Updating
+from gradstream.server.shard.service import ShardService
 from gradstream.transport.base import Handler, Identity, Received
 from gradstream.wire import v1
 

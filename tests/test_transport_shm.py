@@ -24,18 +24,13 @@ from gradstream.memory import Vector
 from gradstream.memory.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
-from gradstream.server import (
-    AggregationRule,
-    ChunkMap,
-    EveryN,
-    EveryPush,
-    ServerClient,
-    ShardConfig,
-    ShardService,
-    Update,
-)
-from gradstream.server.chunks import MAX_CHUNK_ELEMS
+from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush
+from gradstream.server.chunks import MAX_CHUNK_ELEMS, ChunkMap
+from gradstream.server.client.client import ServerClient
 from gradstream.server.shard import chunk_leases
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
+from gradstream.server.update import Update
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import HeldReference, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
