@@ -242,7 +242,7 @@ async def fetch(client: ServerClient) -> None:
     """One fetch into the spare vector."""
     arrival = client.fetch_soon()
     await arrival.done()
-    client.spare = arrival.vector
+    client.back_buffer = arrival.vector
 
 
 async def bare_put(channel: grpc.aio.Channel, source: np.ndarray[Any, Any]) -> None:

@@ -150,7 +150,7 @@ class Interpreter:
         if self.doing is None:
             return
         due, self.doing = self.doing, None
-        self.sum += [held.contribution.sequence for held in due.update]
+        self.sum += [held.header.sequence for held in due.update]
         if due.completes:
             self.parameters += self.sum
             self.sum = []

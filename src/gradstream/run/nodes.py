@@ -368,7 +368,7 @@ class RunPlan:
         """
         config = self.shard_config(rank, model)
         if self.record:
-            config = replace(config, order=ShardRecorder(self._log(runtime)))
+            config = replace(config, schedule=ShardRecorder(self._log(runtime)))
         return ShardNode(runtime, endpoint, self._member(runtime, endpoint, "shard", rank), config)
 
     def shard_config(self, rank: int, model: Model) -> ShardConfig:
