@@ -27,7 +27,8 @@ import torch
 import server_bulk
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import ChunkMap, ServerClient
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client.client import ServerClient
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1

@@ -43,8 +43,12 @@ from gradstream.optim import SGD
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import ChunkMap, EveryPush, ServerClient, ShardConfig, ShardService, Update
-from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
+from gradstream.server.aggregation import EveryPush
+from gradstream.server.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
+from gradstream.server.client.client import ServerClient
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
+from gradstream.server.update import Update
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
@@ -238,7 +242,7 @@ async def fetch(client: ServerClient) -> None:
     """One fetch into the spare vector."""
     arrival = client.fetch_soon()
     await arrival.done()
-    client.spare = arrival.vector
+    client.back_buffer = arrival.vector
 
 
 async def bare_put(channel: grpc.aio.Channel, source: np.ndarray[Any, Any]) -> None:

@@ -198,7 +198,7 @@ def test_chunks_that_decided_each_for_itself_would_be_noticed(monkeypatch: pytes
     """The planted fault: every chunk takes the first four contributions that it gets."""
 
     def candidates(self: ShardState, state: Any) -> list[PushHeader]:
-        return [held.contribution for held in state.parked][:4]
+        return [held.header for held in state.parked][:4]
 
     assert backed_up(WORLDS["slow link"])[1]
     monkeypatch.setattr(ShardState, "_candidates", candidates)

@@ -15,9 +15,12 @@ from gradstream.memory import Vector
 from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import ChunkMap, EveryPush, ServerClient, ShardConfig, ShardService
-from gradstream.server.aggregation import AggregationRule
+from gradstream.server.aggregation import AggregationRule, EveryPush
+from gradstream.server.chunks import ChunkMap
+from gradstream.server.client.client import ServerClient
 from gradstream.server.shard.chunk_leases import ChunkLeases
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.server.update import Update
 from gradstream.strategies.synchronous import SynchronousRound
@@ -55,7 +58,7 @@ class There:
         await stream.end()
         while (received := await stream.recv(20)) is not None:
             assert received.payload is not None
-            lent = self.service.readers._lent.get(received.frame.chunk.index, ())
+            lent = self.service.leases._lent.get(received.frame.chunk.index, ())
             self.num_by_reference += any(not one.returned for one in lent)
             low, high = await asyncio.to_thread(partial(torch.aminmax, received.payload))
             assert low == high, f"chunk {received.frame.chunk.index} is from {low} to {high}"
@@ -133,7 +136,7 @@ async def _a_thousand() -> None:
             stopped.set()
             failures = await asyncio.gather(*reading, return_exceptions=True)
         assert failures == [None, None]
-        assert not here.service.conductor.failure.done()
+        assert not here.service.executor.failure.done()
         assert bool((here.parameters == value).all())
         assert here.num_by_reference > 0, "nothing was lent, so nothing was tried"
         assert len(reads) > 10

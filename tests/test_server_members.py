@@ -18,9 +18,11 @@ from gradstream.memory import Memory, Vector
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.simulation import Cost, SimulationConfig
-from gradstream.server import ChunkMap, EveryPush, PushHeader, ShardConfig, ShardService
-from gradstream.server.aggregation import EveryN
+from gradstream.server.aggregation import EveryN, EveryPush, PushHeader
+from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import SenderStates
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.state import Acknowledge, Instruction, Parked, ShardState
 from gradstream.strategies.dc_asgd import AdaptiveCompensation
 from gradstream.testing.pairs import memory_pairs

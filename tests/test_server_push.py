@@ -12,8 +12,10 @@ import torch
 from gradstream.errors import RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import EveryPush, PushHeader, ShardConfig, ShardService
-from gradstream.server.shard.event_schedule import ArrivalOrder, Go, Updating
+from gradstream.server.aggregation import EveryPush
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.event_schedule import ArrivalOrder, Event, PushArrived, UpdateApplied
+from gradstream.server.shard.service import ShardService
 from gradstream.transport.base import Handler, Identity, Received
 from gradstream.wire import v1
 
@@ -26,12 +28,13 @@ class Noting(ArrivalOrder):
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
-        self.seen.append(f"came {chunk}")
-        go()
-
-    def updated(self, updating: Updating) -> None:
-        self.seen.append(f"updated {updating.due.chunk}")
+    def admit(self, event: Event) -> Iterable[Event]:
+        match event:
+            case PushArrived(chunk):
+                self.seen.append(f"came {chunk}")
+            case UpdateApplied(update):
+                self.seen.append(f"updated {update.due.chunk}")
+        return (event,)
 
 
 class Callee:
@@ -67,7 +70,7 @@ async def serve(pushed: Pushed, order: Noting) -> None:
     """As a shard does, of a model that has these chunks."""
     runtime, endpoint = RealRuntime("shard-0"), Callee()
     callee: Any = endpoint
-    service = ShardService(runtime, callee, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), order=order))
+    service = ShardService(runtime, callee, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), schedule=order))
     service.register(v1.ModelSpec(elems=NUM_CHUNKS * CHUNK_ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS))
     stream: Any = pushed
     try:

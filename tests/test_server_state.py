@@ -91,8 +91,8 @@ def test_round_waits_for_everybody_and_sums_by_rank() -> None:
     assert state.fetch(0, FetchTerms("worker-0", 1, min_version=1), "fetch") == []
     (apply,) = state.push(0, Parked(contribution(1, 5, samples=2), 1))
     assert isinstance(apply, Apply)
-    assert [held.contribution.rank for held in apply.update] == [0, 1, 2]
-    assert SynchronousRound(3, "mean").weights(0, [held.contribution for held in apply.update]) == [
+    assert [held.header.rank for held in apply.update] == [0, 1, 2]
+    assert SynchronousRound(3, "mean").weights(0, [held.header for held in apply.update]) == [
         1 / 6,
         2 / 6,
         3 / 6,

@@ -11,7 +11,9 @@ import torch
 from gradstream.errors import ClosedError, RefusedError
 from gradstream.optim import SGD
 from gradstream.runtime import SimulationConfig, VirtualCluster
-from gradstream.server import EveryPush, ShardConfig, ShardService
+from gradstream.server.aggregation import EveryPush
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
 from gradstream.testing.pieces import chunk_frame
 from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Identity, Stream

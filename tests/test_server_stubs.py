@@ -12,7 +12,9 @@ import pytest
 
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
-from gradstream.server import EveryPush, ShardConfig, ShardService
+from gradstream.server.aggregation import EveryPush
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
 from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity

@@ -121,7 +121,7 @@ def test_a_flush_that_comes_while_the_sum_grows_waits_for_that() -> None:
 
 def test_nothing_joins_no_sum() -> None:
     state = initialised(EveryN(2))
-    due, _ = pushed(state, 2, absent=True)
+    due, _ = pushed(state, 2, empty=True)
     assert not due.completes
     assert state.chunks[0].summed == 0
 
@@ -150,7 +150,7 @@ class Interpreter:
         if self.doing is None:
             return
         due, self.doing = self.doing, None
-        self.sum += [held.contribution.sequence for held in due.update]
+        self.sum += [held.header.sequence for held in due.update]
         if due.completes:
             self.parameters += self.sum
             self.sum = []

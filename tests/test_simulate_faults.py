@@ -181,7 +181,7 @@ class Racing(gs.Synchronous):
         await worker.swap_in(worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
-            worker.server.spare = worker.parameters
+            worker.server.back_buffer = worker.parameters
             arrival = worker.server.fetch_soon()
             await gradient.done()
             await worker.swap_in(arrival)

@@ -23,9 +23,9 @@ from gradstream.runtime.simulation import SimulationConfig
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.arrival import SparseDelta
 from gradstream.server.rows import RowMap, RowPart, RowTable, pack
+from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.row_store import ChangedRows
-from gradstream.server.shard.state import Apply
 from gradstream.strategies.base import RowExchange
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
@@ -122,9 +122,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     applied, swap_in = ShardExecutor._applied, RowReplica.swap_in
     adopted: list[int] = []
 
-    def noting(self: ShardExecutor, due: Apply) -> Any:
-        kept[due.chunk, due.step] = self._store.parameters_of(due.chunk).clone()
-        return applied(self, due)
+    def noting(self: ShardExecutor, update: UpdateDue) -> Any:
+        kept[update.due.chunk, update.due.step] = update.parameters.clone()
+        return applied(self, update)
 
     async def checking(self: RowReplica, arrival: Any) -> None:
         await swap_in(self, arrival)

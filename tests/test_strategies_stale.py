@@ -189,7 +189,7 @@ def test_a_gradient_of_version_j_at_version_100(base_version: int, weight: float
     state.chunks[0].version = 100
     (due,) = state.push(0, Parked(contribution(base_version), "push"))
     assert isinstance(due, Apply)
-    weights = rule.weights(due.step - 1, [held.contribution for held in due.update])
+    weights = rule.weights(due.step - 1, [held.header for held in due.update])
     store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0))
     store.update(0, [torch.ones(64, dtype=torch.float64)], weights, lr=due.learning_rate, step=due.step)
     assert store.parameters.tensor.tolist() == pytest.approx([-0.5 * weight] * 64, rel=1e-15)

@@ -105,3 +105,17 @@ def test_what_a_rule_raises_is_raised_before_anything_starts() -> None:
     model, data = least_squares(8, 4)
     with pytest.raises(ValueError, match="no rule for 2 workers"):
         simulate(model, data, strategy=Ruleless(), workers=2, batch_size=2, steps=1)
+
+
+def test_a_rule_that_is_no_aggregation_rule_is_refused_before_the_run() -> None:
+    """Otherwise the shards would die of it, each of its own missing method."""
+
+    class Bare(gs.Downpour):
+        def rule(self, num_workers: int, reduction: Any) -> Any:
+            return "every push"
+
+    model, data = least_squares(64, 4, whole=False)
+    with pytest.raises(
+        ConfigError, match=r"Bare.rule\(\) returned 'every push'.*derives from .*AggregationRule"
+    ):
+        simulate(model, data, strategy=Bare(), workers=2, batch_size=8, steps=2)

@@ -24,18 +24,13 @@ from gradstream.memory import Vector
 from gradstream.memory.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
-from gradstream.server import (
-    AggregationRule,
-    ChunkMap,
-    EveryN,
-    EveryPush,
-    ServerClient,
-    ShardConfig,
-    ShardService,
-    Update,
-)
-from gradstream.server.chunks import MAX_CHUNK_ELEMS
+from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush
+from gradstream.server.chunks import MAX_CHUNK_ELEMS, ChunkMap
+from gradstream.server.client.client import ServerClient
 from gradstream.server.shard import chunk_leases
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
+from gradstream.server.update import Update
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import HeldReference, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
@@ -337,25 +332,25 @@ class Served:
     async def push(self) -> None:
         await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, base_version=[0, 0]))
         settled = asyncio.ensure_future(self.client.flush())
-        await asyncio.wait({settled, self.service.conductor.failure}, return_when=asyncio.FIRST_COMPLETED)
-        if self.service.conductor.failure.done():
-            self.service.conductor.failure.result()
+        await asyncio.wait({settled, self.service.executor.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if self.service.executor.failure.done():
+            self.service.executor.failure.result()
         await settled
         assert not self.ones.lent, "a push is done when its vector is the worker's again"
 
     async def fetch(self) -> torch.Tensor:
         arrival = self.client.fetch_soon()
         await arrival.done()
-        self.client.spare = arrival.vector
+        self.client.back_buffer = arrival.vector
         return arrival.vector.tensor
 
     async def kept(self) -> tuple[Stream, Received]:
         """The first chunk, lent to the other worker, who keeps it."""
-        await self.service.readers.gone(0)
+        await self.service.leases.gone(0)
         for _ in range(100):  # until it is lent what it reads
             stream = await self.idler.open("shard-0", "fetch", v1.Fetch(), window=1)
             kept = await take_chunk(stream)
-            if any(not one.returned for one in self.service.readers._lent.get(0, ())):
+            if any(not one.returned for one in self.service.leases._lent.get(0, ())):
                 break
         return stream, kept
 

@@ -257,7 +257,7 @@ def _push(data: bytes) -> None:
         out = list(state.push(chunk, Parked(one, "token", request.command == v1.Push.ASSIGN)))
         for instruction in out:
             if isinstance(instruction, Apply):
-                rule.weights(state.version(chunk), [held.contribution for held in instruction.update])
+                rule.weights(state.version(chunk), [held.header for held in instruction.update])
                 out += state.applied(chunk)
             if isinstance(instruction, Acknowledge):
                 v1.PushResult(

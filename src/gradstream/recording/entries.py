@@ -94,7 +94,7 @@ class Changed:
     """Somebody takes part that did not, or no longer does (shard).
 
     Args:
-        kind, ranks, clock: see `server.shard.event_schedule.Change`.
+        kind, ranks, clock: see `server.shard.event_schedule.ParticipationChange`.
         told: the clock that who enters was told.
         moments: of all chunks of the shard: (chunk, moment).
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from gradstream.recording import Changed, Decided, Entry, FetchAsked, LogPart, Pushed, Read, Summed
 from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.event_schedule import Change, Go, Updating
+from gradstream.server.shard.event_schedule import Event, ParticipationChange, UpdateDue
 
 __all__ = ["ChunkLog", "Coming", "ShardLog", "course_of", "moment_of"]
 
@@ -18,7 +18,7 @@ __all__ = ["ChunkLog", "Coming", "ShardLog", "course_of", "moment_of"]
 class ShardLog:
     """What is for all chunks at once: at these moments."""
 
-    event: QuorumDecision | Change
+    event: QuorumDecision | ParticipationChange
     moments: Mapping[int, int]
 
 
@@ -54,9 +54,9 @@ class ChunkLog:
     clocks: dict[tuple[int, int], int] = field(default_factory=dict)
     unread: defaultdict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[int, int] = field(default_factory=dict)
-    held: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
-    releases: defaultdict[int, list[Go]] = field(default_factory=lambda: defaultdict(list))
-    next: tuple[Updating, Go] | None = None
+    held: dict[Hashable, Event] = field(default_factory=dict)
+    releases: defaultdict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    next: UpdateDue | None = None
     letting_in: bool = False
 
 
@@ -87,7 +87,7 @@ def _order(chunks: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> None
         elif isinstance(entry, Decided):
             _together(chunks, ShardLog(QuorumDecision(entry.round, entry.ranks), dict(entry.moments)))
         elif isinstance(entry, Changed):
-            change = Change(entry.kind, entry.ranks, entry.clock)
+            change = ParticipationChange(entry.kind, entry.ranks, entry.clock)
             _together(chunks, ShardLog(change, dict(entry.moments)))
 
 

@@ -31,7 +31,7 @@ from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.shard.event_schedule import Updating
+from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.node import ShardNode
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
@@ -149,11 +149,11 @@ class ReplayCluster(ReplayListener):
         if all(script.over for script in self._scripts):
             self._end()
 
-    def updates(self, updating: Updating) -> None:
+    def updates(self, updating: UpdateDue) -> None:
         """See `ReplayListener`."""
         self._book.begins(updating)
 
-    def updated(self, updating: Updating) -> None:
+    def updated(self, updating: UpdateDue) -> None:
         """See `ReplayListener`."""
         self._book.done(updating)
         if self._book.whole:
@@ -175,7 +175,7 @@ class ReplayCluster(ReplayListener):
         roster = ReplayedMembers(self._notice())
         for rank in range(self._plan.servers):
             name = shard_name(rank)
-            config = replace(shard_config(self._plan, rank, self._model), order=self._scripts[rank])
+            config = replace(shard_config(self._plan, rank, self._model), schedule=self._scripts[rank])
             runtime, endpoint, member = await self._place(name, roster)
             shard = ShardNode(runtime, endpoint, member, config)
             self._shards.append(shard)

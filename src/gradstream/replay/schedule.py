@@ -10,15 +10,26 @@ at which it was killed. Chunks do not wait for one another, but through workers:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 
 from gradstream.errors import DivergedError
 from gradstream.recording import FetchAsked, LogPart, Pushed
 from gradstream.replay.chunk_log import Coming, ShardLog, course_of, moment_of
-from gradstream.server.aggregation import FetchTerms, PushHeader
-from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.event_schedule import Change, Chunks, Fetched, Go, Updating
+from gradstream.server.aggregation import FetchTerms
+from gradstream.server.shard.event_schedule import (
+    ChunkRead,
+    ChunkReleased,
+    Event,
+    FetchArrived,
+    ParticipationChange,
+    PushArrived,
+    SumFlush,
+    UpdateApplied,
+    UpdateDue,
+)
 from gradstream.server.shard.recorder import crc_of
+from gradstream.server.shard.state import ShardState
 
 __all__ = ["ReplayListener", "ReplaySchedule"]
 
@@ -29,10 +40,10 @@ class ReplayListener:
     def moved(self) -> None:
         """Something that was recorded has happened."""
 
-    def updates(self, updating: Updating) -> None:
+    def updates(self, updating: UpdateDue) -> None:
         """An update begins."""
 
-    def updated(self, updating: Updating) -> None:
+    def updated(self, updating: UpdateDue) -> None:
         """It is done."""
 
     def diverged(self, error: DivergedError) -> None:
@@ -40,7 +51,7 @@ class ReplayListener:
 
 
 class ReplaySchedule:
-    """Implements `Order`.
+    """Implements `EventSchedule`.
 
     Args:
         part: what the shard has recorded.
@@ -50,7 +61,7 @@ class ReplaySchedule:
     def __init__(self, part: LogPart, told: ReplayListener) -> None:
         self.node = part.node
         self._told = told
-        self._shard: Chunks | None = None  # until the model is registered
+        self._state: ShardState | None = None  # until the model is registered
         self._chunks, self._entered = course_of(part)
 
     @property
@@ -66,7 +77,7 @@ class ReplaySchedule:
         )
 
     def _busy(self, chunk: int) -> bool:
-        return self._shard is not None and self._shard.busy(chunk)
+        return self._state is not None and self._state.chunks[chunk].busy
 
     def awaited(self) -> Iterable[str]:
         """What each chunk waits for, in words."""
@@ -79,42 +90,47 @@ class ReplaySchedule:
             for rank, number in sorted(unread):
                 yield f"{self.node}, chunk {chunk}: fetch {number} of worker-{rank}"
 
-    def begin(self, chunks: Chunks) -> None:
-        """See `Order`."""
-        self._shard = chunks
+    def begin(self, state: ShardState) -> None:
+        """See `EventSchedule`."""
+        self._state = state
+
+    def admit(self, event: Event) -> Iterable[Event]:
+        """See `EventSchedule`."""
+        match event:
+            case PushArrived(chunk, parked):
+                return self._hold(chunk, (Pushed, parked.header.rank, parked.header.sequence), event)
+            case FetchArrived():
+                return self._fetch(event)
+            case ChunkReleased():
+                return self._release(event)
+            case ChunkRead():
+                return self._read(event)
+            case ParticipationChange():  # when it happened is recorded, and so is the clock that the worker was told
+                answers = self._entered[event.ranks[0]] if event.kind == "enter" else None
+                event.told = answers.popleft() if answers else event.clock
+            case UpdateDue(due):
+                self._chunks[due.chunk].next = event
+                return self._let_in(due.chunk)
+            case UpdateApplied(update):
+                return self._applied(update)
+        return ()  # quorum decisions, too, are taken from the recording
 
     # ---- what comes ---------------------------------------------------------------------
 
-    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
-        """See `Order`."""
-
-        def come(entry: Coming) -> None:
-            assert isinstance(entry, Pushed)
-            base_version = entry.base_version if new.absent else new.base_version  # of nothing
-            if (base_version, new.absent, assign) != (entry.base_version, entry.absent, entry.assign):
-                self._diverge(
-                    chunk,
-                    f"push {new.sequence} of worker-{new.rank} was computed on version {new.base_version}, "
-                    f"recorded {entry.base_version}",
-                )
-            go()
-
-        self._hold(chunk, (Pushed, new.rank, new.sequence), come)
-
-    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
-        """See `Order`: it waits for its turn alone."""
+    def _fetch(self, event: FetchArrived) -> Iterable[Event]:
+        """A fetch waits for its turn alone."""
+        fetch, terms = event.fetch, event.terms
         none = FetchTerms(terms.sender, terms.incarnation, flush=terms.flush, beside=terms.beside)
-        if fetch.acts and fetch.number:
-            self._hold(chunk, (FetchAsked, fetch.rank, fetch.number), lambda entry: go(none))
-        else:
-            go(none)
+        event = replace(event, terms=none)
+        if fetch.flushes and fetch.number:
+            return self._hold(event.chunk, (FetchAsked, fetch.rank, fetch.number), event)
+        return (event,)
 
-    def _hold(self, chunk: int, key: Hashable, come: Callable[[Coming], None]) -> None:
-        state = self._chunks[chunk]
-        state.held[key] = lambda: come(state.ordered[0])
-        self._let_in(chunk)
+    def _hold(self, chunk: int, key: Hashable, event: Event) -> Iterable[Event]:
+        self._chunks[chunk].held[key] = event
+        return self._let_in(chunk)
 
-    def _let_in(self, chunk: int) -> None:
+    def _let_in(self, chunk: int) -> Iterable[Event]:
         """Lets in what has come and has its turn; each may begin an update, and so bring about the next."""
         state = self._chunks[chunk]
         if state.letting_in:
@@ -125,108 +141,102 @@ class ReplaySchedule:
             if moment_of(head, chunk) < self._moment(chunk):
                 self._diverge(chunk, f"update {state.done} should have waited for {head}")
             if isinstance(head, ShardLog):
-                if not self._happen(head):
+                if not self._is_due(head):
                     break
+                yield from self._happen(head)
                 continue
             number = head.sequence if isinstance(head, Pushed) else head.number
             if isinstance(head, FetchAsked) and not number:
-                assert self._shard is not None
-                self._shard.flush_sum(chunk)
+                yield SumFlush(chunk)
                 state.ordered.popleft()
                 continue
-            go = state.held.pop((type(head), head.rank, number), None)
-            if go is None:
+            event = state.held.pop((type(head), head.rank, number), None)
+            if event is None:
                 break
-            go()
+            if isinstance(event, PushArrived):
+                self._compare(event, head)
+            yield event
             state.ordered.popleft()
             self._told.moved()
         state.letting_in = False
-        self._go_on(chunk)
+        yield from self._go_on(chunk)
 
-    def _happen(self, event: ShardLog) -> bool:
-        """What is for all chunks at once happens when it is its turn on each."""
+    def _compare(self, event: PushArrived, entry: Coming) -> None:
+        """Diverges where a push is not the recorded one."""
+        assert isinstance(entry, Pushed)
+        new, assign = event.parked.header, event.parked.assign
+        base_version = entry.base_version if new.empty else new.base_version  # an empty push has none
+        if (base_version, new.empty, assign) != (entry.base_version, entry.absent, entry.assign):
+            self._diverge(
+                event.chunk,
+                f"push {new.sequence} of worker-{new.rank} was computed on version {new.base_version}, "
+                f"recorded {entry.base_version}",
+            )
+
+    def _is_due(self, event: ShardLog) -> bool:
+        """Whether an event of all chunks has its turn on each."""
         for chunk, moment in event.moments.items():
             ordered = self._chunks[chunk].ordered
             if not ordered or ordered[0] is not event or self._moment(chunk) != moment:
                 return False
+        return True
+
+    def _happen(self, event: ShardLog) -> Iterable[Event]:
         for chunk in event.moments:
             self._chunks[chunk].ordered.popleft()
-        assert self._shard is not None
-        if isinstance(event.event, QuorumDecision):
-            self._shard.decide(event.event)
-        else:
-            self._shard.change(event.event)
+        yield event.event
         self._told.moved()
         for chunk in event.moments:
-            self._let_in(chunk)
-        return True
+            yield from self._let_in(chunk)
 
     def _moment(self, chunk: int) -> int:
         return 2 * self._chunks[chunk].done + self._busy(chunk)
 
     # ---- what goes ----------------------------------------------------------------------
 
-    def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
-        """See `Order`."""
+    def _release(self, event: ChunkReleased) -> Iterable[Event]:
+        chunk, fetch = event.chunk, event.fetch
         state = self._chunks[chunk]
-        if not fetch.number:
-            go()
-            return
         done = state.reads.get((fetch.rank, fetch.number))
-        if done == state.done:
-            go()
-        elif done is not None and done > state.done:
-            state.releases[done].append(go)
+        if not fetch.number or done == state.done:
+            return (event,)
+        if done is not None and done > state.done:
+            state.releases[done].append(event)
         elif done is not None:
             self._diverge(chunk, f"fetch {fetch.number} of worker-{fetch.rank} came behind update {done}")
+        return ()
 
-    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
-        """See `Order`."""
-        state = self._chunks[chunk]
-        state.unread[state.done].discard((fetch.rank, fetch.number))
+    def _read(self, event: ChunkRead) -> Iterable[Event]:
+        state, key = self._chunks[event.chunk], (event.fetch.rank, event.fetch.number)
+        yield event
+        event.clock = state.clocks.get(key, event.clock)
+        state.unread[state.done].discard(key)
         self._told.moved()
-        self._go_on(chunk)
-        return state.clocks.get((fetch.rank, fetch.number), clock)
-
-    def change(self, change: Change, go: Callable[[], int]) -> int:
-        """See `Order`: who takes part when is in the recording, and so is what they were told."""
-        answers = self._entered[change.ranks[0]] if change.kind == "enter" else None
-        return answers.popleft() if answers else change.clock
-
-    def decide(self, verdict: QuorumDecision, go: Go) -> None:
-        """See `Order`: what is decided is in the recording."""
+        yield from self._go_on(event.chunk)
 
     # ---- updates ------------------------------------------------------------------------
 
-    def update(self, updating: Updating, go: Go) -> None:
-        """See `Order`."""
-        chunk = updating.due.chunk
-        self._chunks[chunk].next = (updating, go)
-        self._let_in(chunk)
-
-    def _go_on(self, chunk: int) -> None:
+    def _go_on(self, chunk: int) -> Iterable[Event]:
         """Lets the update begin that waits, if nothing has to happen before it is done."""
         state = self._chunks[chunk]
         before = bool(state.ordered) and moment_of(state.ordered[0], chunk) // 2 <= state.done
         if state.next is None or before or state.unread[state.done]:
             return
-        (updating, go), state.next = state.next, None
-        self._told.updates(updating)
-        go()
+        update, state.next = state.next, None
+        self._told.updates(update)
+        yield update
 
-    def updated(self, updating: Updating) -> None:
-        """See `Order`."""
-        chunk = updating.due.chunk
+    def _applied(self, update: UpdateDue) -> Iterable[Event]:
+        chunk = update.due.chunk
         state = self._chunks[chunk]
         state.done += 1
         crc = state.sums.get(state.done)
-        if crc is not None and crc != crc_of(updating.parameters):
+        if crc is not None and crc != crc_of(update.parameters):
             self._diverge(chunk, "the parameters are not those of the recorded run")
-        self._told.updated(updating)
+        self._told.updated(update)
         self._told.moved()
-        for go in state.releases.pop(state.done, ()):
-            go()
-        self._let_in(chunk)
+        yield from state.releases.pop(state.done, ())
+        yield from self._let_in(chunk)
 
     def _diverge(self, chunk: int, what: str) -> None:
         done = self._chunks[chunk].done

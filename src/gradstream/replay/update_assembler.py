@@ -12,7 +12,8 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.replay.update import ReplayedUpdate, Tree
 from gradstream.server.chunks import ChunkMap
-from gradstream.server.shard.event_schedule import Updating
+from gradstream.server.shard.event_schedule import UpdateDue
+from gradstream.server.shard.row_store import elements_of
 from gradstream.server.update import Update as Push
 from gradstream.worker.observer import Observer
 
@@ -71,11 +72,11 @@ class UpdateAssembler(Observer):
 
     # ---- shards -------------------------------------------------------------------------
 
-    def begins(self, updating: Updating) -> None:
+    def begins(self, updating: UpdateDue) -> None:
         """An update of a chunk begins."""
         self._before[updating.due.chunk] = updating.parameters.clone()
 
-    def done(self, updating: Updating) -> None:
+    def done(self, updating: UpdateDue) -> None:
         """It is done: that of one or several pushes, or none yet where they only joined the chunk's sum."""
         due, before = updating.due, self._before.pop(updating.due.chunk)
         start, stop = self._chunks.bounds(due.chunk)
@@ -83,8 +84,8 @@ class UpdateAssembler(Observer):
         finite = bool(torch.isfinite(updating.parameters).all())
         parts = iter(updating.parts)
         for held in due.update:
-            one = held.contribution
-            part = None if one.absent else next(parts)
+            one = held.header
+            part = None if one.empty else elements_of(next(parts))
             if held.assign:
                 continue
             found = self._open[one.rank, one.sequence]

@@ -176,7 +176,7 @@ def build_shard(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, 
     """
     config = shard_config(plan, rank, model)
     if plan.job.record:
-        config = replace(config, order=ShardRecorder(_log(plan, runtime)))
+        config = replace(config, schedule=ShardRecorder(_log(plan, runtime)))
     return ShardNode(runtime, endpoint, _member(plan, runtime, endpoint, "shard", rank), config)
 
 

@@ -28,6 +28,7 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
+from gradstream.server.aggregation import AggregationRule
 from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.strategies.base import Strategy
 from gradstream.transport.base import Identity
@@ -245,7 +246,12 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     )
     plan.ledger()
     if strategy.through == "servers":
-        strategy.rule(job.workers, getattr(job.model, "reduction", "mean"))  # else a shard would raise
+        rule = strategy.rule(job.workers, getattr(job.model, "reduction", "mean"))  # else a shard would raise
+        if not isinstance(rule, AggregationRule):
+            raise ConfigError(
+                f"{type(strategy).__name__}.rule() returned {rule!r}; expected an object of a class that derives "
+                "from gradstream.server.aggregation.AggregationRule"
+            )
     return plan
 
 

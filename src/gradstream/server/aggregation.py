@@ -1,40 +1,27 @@
-"""The `AggregationRule`: what a shard does with a push, and when a fetch may be answered.
+"""The `AggregationRule`: what a shard does with pushes, and when a fetch may be answered.
 
-A rule is the server half of a strategy, and pure: it looks at a chunk's version and at the
-contributions that have arrived for it, and says which of them form the next update, in which order
-and with which weights. Arithmetic, waiting and talking are the shard's.
+A rule is the server half of a strategy, and it is pure: it looks at a chunk's version and at the pushes that wait
+for it, and decides which of them form the next update, in which order and with which weights. Arithmetic, waiting
+and messages are the shard's.
 
-What is due need not be applied at once. A rule that has `completes` (`GrowingSumRule`) lets contributions be
-summed on the shard as they come: each is acknowledged once it is in the sum, so that nobody keeps it for
-the server to wait with; the chunk's version goes up when the sum is applied.
+By default an update is applied as soon as it is due. A rule that overrides `completes` has pushes summed on the
+shard as they come. Each push is acknowledged once it is in the sum, so its sender need not keep it; the chunk's
+version goes up when the sum is applied.
 
-A rule that waits for every worker has `among` (`WaitingRule`): the shard knows who takes part.
+A rule that waits for every worker overrides `among`: the shard knows which workers take part.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from gradstream.errors import ConfigError
 
-__all__ = [
-    "AggregationRule",
-    "EveryN",
-    "EveryPush",
-    "FetchTerms",
-    "GrowingSumRule",
-    "PushHeader",
-    "WaitingRule",
-    "among",
-    "by_round",
-    "completes_of",
-    "in_step",
-    "rank_of",
-]
+__all__ = ["AggregationRule", "EveryN", "EveryPush", "FetchTerms", "PushHeader", "rank_of"]
 
 
 _NAME = re.compile(r"[a-z]+-([0-9]{1,7})", re.ASCII)
@@ -45,19 +32,19 @@ class PushHeader:
     """One chunk of one push, without its elements.
 
     Args:
-        sender: node name.
-        rank: the worker's rank.
-        incarnation: of the sender.
-        sequence: number of the push: per sender and incarnation, from 1.
-        samples: training samples behind it.
-        num_gradients: minibatch gradients summed in it.
-        learning_rate: to apply it with.
-        round: synchronous strategies: the version it is meant for.
+        sender: node name of the worker.
+        rank: rank of the worker.
+        incarnation: incarnation of the worker.
+        sequence: number of the push; each incarnation of a worker counts from 1.
+        samples: number of training samples behind it.
+        num_gradients: number of minibatch gradients summed in it.
+        learning_rate: learning rate to apply it with.
+        round: version that the push is meant for; only synchronous strategies set it.
         base_version: version of the chunk that the gradient was computed on.
-        absent: the sender contributes nothing this time; there are no elements.
-        clock: of the sender, once this is in; 0 where it keeps none (see `clocks.py`).
-        loss: mean over the samples; NaN where nobody has said.
-        vector: what it is a contribution to: "" the parameters, else a state vector of the update rule.
+        empty: the push has no elements for this chunk; the worker contributes nothing this time.
+        clock: clock of the worker once this push is applied; 0 where workers have none (see `clocks.py`).
+        loss: mean loss over the samples; NaN where unknown.
+        vector: vector that is pushed to: "" for the parameters, else a state vector of the update rule.
     """
 
     sender: str
@@ -69,17 +56,17 @@ class PushHeader:
     learning_rate: float = 0.0
     round: int = 0
     base_version: int = 0
-    absent: bool = False
+    empty: bool = False
     clock: int = 0
     loss: float = math.nan
     vector: str = ""
 
 
 def rank_of(sender: str) -> int:
-    """The rank of a node, from its name: a role and a rank, as in "worker-3".
+    """The rank in a node's name, which is a role and a rank: 3 of "worker-3".
 
     Raises:
-        ConfigError: it is no such name.
+        ConfigError: the name has another form.
     """
     found = _NAME.fullmatch(sender)
     if found is None:
@@ -91,14 +78,16 @@ def rank_of(sender: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FetchTerms:
-    """What a fetch asks of a chunk before it is sent.
+    """The conditions under which a shard may answer a fetch of a chunk.
 
     Args:
-        min_version: this version or a later one.
-        after_sequence: this push of the same sender must have been applied, or be in the sum (0: none).
-        flush: the chunk's sum must be empty: what it holds is applied, though no update is due.
-        beside: no gradient will be computed on it.
-        min_clock: every worker that takes part must be there.
+        sender: node name of the reader.
+        incarnation: incarnation of the reader.
+        min_version: the chunk must have this version or a later one.
+        after_sequence: the reader's push of this number must be applied, or be in the chunk's sum; 0 for none.
+        flush: the chunk's sum must be empty: the shard applies it now, though no update is due.
+        beside: the reader computes no gradient on what it gets.
+        min_clock: every worker that takes part must have reached this clock.
     """
 
     sender: str
@@ -110,119 +99,86 @@ class FetchTerms:
     min_clock: int = 0
 
 
-class AggregationRule(Protocol):
-    """The server half of a strategy."""
+class AggregationRule(ABC):
+    """The server half of a strategy. Derive from it; only `due` and `weights` have no default."""
+
+    __slots__ = ()
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether an update is the sum of one clock's pushes.
+
+        The shard applies it once every worker that takes part has pushed its own: see `clocks.py`.
+        """
+        return False
+
+    @property
+    def by_round(self) -> bool:
+        """Whether a chunk's version is the number of its round.
+
+        A command that changes parameters leaves the version as it is then; else it counts as an update.
+        """
+        return False
 
     def drops(self, version: int, new: PushHeader) -> bool:
-        """Whether a contribution comes too late to be used (an expected outcome, not an error)."""
-        ...
+        """Whether a push comes too late to be used, which is an expected outcome and not an error."""
+        return False
 
+    @abstractmethod
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """Those contributions that form the next update now, in the order of summation; or none."""
-        ...
+        """The pushes that form the next update now, in the order of summation; empty while none is due."""
 
+    @abstractmethod
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """The factor of each contribution in the sum Σ weight·elements that the optimizer is given.
+        """The factor of each push in the sum Σ weight·elements that the optimizer is given.
 
         Args:
-            version: of the chunk before this update; minus a contribution's base_version, its staleness.
-            update: as `due` chose it.
+            version: version of the chunk before this update; minus a push's base_version, its staleness.
+            update: the pushes that `due` chose.
         """
-        ...
-
-    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
-        """Names of the senders whose contributions the next update waits for."""
-        ...
-
-
-Completes = Callable[[int, int, Sequence[PushHeader]], bool]
-
-
-class GrowingSumRule(AggregationRule, Protocol):
-    """A rule whose updates are sums that grow on the shard."""
 
     def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """Whether the chunk's sum is applied now that these contributions are added; else it goes on.
+        """Whether the chunk's sum is applied once these pushes are added; else it goes on growing.
 
         Args:
-            version: of the chunk, as for `weights`.
-            summed: contributions that the sum held before; one without elements joins no sum.
-            update: as `due` chose it.
+            version: version of the chunk, as for `weights`.
+            summed: number of pushes in the sum before; a push without elements joins no sum.
+            update: the pushes that `due` chose.
         """
-        ...
+        return True
 
-
-class WaitingRule(AggregationRule, Protocol):
-    """A rule whose updates wait for workers, and which others must not wait for."""
+    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
+        """Names of the nodes whose pushes the next update waits for."""
+        return ()
 
     def among(self, present: frozenset[int]) -> AggregationRule:
-        """The same rule, which waits for none but these ranks: the others are lost, or have nothing to do."""
-        ...
-
-
-def among(rule: AggregationRule, present: frozenset[int]) -> AggregationRule:
-    """A rule of those who take part; one that does not ask who does is as it was."""
-    found: Callable[[frozenset[int]], AggregationRule] | None = getattr(rule, "among", None)
-    return rule if found is None else found(present)
-
-
-def in_step(rule: AggregationRule) -> bool:
-    """Whether a rule has `in_step = True`: an update is the sum of one clock's contributions.
-
-    It is applied once every worker that takes part has brought its own: see `clocks.py`.
-    """
-    return bool(getattr(rule, "in_step", False))
-
-
-def by_round(rule: AggregationRule) -> bool:
-    """Whether a rule has `by_round = True`: the version of a chunk is the number of its round.
-
-    A command that changes parameters leaves it as it is then; else it counts as an update.
-    """
-    return bool(getattr(rule, "by_round", False))
-
-
-def completes_of(rule: AggregationRule) -> Completes:
-    """A rule's `completes`; of one that has none, each update that is due is applied at once."""
-    found: Completes = getattr(rule, "completes", _always)
-    return found
-
-
-def _always(version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-    return True
+        """The same rule, waiting for workers of these ranks only: the others are lost, or have nothing to do."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class EveryPush:
-    """Every contribution is an update of its own, applied as it comes: asynchronous SGD."""
-
-    def drops(self, version: int, new: PushHeader) -> bool:
-        """Never."""
-        return False
+class EveryPush(AggregationRule):
+    """Every push is an update of its own, applied as it comes: asynchronous SGD."""
 
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """The oldest."""
+        """The oldest push."""
         return parked[:1]
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1."""
         return (1.0,)
 
-    def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
-        """Nobody."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
 class EveryN(EveryPush):
-    """Contributions are summed as they come, and every `count` of them are an update.
+    """Pushes are summed as they come, and every `count` of them are an update.
 
     Args:
-        count: at least 1, which is `EveryPush` itself.
+        count: pushes to an update, at least 1, which is `EveryPush` itself.
     """
 
     count: int
 
     def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """Once there are `count`."""
+        """Whether there are `count`."""
         return summed + len(update) >= self.count

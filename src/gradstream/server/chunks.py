@@ -1,8 +1,8 @@
-"""The chunk map: how the flat vector is cut, and which shard holds which cut.
+"""The chunk map: where the flat vector is divided, and which shard holds which chunk.
 
-A chunk is the unit of flow, application, version and de-duplication. Its edges lie at multiples
-of 64 elements, because fused update kernels round differently at unaligned cuts. Chunks are dealt
-to shards in turn, so that a backprop, which fills the vector from the front, keeps all shards busy.
+A chunk is the unit of flow control, update, version and de-duplication. Its edges lie at multiples
+of 64 elements, because fused update kernels round differently at unaligned edges. Chunks go to the
+shards in turn, so that a backprop, which fills the gradient from one end, keeps all shards busy.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["ALIGNMENT_ELEMS", "CHUNK_ELEMS", "MAX_CHUNK_ELEMS", "ChunkMap", "sha
 ALIGNMENT_ELEMS = 64
 
 CHUNK_ELEMS = 1 << 18
-"""The length of a chunk that any carrier moves well: 1 MiB of float32."""
+"""Default length of a chunk: 1 MiB of float32."""
 
 MAX_CHUNK_ELEMS = MAX_PAYLOAD_BYTES // 8
-"""Of float64, these fill a frame."""
+"""Largest length of a chunk: so many float64 fill a frame."""
 
 SHARED_CHUNK_BYTES = 16 << 20
 SHARED_CHUNKS = 16
@@ -29,14 +29,14 @@ SHARED_CHUNKS = 16
 def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
     """The length of a chunk where all nodes exchange through shared memory: n = 2^k, from 2^18 elements on.
 
-    There no byte is copied on its way, so what a chunk costs is what both sides do for it, whatever its
-    length. n is the largest power of two with n · 16 · S <= `elems`, so that each shard still has so many
-    chunks to overlap its updates with a backprop, and of 16 MiB at most.
+    No byte is copied on its way there, so a chunk costs the same work on both sides, whatever its length. n is the
+    largest power of two with n · 16 · S <= `elems`, so that each shard has 16 chunks to overlap updates with a
+    backprop, and of 16 MiB at most.
 
     Args:
         elems: length of the flat vector.
-        itemsize_bytes: of an element.
-        num_shards: S, at least 1.
+        itemsize_bytes: size of an element, in bytes.
+        num_shards: S, the number of shards, at least 1.
     """
     most = min(elems // (SHARED_CHUNKS * num_shards), SHARED_CHUNK_BYTES // itemsize_bytes)
     return max(CHUNK_ELEMS, 1 << most.bit_length() >> 1)
@@ -49,7 +49,7 @@ class ChunkMap:
     Args:
         elems: length of the flat vector.
         chunk_elems: n, a multiple of 64, at most 4,194,304 (16 MiB of float32).
-        num_shards: S.
+        num_shards: S, the number of shards, at least 1.
     """
 
     elems: int
@@ -67,7 +67,7 @@ class ChunkMap:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks the vector has."""
+        """Number of chunks of the vector."""
         return -(-self.elems // self.chunk_elems)
 
     def bounds(self, chunk: int) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class ChunkMap:
         return start, min(start + self.chunk_elems, self.elems)
 
     def chunks_of(self, shard: int) -> range:
-        """The chunks of a shard, in the order of the vector. Empty if there are too few."""
+        """The chunks of a shard, in the order of the vector; none if there are more shards than chunks."""
         return range(shard, self.num_chunks, self.num_shards)
 
     def local_bounds(self, chunk: int) -> tuple[int, int]:

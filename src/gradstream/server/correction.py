@@ -1,13 +1,13 @@
-"""Arithmetic on a contribution before it is used, with what the shard keeps of its sender.
+"""Corrects a gradient before it is used, with what the shard keeps of its sender.
 
-A strategy says that there is some by `Strategy.correction()`; the shard does it, chunk by chunk, on its
-arithmetic thread. Delay compensation is of this kind: a gradient is moved from the parameters that it was
-computed on to those that it will be applied to, which takes a copy of the former.
+A strategy asks for it by `Strategy.correction()`; the shard does it, chunk by chunk, on its arithmetic thread.
+Delay compensation is a correction: it moves a gradient from the parameters that it was computed on to those that it
+will be applied to, so the shard needs a copy of the former.
 
-Which copy that is, only the contribution knows: its base version. What a sender was given last is something else
-where it fetches while it computes, where an answer was lost and asked for again, or where the network brings
-a fetch twice. So copies are kept by version: until as many gradients of it have come as its sender was given
-it, or one of a later version.
+The base version of a push says which copy that is. The copy that the sender was given last can be another one: the
+sender fetches while it computes, asks again for an answer that was lost, or the network delivers a fetch twice. So
+the shard keeps a copy of each version until as many gradients of it have come as the sender was given copies of it,
+or a gradient of a later version has come.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from gradstream.server.chunks import ChunkMap
 __all__ = ["MOST_COPIES", "Correction", "SenderStates"]
 
 State = Mapping[str, torch.Tensor]
-"""By name, what the shard keeps of one sender: (n,) of a chunk of n elements, zeros at first."""
+"""Vectors that the shard keeps of one sender, by name: (n,) for a chunk of n elements, zeros at first."""
 
 MOST_COPIES = 4
-"""Of a chunk for one sender: of what it computes on, and of fetches that it may adopt. The oldest goes."""
+"""Copies of a chunk for one sender: one that it computes on, and those that it may swap in. The oldest goes first."""
 
 
 class Correction(Protocol):
-    """What becomes of a contribution before the rule weighs it. Implementations are frozen dataclasses."""
+    """Changes a gradient before the rule weighs it. Implementations are frozen dataclasses."""
 
     @property
     def state_names(self) -> Sequence[str]:
-        """The vectors kept of each sender, each as long as the parameters: ("mean_square",), or none."""
+        """Names of the vectors kept of each sender, each as long as the parameters: ("mean_square",), or none."""
         ...
 
     def correct(
-        self, gradient: torch.Tensor, parameters: torch.Tensor, basis: torch.Tensor, state: State
+        self, gradient: torch.Tensor, parameters: torch.Tensor, base: torch.Tensor, state: State
     ) -> torch.Tensor:
-        """What is used in the place of a gradient.
+        """The corrected gradient.
 
         Args:
             gradient: (n,) as it was pushed; read only: it may lie in memory that cannot be written.
             parameters: (n,) as they are now; read only.
-            basis: (n,) as they were when the gradient was computed on them; not needed afterwards, so the
-                result may lie there.
-            state: of its sender; read and written.
+            base: (n,) the parameters that the gradient was computed on; not needed afterwards, so the result may
+                be written there.
+            state: vectors of the sender; read and written.
 
         Returns:
             (n,) of the same type; `gradient` itself where there is nothing to correct.
@@ -59,15 +59,15 @@ class Correction(Protocol):
 
 
 class SenderStates:
-    """What a shard keeps of each sender. Its memory is allocated when that sender first reads.
+    """The vectors that a shard keeps of each sender. They are allocated when the sender first reads or pushes.
 
     Args:
-        memory: where vectors come from: for each sender one of each name, and as many for copies as it
-            needs at once, each as long as the shard's parameters.
+        memory: allocates the vectors: for each sender one of each name, and as many copies as it needs at once,
+            each as long as the shard's parameters.
         chunks: the chunk map.
-        elems: of this shard's vectors.
-        dtype: of all vectors.
-        correction: what is done with them.
+        elems: length of this shard's vectors.
+        dtype: element type of all vectors.
+        correction: the strategy's correction.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SenderStates:
         self._given: Counter[tuple[str, int, int]] = Counter()  # by sender, chunk, version: gradients to come
 
     def place(self, sender: str, chunk: int, version: int) -> Span | None:
-        """Where a copy of a chunk belongs that a sender is given; None where there is one of this version."""
+        """Memory for the copy of a chunk that a sender reads; None where there is one of this version."""
         places = self._places.setdefault((sender, chunk), {})
         self._given[sender, chunk, version] += 1
         if version in places:
@@ -99,10 +99,10 @@ class SenderStates:
         return self._span(copies[free], chunk)
 
     def spans(self, one: PushHeader, chunk: int) -> list[Span]:
-        """Everything that `corrected` writes.
+        """All memory that `corrected` writes.
 
         Raises:
-            UserCodeError: there is no copy of what a contribution was computed on.
+            UserCodeError: there is no copy of the parameters that the push was computed on.
         """
         place = self._places.get((one.sender, chunk), {}).get(one.base_version)
         if place is None:
@@ -122,22 +122,22 @@ class SenderStates:
     def corrected(
         self, one: PushHeader, chunk: int, gradient: torch.Tensor, parameters: torch.Tensor
     ) -> torch.Tensor:
-        """What is used in the place of a contribution's elements: good until `used`. Raises as `spans`."""
-        basis, *state = (span.tensor for span in self.spans(one, chunk))
+        """The corrected elements of a push, valid until `used`. Raises what `spans` raises."""
+        base, *state = (span.tensor for span in self.spans(one, chunk))
         if self._given[one.sender, chunk, one.base_version] > 1:  # another gradient of this version may come
-            basis = basis.clone()
+            base = base.clone()
         named = dict(zip(self._correction.state_names, state, strict=True))
-        return self._correction.correct(gradient, parameters, basis, named)
+        return self._correction.correct(gradient, parameters, base, named)
 
     def used(self, one: PushHeader, chunk: int) -> None:
-        """A contribution is done with; no gradient of an older version comes any more."""
+        """Frees the copies that no gradient needs after this push: those of older versions, too."""
         self._given[one.sender, chunk, one.base_version] -= 1
         for version in list(self._places[one.sender, chunk]):
             if version < one.base_version or not self._given[one.sender, chunk, version]:
                 self._forget(one.sender, chunk, version)
 
     def keep_senders(self, names: Collection[str]) -> None:
-        """Frees what is kept of all others: they left for good, and nothing of theirs is to be corrected."""
+        """Frees the vectors of all other senders: they have left, and no push of theirs is left to correct."""
         for sender in [one for one in {**self._states, **self._copies} if one not in names]:
             for vector in (*self._states.pop(sender, {}).values(), *self._copies.pop(sender, ())):
                 self._memory.free(vector)

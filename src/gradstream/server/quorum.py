@@ -1,14 +1,14 @@
-"""A quorum: the first N contributions of a round that have come whole make its update, on every chunk.
+"""A quorum: the first N pushes of a round that have arrived whole make its update, on every chunk.
 
-Chunk by chunk, "the first N" would be other workers on every chunk, and one that dies halfway would be
-in some chunks and not in others. So a contribution counts once every shard holds every chunk of it, and
-one shard, the first, decides for all:
+Chunk by chunk, "the first N" would be other workers on every chunk, and the push of a worker that dies halfway
+would be in some chunks and not in others. So a push counts once every shard holds every chunk of it, and one
+shard, the first, decides for all:
 
     each shard     chunk parked ─▶ all chunks of (round, rank) there? ─▶ "whole" to the first shard
-    first shard    whole on all shards, N ranks? ─▶ verdict (round, ranks) to all shards, once
+    first shard    whole on all shards, N ranks? ─▶ decision (round, ranks) to all shards, once
 
-Before its verdict nothing of a round is applied, and after it everything that is needed is on the shards:
-a worker may die at any instant. What a verdict leaves out is late, whenever it comes.
+Before the decision nothing of a round is applied, and after it everything that is needed is on the shards, so a
+worker may die at any instant. A push that the decision leaves out is late, whenever it comes.
 
 Reference: Chen, Pan, Monga, Bengio, Józefowicz, "Revisiting Distributed Synchronous SGD", 2016 (backup
 workers). Pure: no I/O, no clock.
@@ -24,17 +24,17 @@ __all__ = ["QuorumDecision", "QuorumLeader", "QuorumVotes"]
 
 @dataclass(frozen=True, slots=True)
 class QuorumDecision:
-    """These workers' contributions, by rank, make the update of this round, and no others."""
+    """The pushes of the workers of these ranks make the update of this round, and no others."""
 
     round: int
     ranks: tuple[int, ...]
 
 
 class QuorumVotes:
-    """Which contributions one shard holds whole.
+    """Which pushes one shard holds whole.
 
     Args:
-        num_chunks: how many live on it.
+        num_chunks: number of chunks on this shard.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -43,7 +43,7 @@ class QuorumVotes:
         self._decided = -1
 
     def came(self, round: int, rank: int, chunk: int) -> bool:  # noqa: A002  the word of the protocol
-        """A chunk is there; coming twice changes nothing. True when it makes its contribution whole."""
+        """Counts a chunk that has arrived, once. Returns whether it makes its push whole."""
         if round <= self._decided:
             return False
         chunks = self._came[round, rank]
@@ -51,35 +51,38 @@ class QuorumVotes:
         chunks.add(chunk)
         return before < len(chunks) == self._num_chunks
 
-    def decided(self, verdict: QuorumDecision) -> None:
-        """Rounds up to this one are of no interest any more."""
-        self._decided = max(self._decided, verdict.round)
+    def decided(self, decision: QuorumDecision) -> None:
+        """Forgets all rounds up to the one that is decided."""
+        self._decided = max(self._decided, decision.round)
         for key in [key for key in self._came if key[0] <= self._decided]:
             del self._came[key]
 
     @property
     def whole(self) -> list[tuple[int, int]]:
-        """(round, rank) of what is whole and not decided, in the order in which it came."""
+        """(round, rank) of the pushes that are whole and not decided, in order of arrival."""
         return [key for key, chunks in self._came.items() if len(chunks) == self._num_chunks]
 
 
 class QuorumLeader:
-    """Decides which N contributions make each update.
+    """Decides which N pushes make each update.
 
     Args:
-        needed: N.
-        num_shards: how many shards have chunks.
+        needed: N, the number of pushes to an update.
+        num_shards: number of shards that have chunks.
+
+    Attributes:
+        last: newest decision; None before the first.
     """
 
     def __init__(self, needed: int, num_shards: int) -> None:
         self._needed = needed
         self._num_shards = num_shards
         self._shards: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by (round, rank)
-        self._ready: defaultdict[int, list[int]] = defaultdict(list)  # by round, in the order of coming
+        self._ready: defaultdict[int, list[int]] = defaultdict(list)  # by round, in order of arrival
         self.last: QuorumDecision | None = None
 
     def whole(self, shard: int, round: int, rank: int) -> QuorumDecision | None:  # noqa: A002
-        """A shard holds a contribution whole; saying it twice changes nothing. Returns a new verdict."""
+        """Counts that a shard holds a push whole, once. Returns the decision if this brings one about."""
         if self.last is not None and round <= self.last.round:
             return None
         shards = self._shards[round, rank]

@@ -1,4 +1,4 @@
-"""What a worker pushes."""
+"""An update that a worker pushes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Update", "UpdatePiece"]
 
 @dataclass(frozen=True, slots=True)
 class UpdatePiece:
-    """What is pushed of a chunk, where not all of every chunk is.
+    """The part of a chunk that is pushed, where not all of every chunk is.
 
     Args:
-        num_rows: of so many rows; 0 for the whole chunk.
-        payload: as `rows.pack` makes it, or all of the chunk's elements.
+        num_rows: number of rows; 0 for the whole chunk.
+        payload: rows as `rows.pack` makes them, or all of the chunk's elements.
     """
 
     num_rows: int
@@ -28,29 +28,28 @@ class UpdatePiece:
 
 @dataclass(slots=True)
 class Update:
-    """What is pushed.
+    """One push of a worker, to all shards.
 
     Args:
-        vector: its elements; nobody may write them until the push is done. None pushes nothing,
-            which a synchronous round still has to be told.
-        samples: training samples behind it. This, `learning_rate` and `vector` may be filled in until
-            anything is `ready`.
-        num_gradients: minibatch gradients summed in it.
-        learning_rate: to apply it with.
-        loss: mean over the samples, NaN where unknown; for rules that weigh by it.
-        target: what it is pushed to: "" the parameters, else a state vector of the update rule.
-        base_version: by chunk, the version the gradient was computed on.
-        round: synchronous: the version it is meant for.
-        ready: elements that are final so far; chunks leave as this grows.
-        on_done: called once all shards have acknowledged it.
-        late: shards have dropped it, an expected outcome: it came behind the update it was meant for.
+        vector: the elements; nobody may write them until the push is done. None pushes nothing, which the
+            server of a synchronous round still has to be told.
+        samples: number of training samples behind it. This, `learning_rate` and `vector` may be filled in
+            until anything is `ready`.
+        learning_rate: learning rate to apply it with.
+        base_version: by chunk, the version that the gradient was computed on.
+        num_gradients: number of minibatch gradients summed in it.
+        round: version that it is meant for; only synchronous strategies set it.
+        ready: number of elements that are final so far; chunks leave as it grows.
+        on_done: called once all shards have acknowledged the push.
+        assign: it brings initial parameters.
+        late: a shard has dropped it, since it came after the update it was meant for; not an error.
+        loss: mean loss over the samples, for rules that weigh by it; NaN where unknown.
+        target: vector that is pushed to: "" for the parameters, else a state vector of the update rule.
         sequence: number of the push, once it has begun.
         refs: minibatches whose gradients are in it.
-        clock: of this worker once it is in; 0 where it keeps none. `push_soon` fills it in.
-        prompt: what `pieces` makes depends on the parameters as they are now, so it is made before the worker
-            goes on.
-        pieces: makes, by chunk, what is pushed of it, and nothing of the chunks left out; None pushes all of
-            `vector`.
+        clock: clock of this worker once it is applied; 0 where workers have none. `push_soon` sets it.
+        pieces: makes the parts to push, by chunk; chunks left out push nothing. None pushes all of `vector`.
+        prompt: `pieces` depends on the parameters as they are now, so it runs before the worker goes on.
     """
 
     vector: Vector | None

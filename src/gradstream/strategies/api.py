@@ -80,7 +80,7 @@ class Server(Protocol):
     async def pause(self) -> None:
         """From here on no update waits for this worker, until it calls `resume`; its pushes are settled.
 
-        For rules that wait for workers (`gradstream.server.aggregation.WaitingRule`): in `flush`, for one.
+        For rules that wait for workers (`AggregationRule.among`): in `flush`, for one.
         """
         ...
 

@@ -69,15 +69,15 @@ class Compensation:
         self,
         gradient: torch.Tensor,
         parameters: torch.Tensor,
-        basis: torch.Tensor,
+        base: torch.Tensor,
         state: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """See `Correction`."""
         for block in _blocks(len(gradient)):
-            g, there = gradient[block], basis[block]
+            g, there = gradient[block], base[block]
             torch.sub(parameters[block], there, out=there).mul_(g).mul_(g)
             torch.add(g, there, alpha=self.strength, out=there)
-        return basis
+        return base
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +99,17 @@ class AdaptiveCompensation:
         self,
         gradient: torch.Tensor,
         parameters: torch.Tensor,
-        basis: torch.Tensor,
+        base: torch.Tensor,
         state: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """See `Correction`."""
         for block in _blocks(len(gradient)):
-            g, there, mean_square = gradient[block], basis[block], state["mean square"][block]
+            g, there, mean_square = gradient[block], base[block], state["mean square"][block]
             mean_square.mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
             torch.sub(parameters[block], there, out=there).mul_(g).mul_(g)
             there.div_(mean_square.add(self.eps).sqrt_())
             torch.add(g, there, alpha=self.strength, out=there)
-        return basis
+        return base
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ __all__ = ["SSP", "Lockstep"]
 class Lockstep(EveryPush):
     """The server of s = 0: the sum of one clock's contributions is an update."""
 
-    in_step: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ __all__ = ["Synchronous", "SynchronousRound"]
 
 
 @dataclass(frozen=True, slots=True)
-class SynchronousRound:
+class SynchronousRound(AggregationRule):
     """The server: round r makes version r+1 out of one contribution from every worker.
 
     Args:

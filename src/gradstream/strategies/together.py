@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.server.aggregation import PushHeader
+from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.api import Worker
 
 __all__ = ["Barrier", "train_together"]
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier:
+class Barrier(AggregationRule):
     """One contribution of every worker that takes part makes an update, their sum.
 
+    A push that comes late joins the update after it.
+
     Args:
-        present: ranks of these.
+        present: ranks of the workers that take part.
     """
 
     present: frozenset[int]
@@ -28,10 +30,6 @@ class Barrier:
     def among(self, present: frozenset[int]) -> Barrier:
         """The same, of these workers."""
         return replace(self, present=present)
-
-    def drops(self, version: int, new: PushHeader) -> bool:
-        """Never: who is late joins the update that comes next."""
-        return False
 
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         """All that are there, in the order of ranks; none before every worker has brought one."""

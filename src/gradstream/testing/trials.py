@@ -25,7 +25,7 @@ from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.aggregation import AggregationRule, PushHeader, completes_of
+from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, Tokens, numbered
 
@@ -81,24 +81,32 @@ class Record:
             self.faults.append(text)
 
 
-class RecordedRule:
+class RecordedRule(AggregationRule):
     """Asks a rule everything twice, and records its answers."""
 
     def __init__(self, rule: AggregationRule, record: Record) -> None:
         self._rule = rule
         self._record = record
 
-    def __getattr__(self, name: str) -> Any:
-        answer = getattr(self._rule, name)
-        if name == "among":
-            return lambda present: RecordedRule(answer(present), self._record)
-        return self._completes if name == "completes" else answer
+    @property
+    def lockstep(self) -> bool:
+        """See `AggregationRule`."""
+        return self._rule.lockstep
 
-    def _completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """See `AggregationRule`; only where the rule has it."""
-        answers = [completes_of(self._rule)(version, summed, list(update)) for _ in range(2)]
-        self._same("completes", *answers)
-        return answers[0]
+    @property
+    def by_round(self) -> bool:
+        """See `AggregationRule`."""
+        return self._rule.by_round
+
+    def among(self, present: frozenset[int]) -> AggregationRule:
+        """See `AggregationRule`."""
+        return RecordedRule(self._rule.among(present), self._record)
+
+    def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
+        """See `AggregationRule`."""
+        answer, again = (self._rule.completes(version, summed, list(update)) for _ in range(2))
+        self._same("completes", answer, again)
+        return answer
 
     def drops(self, version: int, new: PushHeader) -> bool:
         """See `AggregationRule`."""

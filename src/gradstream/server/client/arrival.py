@@ -1,4 +1,4 @@
-"""What a fetch brings: all of the parameters, or what has changed of them."""
+"""The result of a fetch: all of the parameters, or the rows that have changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Arrival", "SparseDelta"]
 
 
 class Arrival:
-    """A fetch under way into `vector`. Its memory is lent for writing until it is done."""
+    """A fetch under way into `vector`, which is lent for writing until the fetch is done."""
 
     def __init__(self, vector: Vector, num_chunks: int) -> None:
         self.vector = vector
@@ -30,7 +30,7 @@ class Arrival:
         self.task: asyncio.Task[None] | None = None
 
     async def done(self) -> None:
-        """Returns once everything has landed; raises what the fetch failed with."""
+        """Returns once everything has landed. Raises the error of the fetch if it failed."""
         assert self.task is not None
         await asyncio.shield(self.task)
 
@@ -39,24 +39,27 @@ class Arrival:
         return self.vector.all.borrowed(write=True, to=to)
 
     def known(self, chunk: int) -> int | None:
-        """The version of a chunk that changes are enough of; -1 for none. None where it is wanted whole."""
+        """The version of a chunk that the reader has, -1 for none; None asks for the whole chunk."""
         return None
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
-        """Where the payload of a chunk belongs that is about to arrive; None leaves it to the carrier."""
+        """Memory for the payload of a chunk that is about to arrive; None leaves it to the carrier."""
         return self.vector.tensor[start:stop]
 
     def take(
         self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
     ) -> None:
-        """A chunk has come, elements [start, stop) of the vector.
+        """Takes in a chunk, elements [start, stop) of the vector.
 
         Args:
-            payload: as it came; None for nothing.
-            landed: it lies where `place` has said.
+            peer: node name of the shard.
+            header: header of the chunk.
+            start, stop: bounds of the chunk in the vector.
+            payload: payload as it came; None for none.
+            landed: the payload is already in the memory that `place` gave.
 
         Raises:
-            RefusedError: it is not what was asked for. Nothing was changed.
+            RefusedError: the chunk was not asked for, or does not fit. Nothing was changed.
         """
         target = self.vector.tensor[start:stop]
         if payload is None or not landed:
@@ -68,17 +71,17 @@ class Arrival:
 
     @property
     def clock(self) -> int:
-        """It includes so many updates of every worker that takes part."""
+        """Number of updates of every worker that takes part, which the parameters include at least."""
         return min(self.clocks, default=0)
 
     def land(self, chunk: int, version: int, clock: int = 0) -> None:
-        """A chunk's elements are there."""
+        """Notes that a chunk's elements have landed."""
         self.versions[chunk], self.clocks[chunk] = version, clock
         self.num_landed.advance(self.num_landed.value + 1)
         self.release(chunk)
 
     def release(self, chunk: int) -> None:
-        """Who waits for this chunk may go on."""
+        """Wakes every task that waits for this chunk."""
         for future in self._waiters.pop(chunk, ()):
             if not future.done():
                 future.set_result(None)
@@ -92,13 +95,13 @@ class Arrival:
 
 
 class SparseDelta(Arrival):
-    """A fetch of what has changed. What comes is kept apart until it is applied to the parameters.
+    """A fetch of changed rows, which are kept apart until `apply_to` writes them.
 
     Args:
-        rows: of every chunk.
+        rows: the rows of every chunk.
         known: by chunk, the version that the reader has; -1 for none.
-        dtype: of the parameters.
-        vector: a place holder; nothing lands in it.
+        dtype: element type of the parameters.
+        vector: a placeholder; nothing lands in it.
     """
 
     def __init__(self, rows: RowMap, known: Sequence[int], dtype: torch.dtype, vector: Vector) -> None:
@@ -113,7 +116,7 @@ class SparseDelta(Arrival):
         return self._known[chunk]
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
-        """New memory; never for more than the whole chunk."""
+        """New memory, at most as large as the whole chunk."""
         return torch.empty(header.elems, dtype=self._dtype) if header.elems <= stop - start else None
 
     def take(
@@ -137,7 +140,7 @@ class SparseDelta(Arrival):
         self.land(header.index, header.version, header.clock)
 
     def unchanged(self, peer: str, chunk: int, version: int) -> None:
-        """No row of a chunk has changed. Raises RefusedError where nothing of it is known here."""
+        """Notes that no row of a chunk has changed. Raises RefusedError where the reader has no version of it."""
         if self._known[chunk] < 0:
             raise RefusedError(
                 peer, "BAD_REQUEST", f"says that chunk {chunk} is unchanged, which is not here"
@@ -145,7 +148,7 @@ class SparseDelta(Arrival):
         self.land(chunk, version)
 
     def apply_to(self, parameters: torch.Tensor) -> None:
-        """Makes parameters (E,) of the versions known those that were fetched."""
+        """Writes the changed rows into parameters (E,) of the versions `known`."""
         for chunk, change in self._changed.items():
             start, stop = self._rows.chunks.bounds(chunk)
             if isinstance(change, RowPart):
@@ -155,12 +158,12 @@ class SparseDelta(Arrival):
 
     @property
     def num_elems(self) -> int:
-        """Elements that `apply_to` writes."""
+        """Number of elements that `apply_to` writes."""
         return sum(len(c.values if isinstance(c, RowPart) else c) for c in self._changed.values())
 
 
 def _check(peer: str, header: v1.Chunk, payload: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """A whole chunk's payload, if it is one."""
+    """The payload, after a check that it is a whole chunk."""
     if payload is None or (len(payload), payload.dtype) != (len(like), like.dtype) or header.rows:
         got = "nothing" if payload is None else f"{len(payload)} elements of {payload.dtype}"
         raise _bad(peer, header, f"{got}, expected {len(like)} of {like.dtype}")

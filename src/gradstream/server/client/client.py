@@ -1,11 +1,11 @@
 """The worker's side of the parameter server.
 
-A worker's verbs on one chunk take effect in the order it issued them: a fetch sees the worker's
-own pushes before it, and a push of a chunk waits until the fetch before it has landed. Other chunks,
-and different shards, run independently, so both directions of the network are busy at once.
+Operations of a worker on one chunk take effect in the order of their calls: a fetch sees the worker's
+own pushes before it, and a push of a chunk waits until the fetch before it has landed. Different chunks
+and different shards are independent, so both directions of the network are busy at once.
 
-Every exchange is retried until `retry_s` have passed without progress: a push under its own
-sequence number, so that it is applied once, whatever happened to the first try.
+Every exchange is retried until `retry_s` have passed without progress. A push keeps its sequence
+number, so that it is applied once, whatever happened to the first try.
 """
 
 from __future__ import annotations
@@ -37,19 +37,21 @@ class ServerClient:
     """All shards, as one server.
 
     Args:
-        runtime: of this worker's node.
-        endpoint: of this worker's node.
-        shards: their node names, in the order of the chunk map.
+        runtime: runtime of this worker's node.
+        endpoint: endpoint of this worker's node.
+        shards: node names of the shards, in the order of the chunk map.
         chunks: the chunk map.
-        spare: where the first fetch lands.
-        silence_s: how long a shard may be silent. One that waits for others is not silent.
-        retry_s: how long an exchange is retried without any progress.
-        on_transfer: told of each push and fetch that is done.
-        rows: of every chunk, where only what has changed is exchanged; None exchanges whole chunks.
+        back_buffer: vector that the first fetch lands in.
+        silence_s: seconds that a shard may be silent; one that waits for others says so.
+        retry_s: seconds that an exchange is retried without any progress.
+        on_transfer: called with each push and fetch that is done.
+        rows: the rows of every chunk, where only changed rows are exchanged; None exchanges whole chunks.
 
     Attributes:
-        known: by chunk, the version that the replica's parameters are of; -1 for none. With `rows`, a fetch
-            is a `SparseDelta` of these.
+        known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
+            `SparseDelta` against these.
+        back_buffer: vector that the next fetch lands in; None until the last one was swapped in.
+        clock: clock of this worker.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class ServerClient:
         endpoint: Endpoint,
         shards: Sequence[str],
         chunks: ChunkMap,
-        spare: Vector,
+        back_buffer: Vector,
         *,
         silence_s: float,
         retry_s: float,
@@ -68,7 +70,7 @@ class ServerClient:
         self.chunks = chunks
         self.rows = rows
         self.known: Sequence[int] = [-1] * chunks.num_chunks
-        self.spare: Vector | None = spare
+        self.back_buffer: Vector | None = back_buffer
         self.clock = 0
         self._runtime = runtime
         self._links = ShardLinks(
@@ -88,17 +90,17 @@ class ServerClient:
         self._last_fetch: Arrival | None = None
         self._num_fetches = 0
 
-    # ---- verbs --------------------------------------------------------------------------
+    # ---- operations ---------------------------------------------------------------------
 
     async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
         """Starts a push, once the one before it is done.
 
         Args:
-            update: what is pushed; one of nothing is done at once.
-            advance_clock: it makes this worker's clock one later.
+            update: the update; a push of no gradients is done at once.
+            advance_clock: whether the push advances this worker's clock by one.
 
         Raises:
-            What the push before failed with: it may have been applied to some chunks.
+            GradstreamError: the error of the push before, which may have been applied to some chunks.
         """
         await self.flush()
         if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
@@ -122,10 +124,10 @@ class ServerClient:
         self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
 
     def flush(self) -> Coroutine[Any, Any, None]:
-        """Returns once the push started last, as of this call, is acknowledged by every shard.
+        """Returns once every shard has acknowledged the last push that was started before this call.
 
         Raises:
-            What that push failed with.
+            GradstreamError: the error of that push.
         """
         return self._settled(self._pushing)
 
@@ -143,25 +145,25 @@ class ServerClient:
         min_clock: int = 0,
         vector: str = "",
     ) -> Arrival:
-        """Starts a fetch of all parameters into the spare vector; whoever adopts it leaves another.
+        """Starts a fetch of all parameters into the back buffer; a swap leaves the caller's old vector there.
 
-        Each chunk is one version, at least `min_version`. Where what was pushed last lies in that vector,
-        that push is waited for first.
+        Each chunk is of one version, at least `min_version`. If the back buffer holds the last push, the fetch
+        waits for that push first.
 
         Args:
-            min_version: an older one is not sent.
-            own: all own pushes before it are applied to it, or are in the server's sum; else it may
+            min_version: smallest version that the shards may send.
+            own: whether all own pushes before it must be applied, or be in the server's sum; else the fetch may
                 overtake them.
-            flush: what the server's sums hold is applied to it, though no update is due.
-            min_clock: so many updates, at least, of every worker that takes part are in it.
-            vector: a state vector of the update rule is fetched, and not the parameters.
+            flush: whether the server applies its sums first, though no update is due.
+            min_clock: number of updates of every worker that must be in it.
+            vector: name of a state vector of the update rule to fetch; "" for the parameters.
 
         Raises:
-            InternalError: the fetch before was not adopted yet, so there is no spare vector.
+            InternalError: the fetch before was not swapped in yet, so there is no back buffer.
         """
-        if self.spare is None:
-            raise InternalError("a second fetch before the first was adopted: there is one spare vector")
-        arrival, self.spare = self._arrival(self.spare), None
+        if self.back_buffer is None:
+            raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
+        arrival, self.back_buffer = self._arrival(self.back_buffer), None
         self._num_fetches += 1
         terms = v1.Fetch(
             min_version=min_version,
@@ -184,23 +186,24 @@ class ServerClient:
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector) -> None:
-        """Fetches all parameters as they are now, beside the verbs above and in no order with them.
+        """Fetches all parameters as they are now, in no order with the operations above.
 
-        Not to compute gradients on: a shard that keeps what this worker has read last does not take note.
+        Compute no gradients on them to push: a shard whose correction needs a copy of what a worker has read keeps
+        none of this fetch.
         """
         await PendingFetchRequest(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
 
-    async def reclaim_spare(self) -> None:
-        """Waits for a fetch that nobody adopted, and forgets what it brought."""
-        if self.spare is None and self._last_fetch is not None:
+    async def reclaim_back_buffer(self) -> None:
+        """Waits for a fetch that nobody has swapped in, and discards its result."""
+        if self.back_buffer is None and self._last_fetch is not None:
             await self._last_fetch.done()
-            self.spare = self._last_fetch.vector
+            self.back_buffer = self._last_fetch.vector
 
     async def command(self, command: v1.Command) -> v1.CommandResult:
-        """The same command on all shards; scalars are added up.
+        """Sends a command to all shards, and adds up the scalars of their results.
 
-        Carried out exactly once on each shard, in the order of one client's commands. If it
-        raises, some shards may have carried it out.
+        Each shard carries it out exactly once, in the order of this client's commands. If it raises, some shards
+        may have carried it out.
         """
         self._sequence += 1
         command.sequence = self._sequence
@@ -226,19 +229,19 @@ class ServerClient:
         )
 
     async def pause(self) -> None:
-        """This worker has nothing to do for now: nobody waits for its clock. Its pushes are settled."""
+        """Has the shards cease to wait for this worker's clock: it has nothing to do. Call `flush` before."""
         await self.command(v1.Command(kind=v1.Command.LEAVE))
 
     async def resume(self) -> None:
-        """This worker takes part again: at its own clock, or at that of the slowest if that is later."""
+        """Takes part again, at this worker's clock or at that of the slowest worker if that is later."""
         clock = -1
-        while clock != self.clock:  # the second time all shards are told the latest of theirs
+        while clock != self.clock:  # the second time, all shards are told the latest of their clocks
             clock = self.clock
             result = await self.command(v1.Command(kind=v1.Command.ENTER, clock=clock))
             self.clock = max(clock, result.clock)
 
     async def assign(self, vector: Vector) -> None:
-        """Hands out initial parameters: version 0 of every chunk that has none yet. Others keep theirs."""
+        """Pushes initial parameters, version 0 of every chunk that has none yet; other chunks keep theirs."""
         zero = [0] * self.chunks.num_chunks
         update = Update(vector, samples=0, learning_rate=0.0, base_version=zero, assign=True)
         await self.push_soon(update)
@@ -250,6 +253,6 @@ async def _at_once(made: Mapping[int, UpdatePiece]) -> Mapping[int, UpdatePiece]
 
 
 def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
-    """Names of the nodes of a role, in the order of their ranks."""
+    """Names of the nodes of a role, in the order of ranks."""
     found = (node for node in nodes if node.role == role)
     return [node.name for node in sorted(found, key=lambda node: node.rank)]

@@ -1,26 +1,29 @@
-"""Typed commands on a shard's named vectors: what a strategy needs of a server besides push and fetch.
+"""Commands on a shard's named vectors, for strategies that need more of a server than push and fetch.
 
-The same command goes to all shards; each carries it out on its own ranges. A command is
+A worker sends the same command to all shards; each carries it out on its own ranges. A command is
 exactly-once per (sender, incarnation, sequence): a retry gets the first result again.
 
-A command on vectors goes from chunk to chunk, and takes its turn at each as an update does: fetches and
-updates of the other chunks go on, and what a fetch gets of a chunk has all of the command or nothing of it.
-Commands are carried out one after the other.
+A command on vectors goes from chunk to chunk, and takes its turn at each as an update does. Fetches and updates of
+the other chunks go on, and a fetch gets a chunk either before the command or after it. Commands are carried out
+one after the other.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Work
+from gradstream.server.aggregation import rank_of
 from gradstream.server.shard.chunk_leases import ChunkLeases
-from gradstream.server.shard.state import Sender
+from gradstream.server.shard.event_schedule import ParticipationChange
+from gradstream.server.shard.executor import ShardExecutor
+from gradstream.server.shard.state import Sender, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import BRIEF_ELEMS
 from gradstream.wire import v1
@@ -35,41 +38,48 @@ class VectorCommands:
     """Carries out commands.
 
     Args:
-        runtime: of the shard's node.
-        store: its vectors.
-        chunks: numbers of its chunks.
-        versions: gives the versions of its chunks.
-        readers: who is at a chunk.
-        written: told of each chunk whose parameters a command has changed.
-        take_part: told which worker is at which clock, or has nothing to do (None); returns its clock.
+        runtime: runtime of the shard's node.
+        executor: is told which chunks a command has changed, and which workers take part.
+        state: versions of the chunks.
+        store: the vectors.
+        leases: a command waits for the readers of a chunk.
+
+    Attributes:
+        turn: held while a command is carried out; whoever holds it finds no command half done.
     """
 
     def __init__(
         self,
         runtime: Runtime,
+        executor: ShardExecutor,
+        state: ShardState,
         store: ShardStore,
-        chunks: Iterable[int],
-        versions: Callable[[], Sequence[int]],
-        readers: ChunkLeases,
-        written: Callable[[int], None],
-        take_part: Callable[[str, int | None], int],
+        leases: ChunkLeases,
     ) -> None:
         self._runtime = runtime
+        self._executor = executor
+        self._state = state
         self._store = store
-        self._chunks = list(chunks)
-        self._versions = versions
-        self._readers = readers
-        self._written = written
-        self._take_part = take_part
-        self.turn = asyncio.Lock()  # whoever holds it finds no command half carried out
+        self._leases = leases
+        self.turn = asyncio.Lock()
         self._results: dict[Sender, OrderedDict[int, asyncio.Task[v1.CommandResult]]] = {}
 
     async def carry_out(
         self, sender: str, incarnation: int, command: v1.Command, counters: Counter[str]
     ) -> v1.CommandResult:
-        """Does it, unless it was done before. Raises ConfigError for vectors that do not exist."""
+        """The result of a command, which is carried out unless it was before.
+
+        Args:
+            sender: node name of the worker.
+            incarnation: incarnation of the worker.
+            command: the command.
+            counters: outcomes of pushes so far; the result of STATUS has them.
+
+        Raises:
+            ConfigError: the command names a vector that does not exist.
+        """
         if command.kind == v1.Command.STATUS:
-            versions = self._versions()
+            versions = self._state.versions()
             return v1.CommandResult(
                 min_version=max(0, min(versions, default=0)),
                 max_version=max(0, *versions, 0),
@@ -84,14 +94,18 @@ class VectorCommands:
         return await asyncio.shield(results[command.sequence])
 
     def keep_senders(self, members: Collection[Sender]) -> None:
-        """Frees the results of all other senders: they left for good, and nobody asks for them again."""
+        """Frees the results of all other senders, which have left and never ask for them again."""
         self._results = {sender: kept for sender, kept in self._results.items() if sender in members}
 
     async def _do(self, sender: str, command: v1.Command) -> v1.CommandResult:
         kind = v1.Command
         if command.kind in (kind.LEAVE, kind.ENTER):
-            own = command.clock if command.kind == kind.ENTER else None
-            return v1.CommandResult(clock=self._take_part(sender, own))
+            enters = command.kind == kind.ENTER
+            change = ParticipationChange(
+                "enter" if enters else "leave", (rank_of(sender),), command.clock if enters else 0
+            )
+            self._executor.handle(change)
+            return v1.CommandResult(clock=change.told)
         return v1.CommandResult(scalar=await self._do_on_vectors(command))
 
     async def _do_on_vectors(self, command: v1.Command) -> float:
@@ -110,7 +124,7 @@ class VectorCommands:
                 return 0.0
             reads = [store.vector(name) for name in _reads(command)]
             out = None if command.kind == kind.DOT else store.vector(command.out)
-            return sum([await self._do_on_chunk(command, reads, out, chunk) for chunk in self._chunks])
+            return sum([await self._do_on_chunk(command, reads, out, chunk) for chunk in self._state.chunks])
 
     async def _do_on_chunk(
         self, command: v1.Command, reads: Sequence[Vector], out: Vector | None, chunk: int
@@ -118,22 +132,22 @@ class VectorCommands:
         """Carries a command out on one chunk, in turn with its readers and updates.
 
         Args:
-            command: which.
-            reads: vectors that go in.
-            out: the vector that is changed; None for none.
-            chunk: which.
+            command: the command.
+            reads: vectors that it reads.
+            out: vector that it changes; None for none.
+            chunk: number of the chunk.
 
         Returns:
-            This chunk's part of the command's result.
+            The chunk's part of the result.
         """
         store = self._store
         spans = [store.span(vector, chunk) for vector in reads if vector is not out]
         written = [] if out is None else [store.span(out, chunk)]
         inputs = [store.span(vector, chunk).tensor for vector in reads]
         elems = len((spans + written)[0])
-        async with self._readers.turn(chunk):
+        async with self._leases.turn(chunk):
             if out is not None:
-                await self._readers.gone(chunk)
+                await self._leases.gone(chunk)
             result = await self._runtime.compute(
                 lambda _: _carry_out(command, inputs, written[0].tensor if written else None),
                 work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
@@ -142,12 +156,12 @@ class VectorCommands:
                 shape_only=0.0,
             )
             if out is store.parameters:
-                self._written(chunk)
+                self._executor.commanded(chunk)
         return result
 
 
 def _reads(command: v1.Command) -> list[str]:
-    """Names of the vectors that go in."""
+    """Names of the vectors that a command reads."""
     kind = v1.Command
     return {kind.DOT: [command.x, command.y], kind.COPY: [command.x], kind.ADD: [command.x]}.get(
         command.kind, []

@@ -1,4 +1,4 @@
-"""What a shard is told."""
+"""The configuration of a shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
 __all__ = ["FindOptimizer", "ShardConfig"]
 
 FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
-"""Makes the update rule of what a registered model says of it."""
+"""Makes the update rule that a registered model describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +22,20 @@ class ShardConfig:
     """One shard's part of a run.
 
     Args:
-        rank: which shard.
-        num_shards: of how many.
+        rank: rank of the shard.
+        num_shards: number of shards.
         rule: the strategy's server half.
         optimizer: update rule.
-        grouped: the same, where some parameters have settings of their own.
-        silence_s: how long a reader may take nothing of what it asked for. A peer that must wait
+        silence_s: seconds that a reader may take nothing of what it asked for. A peer that must wait
             is told so four times in as long.
-        find_optimizer: makes the update rule of what the registered model says of it, where it does.
-        quorum: how many contributions make an update, the same ones on every chunk; None leaves it to the
-            rule, chunk by chunk.
-        resume_from: folder of the checkpoint that the run goes on from; "" where it begins.
-        order: notes in which order things happen, or holds them to one.
-        correction: what is done to a contribution before it is used; None for nothing.
-        workers: how many there are, whose clocks are kept.
+        grouped: the update rule, where some parameters have settings of their own.
+        find_optimizer: makes the update rule that the registered model describes, if it describes one.
+        resume_from: folder of the checkpoint that the run goes on from; "" for a new run.
+        quorum: number of pushes to an update, the same ones on every chunk; None leaves it to the rule, chunk by
+            chunk.
+        schedule: says when the shard's events happen: as they come, or as they were recorded.
+        correction: changes a push before it is used; None for no change.
+        workers: number of workers, whose clocks are kept.
         decayed: gradients have their weight decay already; see `Strategy.decays_gradients`.
     """
 
@@ -48,12 +48,12 @@ class ShardConfig:
     find_optimizer: FindOptimizer | None = None
     resume_from: str = ""
     quorum: int | None = None
-    order: EventSchedule = field(default_factory=ArrivalOrder)
+    schedule: EventSchedule = field(default_factory=ArrivalOrder)
     correction: Correction | None = None
     workers: int = 0
     decayed: bool = False
 
     @property
     def waiting_every_s(self) -> float:
-        """How often a peer that must wait is told so."""
+        """Seconds between two messages to a peer that must wait."""
         return self.silence_s / 4

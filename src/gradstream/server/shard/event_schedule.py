@@ -1,174 +1,160 @@
-"""The order in which a shard takes what comes: a place to note it, and to hold what comes to another.
+"""The events of a shard, and the `EventSchedule` that says when each of them happens.
 
-A shard is a pure state machine for each chunk, so the order of its events makes its history. Each event
-passes an `EventSchedule`, which lets it happen by calling `go`: at once in a run, in a replay when it is its turn.
+A shard is a pure state machine for each chunk, so the order of its events is its history. The `ShardExecutor` gives
+every event to its schedule and handles those that it gets back: in a run the event itself, at once; in a replay
+the events whose turn it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.aggregation import FetchTerms
 from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.state import Apply
+from gradstream.server.shard.pending_fetch import PendingFetch
+from gradstream.server.shard.row_store import Part
+from gradstream.server.shard.state import Apply, Parked, ShardState
 
-__all__ = ["ArrivalOrder", "Change", "Chunks", "EventSchedule", "Fetched", "Go", "Updating"]
-
-Go = Callable[[], None]
+__all__ = [
+    "ArrivalOrder",
+    "ChunkRead",
+    "ChunkReleased",
+    "Event",
+    "EventSchedule",
+    "FetchArrived",
+    "ParticipationChange",
+    "PushArrived",
+    "SumFlush",
+    "UpdateApplied",
+    "UpdateDue",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """A worker's fetch, as far as its order is concerned.
+class PushArrived:
+    """One chunk of a push has arrived."""
+
+    chunk: int
+    parked: Parked
+
+
+@dataclass(frozen=True, slots=True)
+class FetchArrived:
+    """A fetch asks for a chunk, and waits until these terms hold."""
+
+    chunk: int
+    fetch: PendingFetch
+    terms: FetchTerms
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReleased:
+    """A fetch may have a chunk: its terms hold."""
+
+    chunk: int
+    fetch: PendingFetch
+
+
+@dataclass(slots=True)
+class ChunkRead:
+    """A fetch gets a chunk as it is now.
 
     Args:
-        rank: of the worker.
-        number: of its fetches, from 1; 0 for one beside them, or of the shard itself.
-        attempt: tries before this one.
-        acts: it changes the chunk's state by itself, not only by being answered.
+        chunk: number of the chunk.
+        fetch: the fetch.
+        clock: clock that the reader is told; whoever handles the event fills it in.
     """
 
-    rank: int
-    number: int
-    attempt: int = 0
-    acts: bool = False
+    chunk: int
+    fetch: PendingFetch
+    clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A change of who takes part, on all chunks at once.
+class SumFlush:
+    """The shard applies what a chunk's sum holds, on its own behalf."""
+
+    chunk: int
+
+
+@dataclass(slots=True)
+class ParticipationChange:
+    """Workers begin or cease to take part, on all chunks at once.
 
     Args:
-        kind: a worker has nothing to do for now; takes part from this clock on; only these are left.
-        ranks: whose.
-        clock: of who enters.
+        kind: "leave": the worker has nothing to do for now; "enter": it takes part from `clock` on; "keep": no
+            workers but these are left.
+        ranks: ranks of the workers.
+        clock: own clock of a worker that enters.
+        told: clock that it has from now on; whoever handles the event fills it in.
     """
 
     kind: Literal["leave", "enter", "keep"]
     ranks: tuple[int, ...]
     clock: int = 0
+    told: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Updating:
-    """A chunk's update, before or behind its arithmetic.
+class UpdateDue:
+    """The arithmetic of an update can begin.
 
     Args:
-        due: as the state machine asked for it.
-        parts: elements of its contributions, those that are absent left out.
-        parameters: of the chunk, as they lie in the store: they change under who keeps them.
+        due: the update, as the state machine asked for it.
+        parts: what each of its pushes holds; empty pushes are left out.
+        parameters: of the chunk, in the store's own memory: the update changes them.
     """
 
     due: Apply
-    parts: Sequence[torch.Tensor]
+    parts: Sequence[Part]
     parameters: torch.Tensor
 
 
-class Chunks(Protocol):
-    """The chunks of a shard, as an order may ask about them."""
+@dataclass(frozen=True, slots=True)
+class UpdateApplied:
+    """The arithmetic of an update is done, and the state machine knows."""
 
-    def numbers(self) -> Sequence[int]:
-        """Which they are."""
-        ...
+    update: UpdateDue
 
-    def busy(self, chunk: int) -> bool:
-        """Whether it is being updated, or its sum is."""
-        ...
 
-    def version(self, chunk: int) -> int:
-        """How many updates it has had; -1 before its initial parameters."""
-        ...
-
-    def flush_sum(self, chunk: int) -> None:
-        """Has the shard apply what its sum holds."""
-        ...
-
-    def decide(self, verdict: QuorumDecision) -> None:
-        """It is known whose contributions make the update of a round, on all chunks."""
-        ...
-
-    def change(self, change: Change) -> int:
-        """Somebody takes part that did not, or no longer does. Returns the clock of who enters."""
-        ...
+Event: TypeAlias = (
+    PushArrived
+    | FetchArrived
+    | ChunkReleased
+    | ChunkRead
+    | SumFlush
+    | ParticipationChange
+    | QuorumDecision
+    | UpdateDue
+    | UpdateApplied
+)
 
 
 class EventSchedule(Protocol):
-    """Lets a shard's events happen. Every method is called on the event loop, and waits for nothing."""
+    """Says when a shard's events happen. Its methods are called on the event loop, and never block."""
 
-    def begin(self, chunks: Chunks) -> None:
-        """The model is registered."""
+    def begin(self, state: ShardState) -> None:
+        """Called once, when the model is registered."""
         ...
 
-    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
-        """A contribution has come."""
-        ...
+    def admit(self, event: Event) -> Iterable[Event]:
+        """The events that happen now that this one has come, in order; the event itself may be held back.
 
-    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
-        """A fetch has come, and waits for these terms."""
-        ...
-
-    def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
-        """A fetch may have a chunk."""
-        ...
-
-    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
-        """It has it: as it is now. Returns the clock that it is told."""
-        ...
-
-    def change(self, change: Change, go: Callable[[], int]) -> int:
-        """Somebody takes part that did not, or no longer does. Returns the clock that who enters is told."""
-        ...
-
-    def decide(self, verdict: QuorumDecision, go: Go) -> None:
-        """A verdict has come."""
-        ...
-
-    def update(self, updating: Updating, go: Go) -> None:
-        """The arithmetic of an update can begin."""
-        ...
-
-    def updated(self, updating: Updating) -> None:
-        """It is done, and the state machine knows."""
+        The shard handles each event before it takes the next one.
+        """
         ...
 
 
 class ArrivalOrder:
-    """Everything happens as it comes."""
+    """Every event happens as it comes."""
 
-    def begin(self, chunks: Chunks) -> None:
-        """Nothing depends on it."""
+    def begin(self, state: ShardState) -> None:
+        """See `EventSchedule`."""
 
-    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
-        """At once."""
-        go()
-
-    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
-        """At once."""
-        go(terms)
-
-    def release(self, chunk: int, fetch: Fetched, go: Go) -> None:
-        """At once."""
-        go()
-
-    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
-        """That of the chunk."""
-        return clock
-
-    def change(self, change: Change, go: Callable[[], int]) -> int:
-        """At once."""
-        return go()
-
-    def decide(self, verdict: QuorumDecision, go: Go) -> None:
-        """At once."""
-        go()
-
-    def update(self, updating: Updating, go: Go) -> None:
-        """At once."""
-        go()
-
-    def updated(self, updating: Updating) -> None:
-        """Nothing is noted."""
+    def admit(self, event: Event) -> Iterable[Event]:
+        """The event itself."""
+        return (event,)

@@ -1,10 +1,11 @@
-"""Between a shard's streams and its state machine: events go in, in order, and instructions are carried out.
+"""Carries out a shard's events: they pass the schedule and the state machine, whose instructions are obeyed.
 
-    push, fetch, verdict, who takes part ─▶ Order ─▶ ShardState ─▶ Apply        to Updates, and then `applied`
-                                                                ─▶ Acknowledge  to the Inbox of a push
-                                                                ─▶ Release      to the Outbox of a fetch
+    push, fetch, quorum, who takes part ─▶ EventSchedule ─▶ ShardState ─▶ Apply        to Updates
+                                                                       ─▶ Acknowledge  to the PendingPush
+                                                                       ─▶ Release      to the PendingFetch
 
-Nothing in here reads from a stream or sends. What the order holds back happens when its time has come.
+An update that is due and a fetch that is released are events too, so the schedule decides when they happen.
+Nothing in here reads from a stream or sends.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable
-from functools import partial
 
 from gradstream.runtime.base import Runtime
-from gradstream.server.aggregation import FetchTerms, PushHeader
+from gradstream.server.aggregation import FetchTerms
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.chunk_leases import ChunkLeases
-from gradstream.server.shard.event_schedule import Change, EventSchedule, Fetched, Updating
+from gradstream.server.shard.event_schedule import (
+    ChunkRead,
+    ChunkReleased,
+    Event,
+    EventSchedule,
+    FetchArrived,
+    ParticipationChange,
+    PushArrived,
+    SumFlush,
+    UpdateApplied,
+    UpdateDue,
+)
 from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.pending_push import PendingPush
-from gradstream.server.shard.row_store import Part, elements_of
 from gradstream.server.shard.state import (
     Acknowledge,
     Apply,
     Instruction,
-    Parked,
     Release,
     Sender,
     ShardState,
@@ -41,118 +50,183 @@ __all__ = ["ShardExecutor"]
 
 
 class ShardExecutor:
-    """Implements `order.Chunks`: what an `EventSchedule` may ask, or have done when its time has come.
+    """Handles the events of a shard.
 
     Args:
-        runtime: of the shard's node.
-        rank: of the shard.
-        order: lets each event happen.
+        runtime: runtime of the shard's node.
+        schedule: says when each event happens.
         state: the state machine.
-        store: the chunks' memory.
-        updates: the arithmetic on it.
-        readers: who is at a chunk.
-        counters: counts each outcome of a chunk that was pushed.
+        store: memory of the chunks.
+        updates: arithmetic on that memory.
+        leases: updates of a chunk wait for its readers.
+        counters: counts the chunks that were pushed, by outcome.
 
     Attributes:
-        latecomers: for whom answers had to wait.
-        failure: fails with the error of an update that could not be computed, which leaves the parameters
-            undefined and must end the node.
+        stragglers: which workers made others wait.
+        failure: fails with the error of an update that could not be computed; the parameters are undefined
+            then, and the node must end.
     """
 
     def __init__(
         self,
         runtime: Runtime,
-        rank: int,
-        order: EventSchedule,
+        schedule: EventSchedule,
         state: ShardState,
         store: ShardStore,
         updates: Updates,
-        readers: ChunkLeases,
+        leases: ChunkLeases,
         counters: Counter[str],
     ) -> None:
         self._runtime = runtime
-        self._rank = rank
-        self._order = order
+        self._schedule = schedule
         self._state = state
         self._store = store
         self._updates = updates
-        self._readers = readers
+        self._leases = leases
         self._counters = counters
         self._members: frozenset[Sender] = frozenset()
-        self._lingers = False  # something is kept of a sender that is gone
-        self.latecomers = StragglerTracker()
+        self._lingers = False  # a sender is gone whose pushes are not all applied
+        self.stragglers = StragglerTracker()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        order.begin(self)
+        schedule.begin(state)
 
-    # ---- pushes and fetches -------------------------------------------------------------
+    # ---- events -------------------------------------------------------------------------
 
-    def push(
-        self, inbox: PendingPush, chunk: int, new: PushHeader, part: Part | None, *, assign: bool
-    ) -> None:
-        """A chunk of a push has come, None of what is absent; `inbox` is told what becomes of it."""
-        inbox.took(chunk, part)
-        self.latecomers.came(inbox, chunk, self._runtime.now())
-        parked = Parked(new, inbox, assign)
-        self._order.push(chunk, new, assign, partial(self._park, chunk, parked))
+    def handle(self, event: Event) -> None:
+        """Gives an event to the schedule, and carries out whatever happens now."""
+        for admitted in self._schedule.admit(event):
+            self._obey(self._transition(admitted))
 
-    def _park(self, chunk: int, parked: Parked) -> None:
-        self._carry_out(self._state.push(chunk, parked))
+    def _transition(self, event: Event) -> Iterable[Instruction]:
+        state = self._state
+        match event:
+            case PushArrived(chunk, parked):
+                self.stragglers.came(parked.token, chunk, self._runtime.now())
+                return state.push(chunk, parked)
+            case UpdateDue():
+                return self._begin(event)
+            case ChunkReleased(chunk, fetch):
+                fetch.release(chunk, self.stragglers.waited(chunk, fetch.reader, fetch.opened_ns))
+            case ChunkRead(chunk):
+                event.clock = state.clocks.slowest(chunk)
+            case FetchArrived(chunk, fetch, terms):
+                return () if fetch.over else state.fetch(chunk, terms, fetch)
+            case SumFlush(chunk):
+                return state.fetch(chunk, self._flushing, self._own_fetch([chunk]))
+            case ParticipationChange():
+                self._participate(event)
+                return state.clocks_changed()
+            case QuorumDecision():
+                return state.decide(event)
+        return ()
 
-    def ask(self, outbox: PendingFetch, chunk: int, terms: FetchTerms) -> None:
-        """A fetch wants a chunk; `outbox` is told when it may have it."""
-        self._order.ask(chunk, outbox.fetched, terms, partial(self._ask, outbox, chunk))
+    def _participate(self, change: ParticipationChange) -> None:
+        clocks = self._state.clocks
+        match change.kind:
+            case "enter":
+                change.told = clocks.resume(change.ranks[0], change.clock)
+            case "leave":
+                clocks.pause(change.ranks[0])
+            case "keep":
+                clocks.keep(change.ranks)
 
-    def _ask(self, outbox: PendingFetch, chunk: int, terms: FetchTerms) -> None:
-        if not outbox.over:
-            self._carry_out(self._state.fetch(chunk, terms, outbox))
+    def _obey(self, instructions: Iterable[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Apply(chunk, update):
+                    if update:
+                        self.stragglers.completed(instruction)
+                    parts = [_push(one.token).parts[chunk] for one in update if not one.header.empty]
+                    self.handle(UpdateDue(instruction, parts, self._store.parameters_of(chunk)))
+                case Acknowledge():
+                    self._acknowledge(instruction)
+                case Release(token, chunk):
+                    assert isinstance(token, PendingFetch)
+                    self.handle(ChunkReleased(chunk, token))
+                case Supersede(token, chunk):
+                    self.stragglers.gone(token, chunk)
+                    _push(token).supersede(chunk)
 
-    def read(self, outbox: PendingFetch, chunk: int) -> int:
-        """A fetch has a chunk, as it is now. Returns the clock that it is told."""
-        return self._order.read(chunk, outbox.fetched, self._state.clocks.slowest(chunk))
+    def _acknowledge(self, done: Acknowledge) -> None:
+        self._counters[done.outcome] += 1
+        self.stragglers.gone(done.token, done.chunk)
+        push = _push(done.token)
+        applied = done.outcome == "applied"
+        waited = self.stragglers.waited(done.chunk, push.sender, push.opened_ns) if applied else None
+        push.acknowledge(done, waited)
 
-    def forget(self, outbox: PendingFetch) -> None:
-        """A fetch is over: nothing waits for it any more."""
-        outbox.over = True
-        self._state.forget(outbox)
+    # ---- updates ------------------------------------------------------------------------
+
+    def _begin(self, update: UpdateDue) -> Iterable[Instruction]:
+        due = update.due
+        if self._updates.changes_nothing(due) and not self._leases.turn(due.chunk).locked():
+            return self._applied(update)
+        self._runtime.spawn(self._apply(update), name=f"apply-{due.chunk}")
+        return ()
+
+    async def _apply(self, update: UpdateDue) -> None:
+        due = update.due
+        async with self._leases.turn(due.chunk):
+            if due.completes:
+                await self._leases.gone(due.chunk)
+            try:
+                await self._updates.compute(due, update.parts)
+            except Exception as error:
+                if not self.failure.done():
+                    self.failure.set_exception(error)
+                return
+            instructions = self._applied(update)
+        following = [one for one in instructions if isinstance(one, Apply)]
+        self._obey(one for one in instructions if not isinstance(one, Apply))
+        if following:
+            await self._runtime.sleep(0)  # a fetch that was just released reads before the next update
+            self._obey(following)
+
+    def _applied(self, update: UpdateDue) -> list[Instruction]:
+        instructions = self._state.applied(update.due.chunk)
+        if self._lingers:
+            self._free_states()
+        self.handle(UpdateApplied(update))
+        return instructions
+
+    def commanded(self, chunk: int) -> None:
+        """Takes note that a command has changed a chunk's parameters."""
+        self._obey(self._state.commanded(chunk))
+
+    # ---- fetches ------------------------------------------------------------------------
+
+    def forget(self, fetch: PendingFetch) -> None:
+        """Ends a fetch: nothing is released to it any more."""
+        fetch.over = True
+        self._state.forget(fetch)
 
     async def flush(self) -> None:
-        """Returns once no chunk's sum holds anything that is not in the parameters."""
+        """Applies all sums; returns once everything that was acknowledged is in the parameters."""
         chunks = [chunk for chunk, state in self._state.chunks.items() if state.unapplied]
-        outbox = self._own_fetch(chunks)
+        fetch = self._own_fetch(chunks)
         try:
             for chunk in chunks:
-                self.ask(outbox, chunk, self._flushing)
-            await outbox.emptied()
+                self.handle(FetchArrived(chunk, fetch, self._flushing))
+            await fetch.emptied()
         finally:
-            self.forget(outbox)
-
-    def flush_sum(self, chunk: int) -> None:
-        """Applies what a chunk's sum holds, without waiting for it: for an `EventSchedule` that knows when."""
-        self._ask(self._own_fetch([chunk]), chunk, self._flushing)
+            self.forget(fetch)
 
     def _own_fetch(self, chunks: Iterable[int]) -> PendingFetch:
-        fetched = Fetched(self._rank, 0, acts=True)
-        return PendingFetch(self._runtime.node, fetched, self._runtime.now(), set(chunks))
+        return PendingFetch(self._runtime.node, 0, 0, True, self._runtime.now(), set(chunks))
 
     @property
     def _flushing(self) -> FetchTerms:
         return FetchTerms(self._runtime.node, 0, flush=True)
 
-    # ---- who takes part -----------------------------------------------------------------
+    # ---- members ------------------------------------------------------------------------
 
-    def take_part(self, rank: int, clock: int | None) -> int:
-        """A worker is at this clock, or, without one, has nothing to do for now. Returns its clock."""
-        change = Change("leave" if clock is None else "enter", (rank,), clock or 0)
-        return self._order.change(change, partial(self.change, change))
-
-    def keep(self, ranks: Collection[int]) -> None:
-        """Only these workers are left in the run: nobody waits for the others' clocks."""
+    def keep_workers(self, ranks: Collection[int]) -> None:
+        """Ceases to wait for the clocks of all other workers: they have left the run."""
         if self._state.clocks.present - set(ranks):
-            change = Change("keep", tuple(sorted(ranks)))
-            self._order.change(change, partial(self.change, change))
+            self.handle(ParticipationChange("keep", tuple(sorted(ranks))))
 
     def keep_senders(self, members: Collection[Sender]) -> None:
-        """Only these are members: frees what is kept of others, once all that they have brought is used."""
+        """Frees what the shard keeps of all other senders, once their pushes are applied."""
         self._members = frozenset(members)
         self._state.keep_senders(self._members)
         self._free_states()
@@ -162,118 +236,8 @@ class ShardExecutor:
         self._lingers = bool(lingering)
         self._updates.keep_senders({name for name, _ in self._members} | lingering)
 
-    def commanded(self, chunk: int) -> None:
-        """A command has changed a chunk's parameters."""
-        self._carry_out(self._state.commanded(chunk))
 
-    def change(self, change: Change) -> int:
-        """Somebody takes part that did not, or no longer does. Returns the clock of who enters."""
-        clocks, clock = self._state.clocks, 0
-        match change.kind:
-            case "enter":
-                clock = clocks.resume(change.ranks[0], change.clock)
-            case "leave":
-                clocks.pause(change.ranks[0])
-            case "keep":
-                clocks.keep(change.ranks)
-        self._carry_out(self._state.clocks_changed())
-        return clock
-
-    def judge(self, verdict: QuorumDecision) -> None:
-        """A verdict has come."""
-        self._order.decide(verdict, partial(self.decide, verdict))
-
-    def decide(self, verdict: QuorumDecision) -> None:
-        """It is known whose contributions make the update of a round."""
-        self._carry_out(self._state.decide(verdict))
-
-    # ---- chunks -------------------------------------------------------------------------
-
-    def numbers(self) -> list[int]:
-        """The chunks of this shard."""
-        return list(self._state.chunks)
-
-    def busy(self, chunk: int) -> bool:
-        """Whether a chunk is being updated, or its sum is."""
-        return self._state.chunks[chunk].busy
-
-    def version(self, chunk: int) -> int:
-        """How many updates a chunk has had; -1 before its initial parameters."""
-        return self._state.version(chunk)
-
-    # ---- instructions of the state machine ----------------------------------------------
-
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Apply():
-                    if instruction.update:
-                        self.latecomers.completed(instruction)
-                    self._order.update(self._updating(instruction), partial(self._begin, instruction))
-                case Acknowledge():
-                    self._acknowledge(instruction)
-                case Release(token, chunk):
-                    assert isinstance(token, PendingFetch)
-                    self._order.release(chunk, token.fetched, partial(self._release, token, chunk))
-                case Supersede(token, chunk):
-                    self.latecomers.gone(token, chunk)
-                    _inbox(token).supersede(chunk)
-
-    def _acknowledge(self, done: Acknowledge) -> None:
-        self._counters[done.outcome] += 1
-        self.latecomers.gone(done.token, done.chunk)
-        inbox = _inbox(done.token)
-        applied = done.outcome == "applied"
-        waited = self.latecomers.waited(done.chunk, inbox.sender, inbox.opened_ns) if applied else None
-        inbox.acknowledge(done, waited)
-
-    def _release(self, outbox: PendingFetch, chunk: int) -> None:
-        outbox.release(chunk, self.latecomers.waited(chunk, outbox.reader, outbox.opened_ns))
-
-    # ---- updates ------------------------------------------------------------------------
-
-    def _updating(self, due: Apply) -> Updating:
-        parts = [elements_of(part) for part in self._parts(due)]
-        return Updating(due, parts, self._store.parameters_of(due.chunk))
-
-    def _parts(self, due: Apply) -> list[Part]:
-        present = [held for held in due.update if not held.contribution.absent]
-        return [_inbox(held.token).parts[due.chunk] for held in present]
-
-    def _begin(self, due: Apply) -> None:
-        if self._updates.changes_nothing(due) and not self._readers.turn(due.chunk).locked():
-            self._carry_out(self._applied(due))
-        else:
-            self._runtime.spawn(self._apply(due), name=f"apply-{due.chunk}")
-
-    async def _apply(self, due: Apply) -> None:
-        async with self._readers.turn(due.chunk):
-            if due.completes:
-                await self._readers.gone(due.chunk)
-            try:
-                await self._updates.compute(due, self._parts(due))
-            except Exception as error:
-                if not self.failure.done():
-                    self.failure.set_exception(error)
-                return
-            instructions = self._applied(due)
-        following = [one for one in instructions if isinstance(one, Apply)]
-        self._carry_out(one for one in instructions if not isinstance(one, Apply))
-        if following:
-            await self._runtime.sleep(0)  # who was just let go reads before the next update
-            self._carry_out(following)
-
-    def _applied(self, due: Apply) -> list[Instruction]:
-        """An update is in the parameters."""
-        updating = self._updating(due)
-        instructions = self._state.applied(due.chunk)
-        if self._lingers:
-            self._free_states()
-        self._order.updated(updating)
-        return instructions
-
-
-def _inbox(token: Token) -> PendingPush:
+def _push(token: Token) -> PendingPush:
     """The push that a token stands for."""
     assert isinstance(token, PendingPush)
     return token

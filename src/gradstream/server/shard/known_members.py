@@ -1,4 +1,4 @@
-"""Who is a member of the run, as a shard has heard: others' streams are refused."""
+"""The members of the run as a shard knows them, so that it can refuse streams of all other nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["KnownMembers"]
 
 
 class KnownMembers:
-    """The members by the newest notice. Until there is one, everybody is let in.
+    """The members by the newest notice. Until there is one, every node is let in.
 
-    What a shard keeps to take a push exactly once is freed when its sender has left. So nothing of that
-    sender may be taken from then on, also on a stream that was opened before: a retry would count as new.
+    A shard frees the sequence numbers of a sender that has left. So it must accept nothing of that sender from then
+    on, not on an older stream either: a retry would count as new.
 
     Args:
-        identity: of the shard; has the epoch of that notice.
+        identity: identity of the shard; has the epoch of that notice.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -27,13 +27,13 @@ class KnownMembers:
         self._members: frozenset[Sender] | None = None
 
     def keep(self, members: Collection[Sender]) -> None:
-        """Only these are members."""
+        """Sets the members."""
         self._members = frozenset(members)
 
     def check(self, opened: v1.Open) -> None:
-        """Raises RefusedError where the sender of a stream is no member any more.
+        """Raises RefusedError if the sender of a stream is no member any more.
 
-        A sender of a later epoch is let in: it may have joined before this shard has heard of it.
+        A sender of a later epoch is let in: it may have joined before this shard was told.
         """
         mine, sender = self._identity, (opened.sender, opened.incarnation)
         if self._members is None or sender in self._members or opened.epoch > mine.epoch:

@@ -81,7 +81,7 @@ class ShardNode:
         self._member = member
         self._config = config
         self._service = ShardService(runtime, endpoint, config)
-        self._recorder = config.order if isinstance(config.order, ShardRecorder) else None
+        self._recorder = config.schedule if isinstance(config.schedule, ShardRecorder) else None
         self._reported: Counter[str] = Counter()
         self._late_s: dict[str, float] = {}
 
@@ -119,7 +119,7 @@ class ShardNode:
 
     def _hear(self, notice: v1.Notice) -> None:
         """Who is lost keeps nobody waiting, and nothing is kept of it."""
-        self._service.conductor.keep({node.rank for node in notice.nodes if node.role == "worker"})
+        self._service.executor.keep_workers({node.rank for node in notice.nodes if node.role == "worker"})
         self._service.keep_senders({(node.name, node.incarnation) for node in notice.nodes})
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
@@ -128,13 +128,13 @@ class ShardNode:
 
     def _agree(self) -> list[asyncio.Task[None]]:
         """Keeps up with the other shards, where a quorum makes each update."""
-        agreement = self._service.agreement
-        if agreement is None:
+        quorum = self._service.quorum
+        if quorum is None:
             return []
         if self._config.rank == 0:
-            self._service.on_verdict = lambda verdict: self._member.verdict(verdict.round, verdict.ranks)
+            self._service.on_decision = lambda decision: self._member.verdict(decision.round, decision.ranks)
             return []
-        work = agreement.run(self._config.silence_s)
+        work = quorum.run(self._config.silence_s)
         return [awaited_later(self._runtime.spawn(work, name=f"{self._runtime.node}-quorum"))]
 
     async def _restore(self, holder: ShardSnapshot) -> None:
@@ -169,7 +169,7 @@ class ShardNode:
         counters = self._service.counters
         new = counters - self._reported
         self._reported = Counter(counters)
-        late, before = self._service.conductor.latecomers.late_s(), self._late_s
+        late, before = self._service.executor.stragglers.late_s(), self._late_s
         self._late_s = late
         versions = self._service.state.versions() or [0]
         self._member.emit(

@@ -1,4 +1,4 @@
-"""A push, as a shard has it: what was pushed and is not used yet, and what its sender is to be told."""
+"""A push on the shard's side: what is not used yet, and what the sender is to be told."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class PendingPush:
     """A push stream: the token of its chunks in the state machine. It stays while any of them is parked.
 
     Args:
-        stream: whose results these are.
-        opened_ns: since when the sender waits.
+        stream: stream to the sender.
+        opened_ns: when the sender began to wait.
 
     Attributes:
-        parts: by chunk, what was pushed; of those that are absent nothing.
+        parts: by chunk, what was pushed; empty chunks have no part.
         pending: chunks that wait for a result.
-        results: wait to be sent.
-        absent: chunks of which nothing came, taken note of and not told yet.
-        ended: the sender has said everything.
-        wake: set where any of it has changed.
+        results: results that wait to be sent.
+        empty: chunks that the push left out, and whose acceptance the sender has not been told yet.
+        ended: the sender has sent everything.
+        wake: set when any of these changes.
     """
 
     stream: Stream
@@ -35,7 +35,7 @@ class PendingPush:
     parts: dict[int, Part] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
     results: list[v1.PushResult] = field(default_factory=list)
-    absent: set[int] = field(default_factory=set)
+    empty: set[int] = field(default_factory=set)
     ended: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -45,24 +45,24 @@ class PendingPush:
         return self.stream.opened.sender
 
     def took(self, chunk: int, part: Part | None) -> None:
-        """A chunk is on its way to the state machine; None of what is absent."""
+        """Notes that a chunk is on its way to the state machine; the part of an empty one is None."""
         if part is not None:
             self.parts[chunk] = part
         self.pending.add(chunk)
 
     def acknowledge(self, done: Acknowledge, waited: v1.Waited | None) -> None:
-        """A chunk has its result: its elements are let go. Absent ones are told all at once, unless dropped.
+        """Frees a chunk's elements and queues its result. Empty chunks get one result together, unless dropped.
 
         Args:
-            done: what became of it.
-            waited: for whom, if for anybody.
+            done: what became of the chunk.
+            waited: the worker that its update waited for; None for nobody.
         """
         self.parts.pop(done.chunk, None)
         self.pending.discard(done.chunk)
         self.wake.set()
-        if done.chunk in self.absent and done.outcome != "dropped":
+        if done.chunk in self.empty and done.outcome != "dropped":
             return
-        self.absent.discard(done.chunk)
+        self.empty.discard(done.chunk)
         self.results.append(
             v1.PushResult(
                 chunk=done.chunk,
@@ -75,6 +75,6 @@ class PendingPush:
         )
 
     def supersede(self, chunk: int) -> None:
-        """A retry has taken the place of a chunk: nobody needs this stream any more."""
+        """Refuses the stream: a retry has taken the place of a chunk, and the sender listens there."""
         self.parts.pop(chunk, None)
         self.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")

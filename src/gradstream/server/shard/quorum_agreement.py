@@ -1,9 +1,9 @@
-"""Shards that agree on a quorum: thin I/O around `QuorumVotes` and `QuorumLeader`.
+"""Has all shards agree on a quorum: the messages around `QuorumVotes` and `QuorumLeader`.
 
-The first shard serves "quorum"; each other one keeps one stream to it, says what it holds whole, and
-hears the verdicts. A stream that breaks is opened again: what is not decided is said again, and the last
-verdict is heard again. Older ones cannot have been missed: nobody contributes to a round before every
-chunk of every shard has had the update of the one before.
+The first shard serves "quorum". Each other shard keeps one stream to it, on which it sends the pushes that it holds
+whole and receives the decisions. A stream that breaks is opened again: the shard sends all undecided pushes again,
+and the first shard its last decision. No older decision can be missing, since no worker pushes for a round before
+every chunk of every shard has had the update of the round before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_S = 0.1
 MAX_ROUND = 1 << 53
 
 
-class _Outbox:
+class _SendQueue:
     """Messages for one stream, in order."""
 
     def __init__(self) -> None:
@@ -39,17 +39,18 @@ class _Outbox:
 
 
 class QuorumProtocol:
-    """One shard's part in it.
+    """One shard's part in the agreement.
 
     Args:
-        runtime, endpoint: of this shard.
-        rank: of this shard.
-        needed: N contributions make an update.
-        num_chunks: on this shard.
-        num_shards: how many shards have chunks.
-        workers: how many there are; 0 where nobody has said.
-        waiting_every_s: how often a shard that must wait is told so.
-        decided: called with each verdict, once and in the order of rounds.
+        runtime: runtime of this shard's node.
+        endpoint: endpoint of this shard's node.
+        rank: rank of this shard.
+        needed: N, the number of pushes to an update.
+        num_chunks: number of chunks on this shard.
+        num_shards: number of shards that have chunks.
+        workers: number of workers; 0 where unknown.
+        waiting_every_s: seconds between two messages to a shard that waits.
+        decided: called with each decision, once and in the order of rounds.
     """
 
     def __init__(
@@ -72,53 +73,53 @@ class QuorumProtocol:
         self._workers = workers
         self._every_s = waiting_every_s
         self._decided = decided
-        self._tally = QuorumVotes(num_chunks)
-        self._judge = QuorumLeader(needed, num_shards) if rank == 0 else None
-        self._outboxes: dict[_Outbox, None] = {}  # of the streams that are open
-        self._last = -1  # round of the last verdict
-        if self._judge is not None:
+        self._votes = QuorumVotes(num_chunks)
+        self._leader = QuorumLeader(needed, num_shards) if rank == 0 else None
+        self._queues: dict[_SendQueue, None] = {}  # of the open streams
+        self._last = -1  # round of the last decision
+        if self._leader is not None:
             endpoint.serve("quorum", self._serve)
 
     def came(self, round: int, rank: int, chunk: int) -> None:  # noqa: A002  the word of the protocol
-        """A chunk of a contribution is on this shard."""
-        if self._tally.came(round, rank, chunk):
+        """Counts a chunk that has arrived on this shard."""
+        if self._votes.came(round, rank, chunk):
             self._whole(self._rank, round, rank)
 
     def _whole(self, shard: int, round: int, rank: int) -> None:  # noqa: A002
-        if self._judge is None:
-            for outbox in self._outboxes:
-                outbox.put(v1.Whole(rank=rank, round=round))
+        if self._leader is None:
+            for queue in self._queues:
+                queue.put(v1.Whole(rank=rank, round=round))
             return
-        verdict = self._judge.whole(shard, round, rank)
-        if verdict is not None:
-            for outbox in self._outboxes:
-                outbox.put(_told(verdict))
-            self._decide(verdict)
+        decision = self._leader.whole(shard, round, rank)
+        if decision is not None:
+            for queue in self._queues:
+                queue.put(_message(decision))
+            self._decide(decision)
 
-    def _decide(self, verdict: QuorumDecision) -> None:
-        if verdict.round > self._last:
-            self._last = verdict.round
-            self._tally.decided(verdict)
-            self._decided(verdict)
+    def _decide(self, decision: QuorumDecision) -> None:
+        if decision.round > self._last:
+            self._last = decision.round
+            self._votes.decided(decision)
+            self._decided(decision)
 
     # ---- the first shard ----------------------------------------------------------------
 
     async def _serve(self, stream: Stream) -> None:
-        assert self._judge is not None
-        outbox, shard = _Outbox(), rank_of(stream.opened.sender)
+        assert self._leader is not None
+        queue, shard = _SendQueue(), rank_of(stream.opened.sender)
         if not 0 < shard < self._num_shards:
             raise self._bad(
                 stream.peer, f"there are {self._num_shards} shards with chunks, and this is the first"
             )
-        self._outboxes[outbox] = None
-        if self._judge.last is not None:
-            outbox.put(_told(self._judge.last))
+        self._queues[queue] = None
+        if self._leader.last is not None:
+            queue.put(_message(self._leader.last))
         try:
-            await self._runtime.gather(self._send(stream, outbox), self._hear_wholes(stream, shard))
+            await self._runtime.gather(self._send(stream, queue), self._receive_votes(stream, shard))
         finally:
-            del self._outboxes[outbox]
+            del self._queues[queue]
 
-    async def _hear_wholes(self, stream: Stream, shard: int) -> None:
+    async def _receive_votes(self, stream: Stream, shard: int) -> None:
         while (received := await stream.recv()) is not None:
             said = v1.Whole.FromString(received.frame.body.data)
             if said.round > MAX_ROUND or (self._workers and said.rank >= self._workers):
@@ -132,26 +133,26 @@ class QuorumProtocol:
     # ---- the others ---------------------------------------------------------------------
 
     async def run(self, silence_s: float) -> None:
-        """Keeps the stream to the first shard, for as long as it is not cancelled."""
-        while self._judge is None:
+        """Keeps the stream to the first shard open until cancelled."""
+        while self._leader is None:
             try:
-                await self._converse(silence_s)
+                await self._exchange(silence_s)
             except (PeerLostError, DeadlineError, ClosedError, RefusedError):
-                await self._runtime.sleep(RETRY_S)  # membership judges who is lost
+                await self._runtime.sleep(RETRY_S)  # the coordinator decides which nodes are lost
 
-    async def _converse(self, silence_s: float) -> None:
+    async def _exchange(self, silence_s: float) -> None:
         stream = await self._endpoint.open(FIRST, "quorum", v1.Whole(), priority=Priority.CONTROL)
-        outbox = _Outbox()
-        for round_, rank in self._tally.whole:
-            outbox.put(v1.Whole(rank=rank, round=round_))
-        self._outboxes[outbox] = None
+        queue = _SendQueue()
+        for round_, rank in self._votes.whole:
+            queue.put(v1.Whole(rank=rank, round=round_))
+        self._queues[queue] = None
         try:
-            await self._runtime.gather(self._send(stream, outbox), self._hear_verdicts(stream, silence_s))
+            await self._runtime.gather(self._send(stream, queue), self._receive_decisions(stream, silence_s))
         finally:
-            del self._outboxes[outbox]
+            del self._queues[queue]
             stream.cancel("done")
 
-    async def _hear_verdicts(self, stream: Stream, silence_s: float) -> None:
+    async def _receive_decisions(self, stream: Stream, silence_s: float) -> None:
         while (received := await stream.recv(silence_s)) is not None:
             said = v1.Verdict.FromString(received.frame.body.data)
             self._decide(QuorumDecision(said.round, tuple(said.ranks)))
@@ -159,17 +160,17 @@ class QuorumProtocol:
 
     # ---- both ---------------------------------------------------------------------------
 
-    async def _send(self, stream: Stream, outbox: _Outbox) -> None:
+    async def _send(self, stream: Stream, queue: _SendQueue) -> None:
         while True:
-            while outbox.messages:
-                data = outbox.messages.popleft().SerializeToString()
+            while queue.messages:
+                data = queue.messages.popleft().SerializeToString()
                 await stream.send(v1.Frame(body=v1.Body(data=data)))
-            outbox.wake.clear()
+            queue.wake.clear()
             try:
-                await self._runtime.within(self._every_s, outbox.wake.wait())
+                await self._runtime.within(self._every_s, queue.wake.wait())
             except TimeoutError:
                 await stream.waiting([])
 
 
-def _told(verdict: QuorumDecision) -> v1.Verdict:
-    return v1.Verdict(round=verdict.round, ranks=verdict.ranks)
+def _message(decision: QuorumDecision) -> v1.Verdict:
+    return v1.Verdict(round=decision.round, ranks=decision.ranks)

@@ -1,17 +1,24 @@
-"""Notes the order in which a shard takes what comes, so that it can be repeated."""
+"""Records the order of a shard's events, so that a replay can repeat it."""
 
 from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from gradstream.recording import Changed, Closed, Decided, FetchAsked, Log, Pushed, Read, Summed
-from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
-from gradstream.server.shard.event_schedule import ArrivalOrder, Change, Chunks, Fetched, Go, Updating
+from gradstream.server.shard.event_schedule import (
+    ChunkRead,
+    Event,
+    FetchArrived,
+    ParticipationChange,
+    PushArrived,
+    UpdateApplied,
+)
+from gradstream.server.shard.state import ShardState
 from gradstream.wire.window import SequenceWindow
 
 __all__ = ["SUM_EVERY", "ShardRecorder", "crc_of"]
@@ -20,74 +27,67 @@ SUM_EVERY = 64
 """Updates of a chunk from one CRC-32 of its parameters to the next."""
 
 
-class ShardRecorder(ArrivalOrder):
-    """An `Order` that lets everything happen as it comes, and notes it.
+class ShardRecorder:
+    """An `EventSchedule` that admits every event as it comes, and records it.
 
-    A second copy of a contribution changes nothing, so only the first is noted.
+    A second copy of a push changes nothing, so only the first is recorded.
 
     Args:
-        log: where to.
+        log: receives the entries.
     """
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self._done: defaultdict[int, int] = defaultdict(int)  # updates, by chunk
         self._came: defaultdict[tuple[int, int], SequenceWindow] = defaultdict(SequenceWindow)
-        self._chunks: Chunks | None = None  # until the model is registered
+        self._state: ShardState | None = None  # until the model is registered
 
-    def begin(self, chunks: Chunks) -> None:
-        """See `Order`."""
-        self._chunks = chunks
+    def begin(self, state: ShardState) -> None:
+        """See `EventSchedule`."""
+        self._state = state
 
-    def push(self, chunk: int, new: PushHeader, assign: bool, go: Go) -> None:
-        """See `Order`."""
+    def admit(self, event: Event) -> Iterable[Event]:
+        """See `EventSchedule`."""
+        match event:
+            case PushArrived():
+                self._record_push(event)
+            case FetchArrived(chunk, fetch) if fetch.flushes:
+                self.log.add(FetchAsked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
+            case ChunkRead(chunk, fetch) if fetch.number:
+                yield event
+                moment = self._moment(chunk)
+                self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, moment, event.clock))
+                return
+            case ParticipationChange():
+                moments = self._moments()
+                yield event
+                self.log.add(Changed(event.kind, event.ranks, event.clock, event.told, moments))
+                return
+            case QuorumDecision(round_, ranks):
+                self.log.add(Decided(round_, ranks, self._moments()))
+            case UpdateApplied(update):
+                chunk = update.due.chunk
+                self._done[chunk] += 1
+                if self._done[chunk] % SUM_EVERY == 1:  # the first one brings initial parameters
+                    self._sum(chunk, update.parameters)
+        yield event
+
+    def _record_push(self, event: PushArrived) -> None:
+        chunk, new, assign = event.chunk, event.parked.header, event.parked.assign
         came = self._came[chunk, new.rank]
         if new.sequence not in came:
             came.add(new.sequence)
-            assert self._chunks is not None
-            moment, version = self._moment(chunk), self._chunks.version(chunk)
+            assert self._state is not None
+            moment, version = self._moment(chunk), self._state.version(chunk)
             self.log.add(
-                Pushed(chunk, new.rank, new.sequence, moment, new.base_version, version, assign, new.absent)
+                Pushed(chunk, new.rank, new.sequence, moment, new.base_version, version, assign, new.empty)
             )
-        go()
-
-    def ask(self, chunk: int, fetch: Fetched, terms: FetchTerms, go: Callable[[FetchTerms], None]) -> None:
-        """See `Order`."""
-        if fetch.acts:
-            self.log.add(FetchAsked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
-        go(terms)
-
-    def read(self, chunk: int, fetch: Fetched, clock: int) -> int:
-        """See `Order`."""
-        if fetch.number:
-            moment = self._moment(chunk)
-            self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, moment, clock))
-        return clock
-
-    def change(self, change: Change, go: Callable[[], int]) -> int:
-        """See `Order`."""
-        moments = self._moments()
-        told = go()
-        self.log.add(Changed(change.kind, change.ranks, change.clock, told, moments))
-        return told
-
-    def decide(self, verdict: QuorumDecision, go: Go) -> None:
-        """See `Order`."""
-        self.log.add(Decided(verdict.round, verdict.ranks, self._moments()))
-        go()
-
-    def updated(self, updating: Updating) -> None:
-        """See `Order`."""
-        chunk = updating.due.chunk
-        self._done[chunk] += 1
-        if self._done[chunk] % SUM_EVERY == 1:  # the first one brings initial parameters
-            self._sum(chunk, updating.parameters)
 
     def close(self, parameters: Callable[[int], torch.Tensor]) -> None:
-        """The run is over: sums up every chunk as it is now.
+        """Records that the run is over, and a CRC of every chunk as it is now.
 
         Args:
-            parameters: of a chunk.
+            parameters: gives the parameters of a chunk.
         """
         for chunk in sorted(self._done):
             if not self._moment(chunk) & 1:
@@ -100,12 +100,12 @@ class ShardRecorder(ArrivalOrder):
             self.log.add(Summed(chunk, self._done[chunk], crc_of(parameters)))
 
     def _moments(self) -> tuple[tuple[int, int], ...]:
-        assert self._chunks is not None
-        return tuple((chunk, self._moment(chunk)) for chunk in self._chunks.numbers())
+        assert self._state is not None
+        return tuple((chunk, self._moment(chunk)) for chunk in self._state.chunks)
 
     def _moment(self, chunk: int) -> int:
-        assert self._chunks is not None
-        return 2 * self._done[chunk] + self._chunks.busy(chunk)
+        assert self._state is not None
+        return 2 * self._done[chunk] + self._state.chunks[chunk].busy
 
 
 def crc_of(elements: torch.Tensor) -> int:

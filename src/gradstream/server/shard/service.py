@@ -1,8 +1,8 @@
-"""A shard on the network: what it is made of once a model is registered, and what it serves then.
+"""A shard on the network: makes its parts once a model is registered, and serves streams then.
 
 Serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and `VectorCommands`.
-Updates run on the node's arithmetic thread; a chunk is read only between two of them, so what a fetch gets of
-a chunk is one version.
+Updates run on the node's arithmetic thread. A chunk is read only between two updates, so a fetch gets one version
+of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.decay import without_l2
 from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime
-from gradstream.server.aggregation import rank_of
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import SenderStates
 from gradstream.server.quorum import QuorumDecision
@@ -45,18 +44,22 @@ _WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD)
 
 
 class ShardService:
-    """One shard. `register` it with the model, then it serves.
+    """Serves one shard, once `register` has told it the model.
 
-    Raises nothing itself: bad requests are refused; `failed` ends when an update could not be computed, which
-    leaves the parameters undefined and must end the node.
+    Bad requests are refused. `failed` raises the error of an update that could not be computed.
+
+    Args:
+        runtime: runtime of the shard's node.
+        endpoint: endpoint of the shard's node.
+        config: the shard's part of the run.
 
     Attributes:
-        on_verdict: called with each verdict of a quorum.
-        counters: chunks that were pushed, by what became of them.
-        readers: who is at a chunk.
-        chunks, store, state, conductor, commands: once a model is registered.
-        changed: then, where only what has changed is exchanged.
-        agreement: then, where there is a quorum.
+        on_decision: called with each decision of a quorum.
+        counters: number of chunks that were pushed, by outcome.
+        leases: which chunks are being read.
+        chunks, store, state, executor, commands: exist once a model is registered.
+        changed: then, where only changed rows are exchanged.
+        quorum: then, where there is a quorum.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, config: ShardConfig) -> None:
@@ -65,23 +68,24 @@ class ShardService:
         self._config = config
         self._opened = asyncio.Event()
         self.changed: ChangedRows | None = None
-        self.agreement: QuorumProtocol | None = None
-        self.on_verdict: Callable[[QuorumDecision], None] = lambda verdict: None
+        self.quorum: QuorumProtocol | None = None
+        self.on_decision: Callable[[QuorumDecision], None] = lambda decision: None
         self.counters: Counter[str] = Counter()
-        self.readers = ChunkLeases()
+        self.leases = ChunkLeases()
         self._known_members = KnownMembers(endpoint.identity)
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
         endpoint.serve("command", self._command)
 
     def register(self, model: v1.ModelSpec, *, opens: bool = True) -> None:
-        """Allocates for the registered model. From here on every size is known.
+        """Allocates for the registered model, and begins to serve.
 
         Args:
-            opens: begin to serve; else `open` does, once something was restored.
+            model: the registered model; every size comes from it.
+            opens: whether to serve at once; else `open` does, once something was restored.
 
         Raises:
-            ConfigError: the model cannot be had here, as its message says. Nothing is served then.
+            ConfigError: the shard cannot hold this model; nothing is served.
         """
         config, memory = self._config, self._runtime.memory
         dtype = from_wire(model.dtype)
@@ -98,25 +102,24 @@ class ShardService:
             senders = SenderStates(memory, self.chunks, self.store.elems, dtype, config.correction)
         updates = Updates(self._runtime, self.store, config.rule, senders, self.changed)
         self.state = ShardState(here, config.rule, quorum=config.quorum is not None, workers=config.workers)
-        self.conductor = ShardExecutor(
+        self.executor = ShardExecutor(
             self._runtime,
-            config.rank,
-            config.order,
+            config.schedule,
             self.state,
             self.store,
             updates,
-            self.readers,
+            self.leases,
             self.counters,
         )
         if config.quorum is not None:
-            self.agreement = self._agreement(config.quorum, len(here))
-        self._furnish(updates)
+            self.quorum = self._protocol(config.quorum, len(here))
+        self._make_handlers(updates)
         self._endpoint.identity.fingerprint = model.fingerprint
         if opens:
             self.open()
 
     def _update_rule(self, model: v1.ModelSpec) -> tuple[Optimizer, GroupedRule | None]:
-        """That of the run, or the one that the workers bring."""
+        """The update rule of the run, or the one that the workers bring."""
         optimizer, grouped = self._config.optimizer, self._config.grouped
         if model.optimizer:
             if self._config.find_optimizer is None:
@@ -132,7 +135,7 @@ class ShardService:
             return without_l2(optimizer), None if grouped is None else grouped.without_l2()
         return optimizer, grouped
 
-    def _agreement(self, needed: int, num_chunks: int) -> QuorumProtocol:
+    def _protocol(self, needed: int, num_chunks: int) -> QuorumProtocol:
         return QuorumProtocol(
             self._runtime,
             self._endpoint,
@@ -145,12 +148,11 @@ class ShardService:
             decided=self._decide,
         )
 
-    def _decide(self, verdict: QuorumDecision) -> None:
-        self.on_verdict(verdict)
-        self.conductor.judge(verdict)
+    def _decide(self, decision: QuorumDecision) -> None:
+        self.on_decision(decision)
+        self.executor.handle(decision)
 
-    def _furnish(self, updates: Updates) -> None:
-        """Makes what serves each method."""
+    def _make_handlers(self, updates: Updates) -> None:
         runtime, config, name = self._runtime, self._config, self._endpoint.identity.name
         inspection = Inspection(
             name,
@@ -163,46 +165,39 @@ class ShardService:
             states=self.store.state,
         )
         self._inspection = inspection
-        news = WaitNotifier(runtime, config.waiting_every_s, self.state.awaited)
+        notifier = WaitNotifier(runtime, config.waiting_every_s, self.state.awaited)
         self._pushes = PushHandler(
-            runtime, self.conductor, inspection, news, self.agreement, self._known_members
+            runtime, self.executor, self.state, inspection, notifier, self.quorum, self._known_members
         )
         self._fetches = FetchHandler(
             runtime,
-            self.conductor,
+            self.executor,
+            self.state,
             inspection,
-            news,
+            notifier,
             self.store,
             updates,
-            self.readers,
+            self.leases,
             self.changed,
             self._known_members,
             silence_s=config.silence_s,
         )
-        self.commands = VectorCommands(
-            runtime,
-            self.store,
-            self.state.chunks,
-            self.state.versions,
-            self.readers,
-            self.conductor.commanded,
-            lambda sender, clock: self.conductor.take_part(rank_of(sender), clock),
-        )
+        self.commands = VectorCommands(runtime, self.executor, self.state, self.store, self.leases)
 
     def keep_senders(self, members: Collection[Sender]) -> None:
-        """Only these are members of the run: all others are refused, and what is kept of them is freed."""
+        """Refuses all other nodes from now on, and frees what the shard keeps of them."""
         self._known_members.keep(members)
-        self.conductor.keep_senders(members)
+        self.executor.keep_senders(members)
         self.commands.keep_senders(members)
 
     def open(self) -> None:
-        """Serves from here on."""
+        """Begins to serve."""
         self._opened.set()
 
     async def failed(self) -> None:
-        """Waits for an update that cannot be computed, and raises its error."""
+        """Waits for an update that cannot be computed, and raises its error: the parameters are undefined then."""
         try:
-            await asyncio.shield(self.conductor.failure)
+            await asyncio.shield(self.executor.failure)
         except GradstreamError:
             raise
         except Exception as error:
@@ -233,7 +228,7 @@ class ShardService:
         await stream.send(v1.Frame(body=v1.Body(data=data)))
 
     async def _admitted(self, stream: Stream) -> None:
-        """Holds a stream that came before the model was registered; checks the model again."""
+        """Holds a stream back until the model is registered, and checks that its sender has the same model."""
         await self._opened.wait()
         theirs, ours = stream.opened.fingerprint, self._endpoint.identity.fingerprint
         if theirs != ours:

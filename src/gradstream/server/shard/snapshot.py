@@ -1,4 +1,4 @@
-"""What a shard has of the run's vectors, for checkpoints."""
+"""A shard's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ShardSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: a piece is a chunk.
 
     Args:
-        service: registered.
-        rank: of the shard.
+        service: the shard's service; a model is registered.
+        rank: rank of the shard.
     """
 
     def __init__(self, service: ShardService, rank: int) -> None:
@@ -42,16 +42,16 @@ class ShardSnapshot:
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """See `SnapshotSource`: with all that was acknowledged, and against pushes of a worker that is lost."""
-        await self._service.conductor.flush()
+        """See `SnapshotSource`: everything that was acknowledged is applied; a lost worker's last pushes must wait."""
+        await self._service.executor.flush()
         async with AsyncExitStack() as turns:
             await turns.enter_async_context(self._service.commands.turn)
             for chunk in self._service.state.chunks:
-                await turns.enter_async_context(self._service.readers.turn(chunk))
+                await turns.enter_async_context(self._service.leases.turn(chunk))
             yield
 
     def restore(self, storage: Storage, folder: str) -> None:
-        """Fills the shard's ranges, and the versions of its chunks, from a checkpoint. Raises as `load`."""
+        """Reads the shard's ranges and the versions of its chunks from a checkpoint. Raises what `load` raises."""
         versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
         for chunk, state in self._service.state.chunks.items():
             state.version = versions[chunk]

@@ -1,7 +1,7 @@
-"""The arithmetic of updates: elements go in, the store holds what comes of them.
+"""The arithmetic of updates.
 
-What an update is made of, the state machine has decided, and what its parts weigh, the rule. Each part goes
-through the correction, if there is one, and then into the chunk's sum or, with that, into the parameters.
+The state machine has decided which pushes make an update, and the rule says what each weighs. Each part goes through
+the correction, if there is one, and then into the chunk's sum or, with that, into the parameters.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gradstream.server.shard.store import ShardStore
 __all__ = ["Updates"]
 
 BRIEF_ELEMS = 1 << 18
-"""Up to here an update takes less time than handing it to another thread."""
+"""An update of at most so many elements takes less time than handing it to another thread."""
 
 
 class Updates:
     """Computes updates on the node's arithmetic thread, one of a chunk at a time.
 
     Args:
-        runtime: of the shard's node.
-        store: the shard's vectors.
-        rule: weighs contributions.
-        senders: what the correction keeps of each sender; None where there is none.
-        changed: which rows change; None where whole chunks are exchanged.
+        runtime: runtime of the shard's node.
+        store: vectors of the shard.
+        rule: weighs pushes.
+        senders: state of the correction for each sender; None where there is no correction.
+        changed: is told which rows change; None where whole chunks are exchanged.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Updates:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
         if self._changed is None or not due.update or due.summed:
             return False
-        return all(held.contribution.absent for held in due.update)
+        return all(held.header.empty for held in due.update)
 
     async def compute(self, due: Apply, parts: Sequence[Part]) -> None:
-        """Carries an update out, or adds it to the chunk's sum. Nobody reads a chunk that is updated.
+        """Carries an update out, or adds it to the chunk's sum. The caller keeps readers away meanwhile.
 
         Args:
-            due: as the state machine asked for it.
-            parts: of its contributions that are not absent.
+            due: the update, as the state machine asked for it.
+            parts: parts of its pushes; empty pushes have none.
 
         Raises:
             What the rule, the correction or the update rule raises: the chunk is undefined then.
@@ -81,7 +81,7 @@ class Updates:
             self._senders.keep_senders(names)
 
     async def note_read(self, sender: str, chunk: int, version: int) -> None:
-        """Keeps of a chunk that is given to a sender what a contribution of its is corrected by."""
+        """Copies a chunk that a sender reads, where the correction of the sender's next push needs it."""
         place = None if self._senders is None else self._senders.place(sender, chunk, version)
         if place is None:
             return
@@ -131,7 +131,7 @@ class Updates:
             self._changed.note(chunk, None, due.step)
 
     async def _update_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
-        """An update of the rows alone that any of the contributions has."""
+        """Updates only the rows that any of the pushes has."""
         assert self._changed is not None
         chunk, rows, weights = due.chunk, self._changed.rows, self._weights(due)
 
@@ -155,13 +155,13 @@ class Updates:
         return whole(self._changed.rows, chunk, part)
 
     def _weights(self, due: Apply) -> list[float]:
-        """Of the contributions that are there: the rule's, times their rate over that of the update."""
-        contributions = [held.contribution for held in due.update]
-        weights = self._rule.weights(due.step - 1, contributions) if contributions else ()
+        """The weight of each push that is not empty: the rule's, times the push's rate over that of the update."""
+        headers = [held.header for held in due.update]
+        weights = self._rule.weights(due.step - 1, headers) if headers else ()
         return [
             weight * self._relative_rate(one, due)
-            for weight, one in zip(weights, contributions, strict=True)
-            if not one.absent
+            for weight, one in zip(weights, headers, strict=True)
+            if not one.empty
         ]
 
     def _relative_rate(self, one: PushHeader, due: Apply) -> float:
@@ -174,7 +174,7 @@ class Updates:
         pushed: Sequence[torch.Tensor],
         parameters: torch.Tensor,
     ) -> Sequence[torch.Tensor]:
-        """What is used in the place of what was pushed."""
+        """The corrected elements of each push."""
         if self._senders is None:
             return pushed
         return [
@@ -184,7 +184,7 @@ class Updates:
 
 
 def _present(due: Apply) -> list[PushHeader]:
-    return [held.contribution for held in due.update if not held.contribution.absent]
+    return [held.header for held in due.update if not held.header.empty]
 
 
 def _priced(kind: str, elems: int) -> Work:

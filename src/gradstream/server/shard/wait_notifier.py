@@ -1,4 +1,4 @@
-"""News for who waits at a shard. While there are none, the peer is told for whom it waits, or it gives up."""
+"""Tells a peer that waits at a shard for whom it waits, so that it does not give up."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["WaitNotifier"]
 
 
 class WaitNotifier:
-    """News of the chunks that a stream waits for.
+    """Waits for chunks on behalf of a stream, and keeps its peer informed.
 
     Args:
-        runtime: of the shard's node.
-        every_s: how often the peer is told meanwhile.
-        awaited: for whom chunks wait, and a reader that asks for this clock.
+        runtime: runtime of the shard's node.
+        every_s: seconds between two messages to a peer that waits.
+        awaited: gives the names of the nodes that chunks wait for, from the chunks and the clock that a reader
+            asks for.
     """
 
     def __init__(
@@ -27,10 +28,10 @@ class WaitNotifier:
         self._every_s = every_s
         self._awaited = awaited
 
-    async def of(
+    async def wait(
         self, stream: Stream, wake: asyncio.Event, chunks: Iterable[int], min_clock: int = 0
     ) -> bool:
-        """Waits for `wake`, and clears it; where it is not set in time, tells the peer and returns False."""
+        """Waits for `wake` and clears it. If it is not set in time, tells the peer and returns False."""
         try:
             await self._runtime.within(self._every_s, wake.wait())
         except TimeoutError:

@@ -98,7 +98,7 @@ class ServerExchange:
         What the shards' sums still hold is applied first: no other push will complete them. Into the
         gradient's memory: where fetches never overlap compute, the spare vector was never touched.
         """
-        await self._client.reclaim_spare()
+        await self._client.reclaim_back_buffer()
         await self.replica.pull(flush=True)
 
     def report(self) -> Sequence[Event]:

@@ -72,7 +72,7 @@ class RowReplica(ServerReplica):
             patch.apply_to(parameters.tensor)
 
         await self._brief(land, patch.num_elems + self._layout.rest.elems, [], [parameters])
-        self.server.spare, self.server.known = arrival.vector, arrival.versions
+        self.server.back_buffer, self.server.known = arrival.vector, arrival.versions
         self._computes_on(arrival)
 
     async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:

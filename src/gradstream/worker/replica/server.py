@@ -71,7 +71,7 @@ class ServerReplica(Replica):
     def retire(self) -> None:
         """See `Replica.retire`."""
         super().retire()
-        self._accumulated, self._velocity, self._updater, self.server.spare = None, None, None, None
+        self._accumulated, self._velocity, self._updater, self.server.back_buffer = None, None, None, None
         self._origin = None
         self._taken.vector = None
 
@@ -96,18 +96,18 @@ class ServerReplica(Replica):
     async def swap_in(self, arrival: Arrival) -> None:
         """See `strategies.api.Worker`."""
         await arrival.done()
-        self.server.spare, self.parameters = self.parameters, arrival.vector
-        self.server.spare.name, self.parameters.name = "spare", "parameters"
+        self.server.back_buffer, self.parameters = self.parameters, arrival.vector
+        self.server.back_buffer.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival)
 
     async def pull(self, *, own: bool = True, flush: bool = False, min_clock: int = 0) -> None:
         """See `strategies.api.Worker`; `flush` as in `ServerClient.fetch_soon`."""
         if min_clock and self._between:
             await self._stand()  # who waits for others, who may stand for a cut, stands for it too
-        spare, self.server.spare = self.server.spare, self._gradient
+        spare, self.server.back_buffer = self.server.back_buffer, self._gradient
         arrival = self.server.fetch_soon(own=own, flush=flush, min_clock=min_clock)
         await arrival.done()
-        self._gradient, self.parameters, self.server.spare = self.parameters, arrival.vector, spare
+        self._gradient, self.parameters, self.server.back_buffer = self.parameters, arrival.vector, spare
         self._gradient.name, self.parameters.name = "gradient", "parameters"
         self._computes_on(arrival)
 
@@ -295,7 +295,7 @@ class ServerReplica(Replica):
         await arrival.done()
         pull, parameters, difference = ElasticPull(share), self.parameters, arrival.vector
         await self._work(lambda: pull(parameters.tensor, difference.tensor), [], [parameters, difference])
-        self.server.spare = difference
+        self.server.back_buffer = difference
         self._computes_on(arrival)
         return self._take_own(difference)
 
@@ -304,13 +304,13 @@ class ServerReplica(Replica):
         await arrival.done()
         start, parameters = arrival.vector, self.parameters
         await self._work(lambda: parameters.tensor.copy_(start.tensor), [start], [parameters])
-        self.server.spare = self._origin = start
+        self.server.back_buffer = self._origin = start
         self._computes_on(arrival)
 
     async def take_outer_gradient(self) -> Update:
         """See `strategies.api.Worker`."""
         start, parameters = self._origin, self.parameters
-        if start is None or start is not self.server.spare:
+        if start is None or start is not self.server.back_buffer:
             raise InternalError("take_outer_gradient() without w_start: call start_from() after each fetch")
         self._origin = None
         await self._work(lambda: start.tensor.sub_(parameters.tensor), [parameters], [start])
@@ -329,15 +329,15 @@ class ServerReplica(Replica):
 
     async def refresh_state(self) -> None:
         """See `strategies.api.Worker`."""
-        state, spare = self._own_updater().state, self.server.spare
+        state, spare = self._own_updater().state, self.server.back_buffer
         for name in state:
-            self.server.spare = self._gradient
+            self.server.back_buffer = self._gradient
             arrival = self.server.fetch_soon(vector=name)
             await arrival.done()
             self._gradient, state[name] = state[name], arrival.vector
             self._gradient.name, state[name].name = "gradient", name
             await self.server.flush()  # the new gradient's memory may still be read for a push
-        self.server.spare = spare
+        self.server.back_buffer = spare
         self._num_updates = max(self._num_updates, self.step)  # a rule may do its first step otherwise
 
     def _take_own(self, vector: Vector) -> Update:
