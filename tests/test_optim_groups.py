@@ -169,7 +169,7 @@ BAD: list[tuple[Any, str]] = [
     ([{"weight_decay": 0.0}], r"groups\[0\] is .*expected a table"),
     ([{"match": 3}], r"groups\[0\]: match is 3"),
     ([{"match": "*", "weigth_decay": 0.0}], "did you mean 'weight_decay'"),
-    ([{"match": "*", "lr": 0.1}], "give lr_scale"),
+    ([{"match": "*", "lr": 0.1}], "set lr_scale"),
     ([{"match": "*", "lr_scale": -1.0}], "lr_scale is -1.0"),
     ([{"match": "*", "weight_decay": -1.0}], r"groups\[0\]: SGD: weight_decay is -1.0"),
     ([{"match": "*", "momentum": 0.9}], "must be the same for all parameters"),

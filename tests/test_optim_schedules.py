@@ -107,8 +107,8 @@ BAD: list[tuple[Any, str]] = [
     (lambda: gs.schedules.Warmup(gs.schedules.Cosine(0.1), 0), "length is 0"),
     (lambda: gs.schedules.Warmup(math.nan, 5), "then is nan"),
     (lambda: gs.schedules.Chain(0.1, -1, 0.2), "at is -1"),
-    (lambda: rate_at(lambda _: -0.5, Position(3, 10, 10)), r"gave -0.5 at step 3 of 10"),
-    (lambda: rate_at(lambda _: "x", Position(3, 10, 10)), r"gave 'x'"),  # type: ignore[arg-type,return-value]
+    (lambda: rate_at(lambda _: -0.5, Position(3, 10, 10)), r"returned -0.5 at step 3 of 10"),
+    (lambda: rate_at(lambda _: "x", Position(3, 10, 10)), r"returned 'x'"),  # type: ignore[arg-type,return-value]
     (lambda: nominal_rate(lambda _: 0.5), "a function has no field lr"),
 ]
 
