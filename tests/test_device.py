@@ -119,7 +119,7 @@ def test_a_report_that_ignores_its_event_is_noticed(batch: Batch, monkeypatch: p
         while landing._under_way:
             landing._under_way.popleft()[1]()
 
-    monkeypatch.setattr(Landing, "_tell", tell)
+    monkeypatch.setattr(Landing, "_report_arrived", tell)
     with pytest.raises(GradientError, match="loss is nan"):
         differentiate(staged(net(), LateStreams), batch)
     monkeypatch.setattr(Landing, "scalar", lambda landing, value, then: then(0.0))
@@ -207,7 +207,7 @@ def test_evaluation_buffers_and_names(batch: Batch) -> None:
     model.tree(parameters)["head.bias"][...] = 1  # the exchanged vector, and not what the device has of it
     assert dict(model.layout.views(parameters))["head.bias"].tolist() == [1, 1, 1]
     assert model.tree(parameters).keys() == plain.tree(parameters).keys()
-    with pytest.raises(ConfigError, match="take the length and dtype from its layout"):
+    with pytest.raises(ConfigError, match="take length and dtype from the model's layout"):
         model.outputs(torch.zeros(5), batch.inputs)
 
 
@@ -357,9 +357,9 @@ def test_what_has_no_device_of_ours_is_refused() -> None:
 def test_layers_are_not_kept_as_factors_where_any_worker_may_have_a_device() -> None:
     """All workers exchange the same, also one whose machine has no accelerator."""
     wide = from_torch(lambda: nn.Linear(1024, 1024), F.mse_loss)
-    assert wide.outer_layers
-    assert not on_device(wide, "auto").outer_layers
-    assert not on_device(wide, "cuda:1").outer_layers
+    assert wide.factored_layers
+    assert not on_device(wide, "auto").factored_layers
+    assert not on_device(wide, "cuda:1").factored_layers
 
 
 JOB = """

@@ -71,8 +71,8 @@ class _Members:
     def __str__(self) -> str:
         machines, paused = len(set(self.machines.values())), len(self.paused & self.workers)
         on = f" on {machines + 1} machines" if machines else ""
-        held = f" ({paused} held back)" if paused else ""
-        return f"{len(self.workers)}/{self.expected} workers{on}{held}"
+        pauses = f" ({paused} paused)" if paused else ""
+        return f"{len(self.workers)}/{self.expected} workers{on}{pauses}"
 
 
 @dataclass(slots=True)

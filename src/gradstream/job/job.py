@@ -116,6 +116,12 @@ class Job:
             Filled in by `load_job` and `train`.
         origins: origin of each value that is not the job file's, by key: "workers",
             "strategy.push_every". Filled in by `train` and `gradstream.job.settings`.
+
+    Example:
+        >>> job = gs.Job(model, data, strategy="ssp", workers=2, batch_size=8, epochs=2)
+        >>> run = gs.simulate(job)
+        >>> run.summary["steps"]
+        16
     """
 
     model: Model | Callable[[], Model] = field(kw_only=False)

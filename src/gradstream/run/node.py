@@ -251,7 +251,7 @@ async def _coordinate(
     await endpoint.start()
     say(address=endpoint.address)
     outcome = await coordinator.run()
-    for event in runtime.vitals(COORDINATOR):
+    for event in runtime.process_metrics(COORDINATOR):
         coordinator.emit(event)
     await write_rest(log, runtime, plan.job.deadlines.lease_s, say)
     if outcome.notice.phase == v1.Notice.STOPPED:

@@ -53,6 +53,13 @@ class Run:
         metrics: further metrics of `evaluate`, by name.
         recording: files of a recorded simulation, by name, for `gradstream.replay.replay`.
         job: the job of a recorded simulation.
+
+    Example:
+        >>> run = gs.simulate(model, data, strategy="synchronous", workers=2, batch_size=8, epochs=2)
+        >>> sorted(run.parameters)
+        ['bias', 'weight']
+        >>> len(run.history)
+        16
     """
 
     path: Path | None = None
