@@ -45,38 +45,84 @@ class _Window:
         return self.total / length_s if length_s > 0 else 0.0
 
 
+@dataclass(slots=True)
+class _MeanLoss:
+    """An exponential moving average of losses, without bias from its first value on; None before it."""
+
+    value: float | None = None
+    weight: float = 0.0
+
+    def add(self, loss: float) -> None:
+        self.weight = LOSS_MEMORY * self.weight + (1 - LOSS_MEMORY)
+        share = (1 - LOSS_MEMORY) / self.weight
+        before = loss if self.value is None else self.value
+        self.value = before + share * (loss - before)
+
+
+@dataclass(slots=True)
+class _Members:
+    """The workers of a run, and the machines of nodes that are elsewhere."""
+
+    expected: int = 0
+    workers: set[str] = field(default_factory=set)
+    paused: set[str] = field(default_factory=set)  # by the strategy's drive
+    machines: dict[str, str] = field(default_factory=dict)  # by node
+
+    def __str__(self) -> str:
+        machines, paused = len(set(self.machines.values())), len(self.paused & self.workers)
+        on = f" on {machines + 1} machines" if machines else ""
+        pauses = f" ({paused} paused)" if paused else ""
+        return f"{len(self.workers)}/{self.expected} workers{on}{pauses}"
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """Amounts that nodes have exchanged; they report them from time to time."""
+
+    reported: bool = False
+    bytes: _Window = field(default_factory=_Window)
+    staleness: _Window = field(default_factory=_Window)  # summed over chunks
+    chunks: _Window = field(default_factory=_Window)
+
+    def add(self, event: EventDict) -> None:
+        now_s = event["time_s"]
+        self.reported = True
+        self.bytes.add(now_s, event["pushed_bytes"] + event["fetched_bytes"])
+        for tau, chunks in event["staleness"].items():
+            self.staleness.add(now_s, int(tau) * chunks)
+            self.chunks.add(now_s, chunks)
+
+
 class ProgressLine:
     """Follows a run by its events. It reads no clock: time is the events' own `time_s`.
 
     Attributes:
-        step: minibatches done over all workers; of a run in rounds: those.
-        total_steps: of the whole run, 0 while not known.
-        loss: smoothed, None while not known.
-        logged: what a loop of the user's own has logged, by name: the latest values, NaN where not finite.
-        held_out: what the latest evaluation found, in words; "" while there is none.
-        workers: names of the workers that are in.
+        step: minibatches done over all workers; in a run with rounds: rounds.
+        total_steps: number of them in the whole run, 0 while unknown.
+        logged: latest values that a loop of the user's own has logged, by name; NaN where not finite.
+        held_out: the latest evaluation in words; "" while there is none.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.total_steps = 0
-        self.loss: float | None = None
         self.logged: dict[str, float] = {}
-        self.held_out = ""  # the latest evaluation
-        self.workers: set[str] = set()
-        self._held: set[str] = set()  # by the strategy's drive
-        self._machines: dict[str, str] = {}  # of nodes elsewhere
-        self._expected_workers = 0
+        self.held_out = ""
+        self._loss = _MeanLoss()
+        self._members = _Members()
+        self._exchange = _Exchange()
         self._by_round = False
         self._resumed_at = 0
         self._steps_ahead: dict[int, int] = {}  # of each worker, in the whole run, as its loop says
         self._steps_of_rank: dict[int, int] = {}
-        self._loss_weight = 0.0
         self._began_s: float | None = None
         self._now_s = 0.0
-        self._samples, self._steps, self._bytes = _Window(), _Window(), _Window()
-        self._staleness, self._chunks = _Window(), _Window()
-        self._exchanged = False  # nodes tell what they have exchanged from time to time
+        self._samples, self._steps = _Window(), _Window()
+
+    @property
+    def loss(self) -> float | None:
+        """The smoothed loss; None while unknown."""
+        return self._loss.value
 
     def update(self, event: EventDict) -> None:
         """Handles one event; ignores the kinds that a progress line does not show."""
@@ -84,16 +130,16 @@ class ProgressLine:
         match event["event"]:
             case "started":
                 self.total_steps = event["total_steps"]
-                self._expected_workers = event["workers"]
+                self._members.expected = event["workers"]
                 self._by_round = event.get("in_rounds", False)
             case "joined" if event["who"].startswith("worker"):
-                self.workers.add(event["who"])
+                self._members.workers.add(event["who"])
             case "machine" if event["state"] == "joined":
-                self._machines.update(dict.fromkeys(event["nodes"], event["who"]))
+                self._members.machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
-                self.workers.discard(event["who"])
+                self._members.workers.discard(event["who"])
             case "drive":
-                self._held = set(event["held"])
+                self._members.paused = set(event["held"])
             case "resumed":
                 self.step = self._resumed_at = event["step"]
             case "step":
@@ -103,7 +149,7 @@ class ProgressLine:
             case "evaluated":
                 self.held_out = _evaluation(event)
             case "exchange":
-                self._update_exchange(event)
+                self._exchange.add(event)
             case _:
                 pass
 
@@ -119,7 +165,7 @@ class ProgressLine:
             case "drive":
                 return turn_text(event)
             case "left" if event["lost"]:
-                machine = self._machines.get(event["who"])
+                machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
             case "machine":
                 what = f"machine {event['who']} ({event['address']})"
@@ -148,10 +194,7 @@ class ProgressLine:
         self._samples.add(now_s, event["samples"])
         self.step = done
         if event["loss"] is not None and event["samples"]:
-            self._loss_weight = LOSS_MEMORY * self._loss_weight + (1 - LOSS_MEMORY)
-            share = (1 - LOSS_MEMORY) / self._loss_weight  # unbiased from the first value on
-            before = event["loss"] if self.loss is None else self.loss
-            self.loss = before + share * (event["loss"] - before)
+            self._loss.add(event["loss"])
 
     def _update_log(self, event: EventDict) -> None:
         for name, value in event["values"].items():
@@ -159,16 +202,9 @@ class ProgressLine:
         if event["total_steps"]:
             ahead = self._steps_ahead
             ahead[event["rank"]] = event["total_steps"]
-            mean = sum(ahead.values()) / len(ahead)  # of workers that have not said it, too
-            self.total_steps = max(ahead.values()) if self._by_round else round(mean * self._expected_workers)
-
-    def _update_exchange(self, event: EventDict) -> None:
-        now_s = event["time_s"]
-        self._exchanged = True
-        self._bytes.add(now_s, event["pushed_bytes"] + event["fetched_bytes"])
-        for tau, chunks in event["staleness"].items():
-            self._staleness.add(now_s, int(tau) * chunks)
-            self._chunks.add(now_s, chunks)
+            mean = sum(ahead.values()) / len(ahead)  # also for workers that have not logged it
+            workers = self._members.expected
+            self.total_steps = max(ahead.values()) if self._by_round else round(mean * workers)
 
     def _rate(self, window: _Window) -> float:
         return 0.0 if self._began_s is None else window.per_s(self._now_s, self._began_s)
@@ -195,7 +231,8 @@ class ProgressLine:
 
     def _line(self) -> str:
         if self._began_s is None:
-            return f"starting: {len(self.workers)}/{self._expected_workers or '?'} workers are in"
+            members = self._members
+            return f"starting: {len(members.workers)}/{members.expected or '?'} workers are in"
         parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
         loss = {} if self.loss is None else {"loss": self.loss}
         named = list((loss | self.logged).items())  # a loop knows its loss best
@@ -207,17 +244,13 @@ class ProgressLine:
             parts.append(f"ETA {_clock(self.eta_s)}")
         elif not self.total_steps:
             parts.append(f"{_clock(self._now_s - self._began_s)} so far")
-        machines = len(set(self._machines.values()))
-        on = f" on {machines + 1} machines" if machines else ""
-        held = len(self._held & self.workers)
-        back = f" ({held} paused)" if held else ""
-        if self.workers:  # at the end all of them have left
-            parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}{back}")
-        if self._exchanged:
-            parts.append(f"{self._rate(self._bytes) / 1e6:,.1f} MB/s")
-        chunks = self._rate(self._chunks)
+        if self._members.workers:  # at the end all of them have left
+            parts.append(str(self._members))
+        if self._exchange.reported:
+            parts.append(f"{self._rate(self._exchange.bytes) / 1e6:,.1f} MB/s")
+        chunks = self._rate(self._exchange.chunks)
         if chunks > 0:
-            parts.append(f"staleness {self._rate(self._staleness) / chunks:.1f}")
+            parts.append(f"staleness {self._rate(self._exchange.staleness) / chunks:.1f}")
         return " · ".join(parts)
 
 

@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -97,19 +98,19 @@ class JoinService:
         self._over: v1.Over | None = None
         self._bells: dict[Wakeup, None] = {}
         self._loop = asyncio.new_event_loop()
-        self._ready = threading.Event()
-        self._error: BaseException | None = None
+        self._ready: Future[None] = Future()
         self._closing = asyncio.Event()
         self._refusals: Throttle[tuple[Seat, str]] | None = None
         self._thread = threading.Thread(target=self._serve, name="join-service", daemon=True)
 
     def __enter__(self) -> JoinService:
         self._thread.start()
-        if not self._ready.wait(START_S):
+        wait([self._ready], START_S)
+        if not self._ready.done():
             raise DeadlineError(LAUNCHER, f"cannot listen on {self.address}: not done in {START_S:g} s")
-        if self._error is not None:
+        if (error := self._ready.exception()) is not None:
             self._thread.join()
-            raise self._error
+            raise error
         return self
 
     def __exit__(
@@ -142,9 +143,8 @@ class JoinService:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._main())
         except BaseException as error:
-            self._error = error
-        finally:
-            self._ready.set()
+            if not self._ready.done():
+                self._ready.set_exception(error)
 
     async def _main(self) -> None:
         runtime = RealRuntime(LAUNCHER)
@@ -166,7 +166,7 @@ class JoinService:
         try:
             await endpoint.start()
             self.address = self.address.at(int(endpoint.address.rpartition(":")[2]))
-            self._ready.set()
+            self._ready.set_result(None)
             if self._authority is None:
                 shouting = runtime.spawn(self._shout(), name="insecure")
             await self._closing.wait()
