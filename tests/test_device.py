@@ -24,7 +24,7 @@ from gradstream.model.device_model import DeviceModel, on_device
 from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Landing
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.reopen import reopen
 from gradstream.runtime.base import Report
 from gradstream.testing.late_streams import LateStreams
@@ -335,8 +335,8 @@ def a_job(model: Any = None, **options: Any) -> Job:
 def test_a_job_is_refused_before_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"device='cuda': torch .* has cpu on this machine"):
-        cast_of(a_job(device="cuda"), "test")
-    cast_of(a_job(device="auto"), "test")
+        plan_run(a_job(device="cuda"), "test")
+    plan_run(a_job(device="auto"), "test")
     assert (
         build_model(a_job(device="auto")).outputs(torch.zeros(net().layout.elems), np.zeros((1, 6))).sum()
         == 0
@@ -347,8 +347,8 @@ def test_a_job_is_refused_before_it_is_started(monkeypatch: pytest.MonkeyPatch) 
 def test_what_has_no_device_of_ours_is_refused() -> None:
     functions = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
     with pytest.raises(ConfigError, match=r"device='cuda': a FunctionsModel computes where it likes"):
-        cast_of(a_job(functions, device="cuda"), "test")
-    cast_of(a_job(functions, device="auto"), "test")
+        plan_run(a_job(functions, device="cuda"), "test")
+    plan_run(a_job(functions, device="auto"), "test")
     with pytest.raises(ConfigError, match=r"device='cuda': this script has a training loop of its own"):
         check_script(a_job(device="cuda"))
 

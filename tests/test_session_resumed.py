@@ -23,7 +23,7 @@ from gradstream._train import launch
 from gradstream.checkpoint import kept
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayBinding
@@ -93,7 +93,7 @@ def text_of(epochs: int) -> str:
 def begin(script: Path, run_dir: Path, cluster: LocalCluster, **options: Any) -> gs.Run:
     run_dir.mkdir()
     job = load_job(str(script))
-    return launch(job, cast_of(job, "loop"), run_dir, cluster=cluster, **options)
+    return launch(plan_run(job, "loop"), run_dir, cluster=cluster, **options)
 
 
 def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.errors.Interrupted:

@@ -75,7 +75,7 @@ def test_another_system_would_not_have_this_figure() -> None:
     assert simulated_epoch_s(3, epochs=60, work=WORK_S / 2) < 0.9 * closed_queue_epoch_s(3)
 
 
-PHANTOM = """
+SHAPE_ONLY = """
 import json, pathlib, sys, time
 import gradstream as gs
 from gradstream.runtime.simulation import SimulationConfig
@@ -102,7 +102,11 @@ print(json.dumps({
 def test_64_replicas_of_75_million_parameters_fit(strategy: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", PHANTOM, strategy], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SHAPE_ONLY, strategy],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     figures = json.loads(done.stdout)
     print(strategy, figures)

@@ -37,6 +37,13 @@ class Adagrad:
         Duchi, Hazan, Singer, Adaptive subgradient methods for online learning and stochastic
         optimization, 2011. The server's rule in Dean and others, Large scale distributed deep
         networks, 2012.
+
+    Example:
+        >>> weights, gradient = torch.ones(2), torch.tensor([1.0, 2.0])
+        >>> state = {"sum": torch.zeros(2)}
+        >>> gs.optim.Adagrad(lr=0.5).apply(weights, gradient, state, lr=0.5, step=1)
+        >>> weights
+        tensor([0.5000, 0.5000])
     """
 
     lr: Rate = 0.01

@@ -18,7 +18,13 @@ __all__ = ["Optimizer", "skips_zeros"]
 
 
 class Optimizer(Protocol):
-    """An element-wise update rule. Implementations are frozen dataclasses of hyper-parameters."""
+    """An element-wise update rule. Implementations are frozen dataclasses of hyper-parameters.
+
+    Example:
+        >>> optimizer: gs.optim.Optimizer = gs.optim.SGD(lr=0.1, momentum=0.9)
+        >>> optimizer.state_names
+        ('momentum_buffer',)
+    """
 
     @property
     def lr(self) -> Rate:

@@ -52,6 +52,11 @@ class Position:
         step: number of rounds before it; without rounds, of minibatches before it, divided by the W workers.
         num_steps: number of steps of the whole run.
         steps_per_epoch: of a data epoch.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> position.epoch, position.fraction
+        (5.0, 0.5)
     """
 
     step: int
@@ -133,6 +138,11 @@ class Constant:
 
     Args:
         lr: learning rate, > 0.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Constant(lr=0.1)(position)
+        0.1
     """
 
     lr: float
@@ -154,6 +164,11 @@ class StepDecay:
         every: length of an interval, > 0.
         factor: factor of the rate after each interval, > 0.
         unit: what `every` counts: "epochs" or "steps".
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.StepDecay(lr=0.5, every=2, factor=0.5)(position)
+        0.125
     """
 
     lr: float
@@ -187,6 +202,11 @@ class BackOff:
     Reference:
         Niu, Recht, Ré, Wright, HOGWILD!, 2011: the back-off scheme of §5, which needs neither the strong
         convexity constant nor a rate for every step.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.BackOff(lr=1.0, first=1, factor=0.5)(position)
+        0.25
     """
 
     lr: float
@@ -217,6 +237,11 @@ class Linear:
     Args:
         lr: rate at the start, > 0.
         end: rate that the last step has nearly reached, >= 0.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Linear(lr=0.5)(position)
+        0.25
     """
 
     lr: float
@@ -241,6 +266,11 @@ class Cosine:
 
     Reference:
         Loshchilov, Hutter, SGDR: stochastic gradient descent with warm restarts, 2017; no restarts.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> round(gs.schedules.Cosine(lr=0.5)(position), 6)
+        0.25
     """
 
     lr: float
@@ -265,6 +295,11 @@ class InverseRoot:
 
     Reference:
         Zinkevich, Online convex programming and generalized infinitesimal gradient ascent, 2003.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> round(gs.schedules.InverseRoot(lr=0.5, over=50)(position), 6)
+        0.353553
     """
 
     lr: float
@@ -292,6 +327,11 @@ class OneCycle:
     Reference:
         Smith, Topin, Super-convergence, 2018. Defaults as in PyTorch's `OneCycleLR`, whose momentum is
         not cycled here.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.OneCycle(lr=0.5, rise=0.5)(position)
+        0.5
     """
 
     lr: float
@@ -327,6 +367,11 @@ class Warmup:
 
     Reference:
         Goyal and others, Accurate, large minibatch SGD, 2017.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Warmup(0.5, length=102)(position)
+        0.25
     """
 
     then: Rate
@@ -358,6 +403,11 @@ class Chain:
         at: start of the second schedule, > 0.
         then: schedule of the steps from `at` on. A `Cosine` covers the rest of the run.
         unit: what `at` counts: "steps" or "epochs".
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Chain(0.5, at=5, then=gs.schedules.Linear(0.25))(position)
+        0.25
     """
 
     first: Rate

@@ -38,6 +38,12 @@ class SGD:
     Reference:
         Sutskever, Martens, Dahl, Hinton, On the importance of initialization and momentum in deep
         learning, 2013. As in PyTorch, and unlike that paper, the velocity does not contain `lr`.
+
+    Example:
+        >>> weights, gradient = torch.ones(2), torch.tensor([1.0, 2.0])
+        >>> gs.optim.SGD(lr=0.5).apply(weights, gradient, {}, lr=0.5, step=1)
+        >>> weights
+        tensor([0.5000, 0.0000])
     """
 
     lr: Rate

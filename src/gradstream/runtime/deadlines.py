@@ -27,6 +27,10 @@ class Deadlines:
         cut_s: the longest pause of workers for a checkpoint, including the minibatches that they finish.
         coordinator_s: the longest silence of the coordinator before the other nodes end the run. Training
             continues without it meanwhile. The end of the coordinator's process is noticed at once.
+
+    Example:
+        >>> deadlines = gs.Deadlines(lease_s=30.0)  # for machines that pause
+        >>> job = gs.Job(model, data, strategy="downpour", workers=2, epochs=2, deadlines=deadlines)
     """
 
     join_s: float = 60.0

@@ -17,7 +17,7 @@ from typing import Any
 from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError, UserCodeError
 from gradstream.run.failures import typed_error
-from gradstream.run.node import SWITCH_INTERVAL_S, take_part
+from gradstream.run.node import SWITCH_INTERVAL_S, run_worker
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.host import Host
@@ -86,7 +86,7 @@ class LoopNode:
     async def _run(self) -> None:
         own = OwnLoop(self._bridge, self._rule)
         parts: dict[str, Any] = {"model": self._binding, "data": own}
-        await take_part(dataclasses.replace(self._place.job(), **parts), self._place.arguments)
+        await run_worker(dataclasses.replace(self._place.job(), **parts), self._place.arguments)
 
 
 class RunConnection:

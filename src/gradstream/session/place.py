@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gradstream.checkpoint import Resume, kept
 from gradstream.job.job import Job
-from gradstream.run.node import NodeSpec
-from gradstream.run.nodes import worker_name
+from gradstream.run.node_spec import NodeSpec
+from gradstream.run.plan import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 

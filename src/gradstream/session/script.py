@@ -14,7 +14,8 @@ from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeE
 from gradstream.job.files import traceback_in
 from gradstream.job.registry import load_module
 from gradstream.run.local.ranks import set_environment
-from gradstream.run.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
+from gradstream.run.node import ABORTED, FAILED, OK, Say, say_to, traceback_of
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.remote.address import Address
 from gradstream.session.place import WorkerPlacement, assign
 from gradstream.session.worker_session import running

@@ -39,6 +39,11 @@ class Session:
             session of a single process, which does not count them.
         resumed: whether the run goes on from a checkpoint.
         is_main: whether this is the worker that should print and write files.
+
+    Example:
+        >>> with gs.join("synchronous") as session:  # `python` alone starts it: one worker
+        ...     session.rank, session.world_size, session.is_main
+        (0, 1, True)
     """
 
     rank = 0
