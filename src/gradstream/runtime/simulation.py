@@ -1,4 +1,4 @@
-"""The `SimulationConfig` that a simulation runs in: how long computing takes, and what the network is like."""
+"""`SimulationConfig`: the durations of computations and the network that a simulation assumes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Recorded factors, gone through again and again.
+    """Recorded factors, repeated in a cycle.
 
     Example:
         >>> trace = gs.sim.Trace((1.0, 1.5))
@@ -140,15 +140,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way from one node to another.
+    """The link from one node to another, in one direction.
 
     Args:
         latency_s: propagation time.
         jitter_s: a uniform extra of 0 to `jitter_s` per frame (frames of a stream keep order).
-        loss: probability that a frame is lost, which silences its stream from there on, as a
-            broken connection that nobody reports.
-        duplicate: probability that a stream is delivered a second time, later, as by a
-            client that retried: answers to the copy go nowhere.
+        loss: probability that a frame is lost, which silences its stream from then on, as a broken
+            connection does that no system reports.
+        duplicate: probability that a stream is delivered a second time, later, as by a client that
+            retried; answers to the duplicate are dropped.
 
     Example:
         >>> network = gs.sim.Network(link=gs.sim.Link(latency_s=0.02, jitter_s=0.005))
@@ -166,7 +166,7 @@ class Link:
 
 
 _NEAR = Link(latency_s=0.0)
-"""Between nodes of one machine."""
+"""The link between nodes of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +194,16 @@ class Network:
 
     Each direction of each machine's card is one shared resource of `bandwidth_bytes_s` (or its
     own value in `cards`): p workers that send n bytes each to one server take p·n/bandwidth.
-    Each node is a machine of its own, unless `machines` puts several on one: what these send each
-    other needs no card and no time.
+    Each node is on its own machine, unless `machines` puts several on one: frames between these
+    use no card and take no time.
 
     Args:
         bandwidth_bytes_s: of every card and direction; math.inf for none.
         link: default link; `links` overrides by (source, target).
         cards: bandwidth by machine.
-        machines: by node name, the machine that a node is on; one of the node's own name where missing.
-        partitions: cuts in time.
-        header_bytes: what a frame costs on a card besides its payload.
+        machines: machine by node name; a node that is missing is on a machine of its own name.
+        partitions: times in which frames between some nodes are lost.
+        header_bytes: bytes of a frame on a card besides its payload.
 
     Example:
         >>> network = gs.sim.Network(bandwidth_bytes_s=1.25e8, cards={"worker-1": 1.25e7})
@@ -244,7 +244,7 @@ class Network:
         return self.cards.get(machine, self.bandwidth_bytes_s)
 
     def cut(self, source: str, target: str, now_s: float) -> bool:
-        """Whether a partition swallows what `source` sends to `target` now."""
+        """Whether a partition loses a frame that `source` sends to `target` now."""
         return any(
             p.start_s <= now_s < p.stop_s and source in p.sources and target in p.targets
             for p in self.partitions
@@ -255,7 +255,7 @@ KINDS = frozenset(
     {"gradient", "apply", "copy", "reduce", "product", "evaluate", "read", "build", "init", "form"}
     | {"checkpoint", "snapshot", "write", "commit", "restore"}
 )
-"""Of work that costs something."""
+"""The kinds of work that can have a cost."""
 
 _A_NODE = re.compile(r"coordinator|(shard|worker)-\d+")
 
@@ -266,24 +266,24 @@ def _no_costs() -> Mapping[str, Cost]:
         "apply": Cost(per_elem_s=4e-10),
         "copy": Cost(per_elem_s=4e-10),
         "reduce": Cost(per_elem_s=4e-10),
-        "product": Cost(per_elem_s=2e-11),  # of matrices: a multiplication and an addition
+        "product": Cost(per_elem_s=2e-11),  # of matrices; an element is one multiplication and one addition
     }
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationConfig:
-    """Everything that a simulation assumes about machines and network.
+    """The assumptions of a simulation about machines and network.
 
     Args:
         costs: seconds by kind of work (`KINDS`); a kind that is missing costs nothing.
-        speeds: by node name, 1.0 where missing; 0.5 takes twice as long.
+        speeds: speed by node name, 1.0 where missing; a node of speed 0.5 takes twice as long.
         backprop: fraction of the gradient's duration at which the backward pass begins; 1/3 is
             a forward pass half as long. Its elements become ready linearly from there to the end.
         offsets: fractions of the gradient's duration at which each bucket is ready, in backward
-            order, one per tensor of the model's layout: as measured, where linear is not good
-            enough (a convolution takes more time per element than a dense layer).
+            order, one for each tensor of the model's layout: measured values, where linear is not exact
+            enough (a convolution takes more time for each element than a dense layer).
         network: see `Network`.
-        shape_only: run no arithmetic and hold no vectors: cost and bytes only.
+        shape_only: computes no arithmetic and holds no vectors: only durations and bytes.
 
     Example:
         >>> config = gs.sim.SimulationConfig(speeds={"worker-1": 0.25})
@@ -313,7 +313,7 @@ class SimulationConfig:
     def check_names(self, nodes: Collection[str]) -> None:
         """Raises UnknownNameError for a node that the run does not have.
 
-        A network may be described for more nodes than a run has, but they must be called as nodes are.
+        A network may describe more nodes than a run has, but their names must be names of nodes.
         """
         for node in self.speeds.keys() - set(nodes):
             raise UnknownNameError("node in SimulationConfig.speeds", node, nodes)
@@ -337,7 +337,7 @@ class SimulationConfig:
         return cost.seconds(work, rng, count) / self.speeds.get(node, 1.0) if cost else 0.0
 
     def offset(self, bucket: int, fraction: float) -> float:
-        """When, as a fraction of the duration, a bucket is ready, and with it this fraction of all."""
+        """The fraction of the duration at which a bucket is ready, and with it `fraction` of all elements."""
         if self.offsets:
             return self.offsets[min(bucket, len(self.offsets) - 1)]
         return self.backprop + (1 - self.backprop) * fraction
