@@ -13,6 +13,7 @@ from gradstream.job.job import Job
 from gradstream.job.overrides import overrides, plain
 from gradstream.job.registry import describe
 from gradstream.run.plan import num_servers
+from gradstream.strategies.base import ServerStrategy
 
 __all__ = ["Entry", "effective", "to_toml"]
 
@@ -47,7 +48,7 @@ def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
     entries = []
     defaults = {field.name: plain(_default(field)) for field in dataclasses.fields(job)}
     values = {**overrides(job), "servers": num_servers(job, strategy)}
-    defaults["servers"] = 1 if strategy.through == "servers" else 0
+    defaults["servers"] = 1 if isinstance(strategy, ServerStrategy) else 0
     for name, value in values.items():
         default = defaults[name]
         if isinstance(getattr(job, name), Mapping) or not isinstance(value, Mapping):

@@ -45,7 +45,7 @@ from gradstream.server.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
 from gradstream.server.shard.config import FindOptimizer, ShardConfig
 from gradstream.server.shard.node import ShardNode
 from gradstream.server.shard.recorder import ShardRecorder
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, Pushes, ServerStrategy, Strategy
 from gradstream.telemetry.events import StartedEvent
 from gradstream.transport.base import Endpoint, Identity
 from gradstream.wire import v1
@@ -214,7 +214,8 @@ class RunPlan:
     ) -> Coordinator:
         """The coordinator; `on_events` gets every event of the run as JSON lines."""
         ledger = self.ledger()
-        driven = self.strategy.drives()
+        served = self.strategy if isinstance(self.strategy, ServerStrategy) else None
+        driven = served is not None and served.drives()
         rounds, earlier = (
             self.strategy.partitioning == "rounds",
             self.resume.step if self.resume is not None else 0,
@@ -239,7 +240,7 @@ class RunPlan:
             together=rounds,
             resume=self.resume,
             limits=SnapshotLimits(hold_s=self.deadlines.cut_s),
-            quorum=self.strategy.quorum(self.workers),
+            quorum=None if served is None else served.quorum(self.workers),
             balance=ShareBalance(ledger.plan)
             if rounds and self.balanced and isinstance(ledger, Ledger)
             else None,
@@ -260,7 +261,7 @@ class RunPlan:
             keeping=None if self.policy is None else self._keeping(started, self.policy),
             earlier_s=self._earlier_s,
             goal=None if self.until is None else StoppingCriterion(self.until),
-            drive=self.strategy.drive if driven else None,
+            drive=served.drive if served is not None and driven else None,
             num_samples=self.data.num_samples,
         )
 
@@ -305,7 +306,7 @@ class RunPlan:
 
     def _pieces(self, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
         """What each of so many nodes holds of every vector of a model."""
-        if self.strategy.through == "group":
+        if isinstance(self.strategy, GroupStrategy):
             bucket_elems = self.strategy.bucket_elems(itemsize_bytes(model.dtype), model.chunk_elems)
             buckets = Buckets(model.elems, bucket_elems, holders)
             return [buckets.owned(rank) for rank in range(holders)]
@@ -319,7 +320,12 @@ class RunPlan:
     @property
     def _workers_optimize(self) -> bool:
         """Whether the run's update rule is carried out by the workers, each on parameters of its own."""
-        return self.strategy.through == "group" or self.strategy.pushes != "gradients"
+        return isinstance(self.strategy, GroupStrategy) or self._pushes != "gradients"
+
+    @property
+    def _pushes(self) -> Pushes:
+        """What workers push to the shards; without shards, gradients are what they exchange."""
+        return self.strategy.pushes if isinstance(self.strategy, ServerStrategy) else "gradients"
 
     @property
     def _joint(self) -> bool:
@@ -331,7 +337,7 @@ class RunPlan:
         """What shards do with a weighted sum of pushes: the run's own rule, or the strategy's outer one."""
         if self._joint:
             return Replace()
-        if self.strategy.pushes == "gradients":
+        if not isinstance(self.strategy, ServerStrategy) or self.strategy.pushes == "gradients":
             return self.optimizer
         return Outer(self.strategy.outer_optimizer(self.optimizer))
 
@@ -356,7 +362,7 @@ class RunPlan:
         """
         if self.chunk_elems is not None:
             return self.chunk_elems
-        if self.strategy.rows(bool(layout.tables)) is not None:
+        if isinstance(self.strategy, ServerStrategy) and self.strategy.rows(bool(layout.tables)) is not None:
             return CHUNK_ELEMS
         return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers))
 
@@ -373,18 +379,20 @@ class RunPlan:
 
     def shard_config(self, rank: int, model: Model) -> ShardConfig:
         """What a shard is told; see `shard`."""
+        strategy = self.strategy
+        assert isinstance(strategy, ServerStrategy)
         return ShardConfig(
             rank=rank,
             num_shards=self.servers,
-            rule=self.strategy.rule(self.workers, self.reduction),
+            rule=strategy.rule(self.workers, self.reduction),
             optimizer=self.shards_optimizer,
             grouped=None if self._workers_optimize else self.grouped(model),
-            decayed=self.strategy.decays_gradients,
+            decayed=strategy.decays_gradients,
             silence_s=self.deadlines.silence_s,
             find_optimizer=(lambda _: (Replace(), None)) if self._joint else self.find_optimizer,
             resume_from=self.resume.folder if self.resume is not None and not self._joint else "",
-            quorum=self.strategy.quorum(self.workers),
-            correction=self.strategy.correction(),
+            quorum=strategy.quorum(self.workers),
+            correction=strategy.correction(),
             workers=self.workers,
         )
 
@@ -424,7 +432,7 @@ class RunPlan:
             silence_s=self.deadlines.silence_s,
             retry_s=self.deadlines.retry_s,
             loop=own.loop(rank) if own else None,
-            optimizer=own.optimizer if own and self.strategy.pushes == "gradients" else "",
+            optimizer=own.optimizer if own and self._pushes == "gradients" else "",
             resume=self.resume,
             joint=self._joint,
             balanced=self.balanced,
@@ -441,8 +449,10 @@ class RunPlan:
 
     @property
     def _how_grouped(self) -> str:
-        """The kind of group that the strategy asks for."""
+        """The kind of group that the strategy asks for; "" where it asks for none."""
         strategy = self.strategy
+        if not isinstance(strategy, GroupStrategy):
+            return ""
         return strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
 
     def _update_rule(self, model: Model, own: OwnData | None) -> UpdateRule:

@@ -12,7 +12,7 @@ from gradstream.job.validation import check, check_resumed, check_strategy, whol
 from gradstream.optim.groups import groups_of
 from gradstream.run.nodes import RunPlan
 from gradstream.server.chunks import CHUNK_ELEMS
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.offers import shares_memory
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.gradient import Clip
@@ -69,7 +69,7 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
         deadlines=job.deadlines,
     )
     cast.ledger()
-    if strategy.through == "servers":
+    if isinstance(strategy, ServerStrategy):
         strategy.rule(cast.workers, cast.reduction)  # what it raises is said here, and not by a shard's death
     return cast
 
@@ -80,16 +80,20 @@ def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | N
         return job.chunk_elems
     if resume is not None:
         return int(resume.model["chunk_elems"])
-    exchanges = strategy.through in ("servers", "group")
+    exchanges = not isinstance(strategy, SharedMemoryStrategy)
     return None if exchanges and shares_memory(job.carrier) else CHUNK_ELEMS
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:
     """How many shards there are: as many as are asked for, where the strategy has any. Raises ConfigError."""
     name = type(strategy).__name__
-    if strategy.through != "servers":
+    if not isinstance(strategy, ServerStrategy):
         if job.servers:
-            how = "in a group of workers" if strategy.through == "group" else "in memory that workers share"
+            how = (
+                "in a group of workers"
+                if isinstance(strategy, GroupStrategy)
+                else "in memory that workers share"
+            )
             raise ConfigError(f"servers={job.servers}, but {name} exchanges {how}, without: leave it out")
         return 0
     if job.servers == 0:

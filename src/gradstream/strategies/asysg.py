@@ -36,15 +36,15 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.checks import check_count
 
 __all__ = ["AsySG"]
 
 
 @dataclass(frozen=True, slots=True)
-class AsySG(Strategy):
+class AsySG(ServerStrategy):
     """Plain asynchronous SGD; see the module.
 
     Args:
@@ -69,7 +69,7 @@ class AsySG(Strategy):
         """SGD without momentum, as the paper has it."""
         return SGD(lr=0.01)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
         async for batch in worker.batches():
             await worker.pull()

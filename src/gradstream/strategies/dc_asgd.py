@@ -37,8 +37,8 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.correction import Correction
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.checks import check_not_negative
 
 __all__ = ["DCASGD", "AdaptiveCompensation", "Compensation"]
@@ -113,7 +113,7 @@ class AdaptiveCompensation:
 
 
 @dataclass(frozen=True, slots=True)
-class DCASGD(Strategy):
+class DCASGD(ServerStrategy):
     """Delay-compensated asynchronous SGD; see the module.
 
     Args:
@@ -152,7 +152,7 @@ class DCASGD(Strategy):
         """SGD, as the paper has it."""
         return SGD(lr=0.01)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client: that of asynchronous SGD."""
         asked = worker.server.fetch_soon() if self.overlap else None
         async for batch in worker.batches():

@@ -30,8 +30,8 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN, PushHeader
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
 
@@ -51,7 +51,7 @@ class WeightedMean(EveryN):
 
 
 @dataclass(frozen=True, slots=True)
-class Softsync(Strategy):
+class Softsync(ServerStrategy):
     """n-softsync; see the module.
 
     Args:
@@ -76,7 +76,7 @@ class Softsync(Strategy):
         """SGD with momentum, of the paper's rate."""
         return SGD(lr=0.001, momentum=0.9)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
         async for batch in worker.batches():
             await worker.pull()

@@ -29,8 +29,8 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.penalty import Penalty, check_penalty
 from gradstream.strategies.softsync import WeightedMean
 
@@ -38,7 +38,7 @@ __all__ = ["StalenessAware"]
 
 
 @dataclass(frozen=True, slots=True)
-class StalenessAware(Strategy):
+class StalenessAware(ServerStrategy):
     """Asynchronous SGD with a rate of α/τ; see the module.
 
     Args:
@@ -60,7 +60,7 @@ class StalenessAware(Strategy):
         """SGD with momentum, of the paper's rate."""
         return SGD(lr=0.001, momentum=0.9)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
         async for batch in worker.batches():
             await worker.pull()

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gradstream.server.aggregation import PushHeader
-from gradstream.strategies.api import Worker
+from gradstream.strategies.api import ServerWorker
 
 __all__ = ["Barrier", "train_together"]
 
@@ -52,7 +52,7 @@ class Barrier:
 
 
 async def train_together(
-    worker: Worker,
+    worker: ServerWorker,
     every: int | None,
     push: Callable[[], Awaitable[None]],
     fetch: Callable[[], Awaitable[None]],

@@ -8,6 +8,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
 from gradstream.model.buffers import with_buffers
 from gradstream.runtime.base import Runtime, Work
+from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
@@ -108,7 +109,8 @@ class Evaluator:
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         done = self._schedule.position(ref).after()
         buffers = await self._siblings.average(step)
-        own = config.strategy.pushes != "gradients" and not final
+        strategy = config.strategy
+        own = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients" and not final
         parameters = await replica.newest() if own else replica.parameters.tensor
 
         def look(_: object) -> Evaluation:

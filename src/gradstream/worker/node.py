@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from functools import partial
-from typing import cast
 
 from gradstream.coordinator.client.member import Member
 from gradstream.data.joined import JoinedPlan
@@ -12,7 +11,6 @@ from gradstream.data.plan import RoundPlan
 from gradstream.errors import UserCodeError
 from gradstream.runtime.base import Runtime
 from gradstream.server.client.client import names_of
-from gradstream.strategies.api import Worker
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -131,7 +129,7 @@ class WorkerNode:
             await exchange.begin()
             if self._evaluator is not None:
                 await self._evaluator.at_begin(replica)
-            await config.strategy.train(cast(Worker, replica))  # with the verbs of the exchange it asks for
+            await exchange.train()
             await exchange.flush()
             self._pace.stand()
             if config.loop is not None:  # every worker's loop goes on with the final parameters

@@ -1,9 +1,9 @@
 """Makes a worker's exchange and its replica out of what the worker is told.
 
-through     exchange            replica
-servers     ServerExchange      ServerReplica, RowReplica, LoopServerReplica
-group       GroupExchange       GroupReplica, LoopGroupReplica
-shared      SharedExchange      SharedReplica
+strategy                exchange            replica
+ServerStrategy          ServerExchange      ServerReplica, RowReplica, LoopServerReplica
+GroupStrategy           GroupExchange       GroupReplica, LoopGroupReplica
+SharedMemoryStrategy    SharedExchange      SharedReplica
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, InternalError
 from gradstream.model.factors import outer_layers_of
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import names_of
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
@@ -77,14 +78,16 @@ class Assembly:
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, around = self._config, self._around
-        if config.strategy.through == "servers":
-            make, rows = partial(self._server_replica(), self._parts()), row_spec_for(config)
-            return ServerExchange(around, config.model.layout, config.chunk_elems, make, rows)
-        if config.strategy.through == "shared":
-            return await form_shared(
-                around, self._parts(), config.model, config.data, config.clip, config.chunk_elems
-            )
-        return await self._group_exchange()
+        match config.strategy:
+            case ServerStrategy() as strategy:
+                make, rows = partial(self._server_replica(), self._parts()), row_spec_for(config)
+                return ServerExchange(around, strategy, config.model.layout, config.chunk_elems, make, rows)
+            case GroupStrategy() as strategy:
+                return await self._group_exchange(strategy)
+            case SharedMemoryStrategy() as strategy:
+                return await form_shared(around, self._parts(), strategy, config)
+            case other:
+                raise InternalError(f"{type(other).__name__} has no way of exchange")
 
     # ---- through servers ----------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class Assembly:
 
     # ---- through a group ----------------------------------------------------------------
 
-    async def _group_exchange(self) -> GroupExchange:
+    async def _group_exchange(self, strategy: GroupStrategy) -> GroupExchange:
         config, around = self._config, self._around
         notice = around.member.notice
         assert config.form_group is not None
@@ -110,13 +113,15 @@ class Assembly:
             notice.epoch,
             on_event=around.member.emit,
         )
-        replica = await self._group_replica(group)
+        replica = await self._group_replica(strategy, group)
         chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)
-        return GroupExchange(around, group, replica, chunks)
+        return GroupExchange(around, strategy, group, replica, chunks)
 
-    async def _group_replica(self, group: Group) -> Callable[[Transfers], GroupReplica]:
+    async def _group_replica(
+        self, strategy: GroupStrategy, group: Group
+    ) -> Callable[[Transfers], GroupReplica]:
         config, layout = self._config, self._config.model.layout
-        strategy, sharded = config.strategy, config.strategy.sharded
+        sharded = strategy.sharded
         if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
             sharded = group.shares_memory and config.loop is None and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
@@ -130,26 +135,26 @@ class Assembly:
             parameters = group.allocate(
                 layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
             )
-        outer = None if sharded else self._outer_products(group)
+        outer = None if sharded else self._outer_products(strategy, group)
         make: Callable[..., GroupReplica] = GroupReplica
         if config.loop is not None:
             make = partial(LoopGroupReplica, loop=config.loop)
         return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
 
-    def _outer_products(self, group: Group) -> SufficientFactors | None:
+    def _outer_products(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""
         config, around = self._config, self._around
         layers = outer_layers_of(config.model)
         several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
-        if config.strategy.factors and (several or not layers):
+        if strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
-        guessed = config.strategy.factors is None and around.runtime.memory.shape_only
+        guessed = strategy.factors is None and around.runtime.memory.shape_only
         if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
             return None
         hosts = {_host_of(node.address) for node in around.member.notice.nodes if node.role == "worker"}
         near = group.shares_memory or len(hosts) == 1
-        strategy, num_workers = config.strategy, config.num_workers
+        num_workers = config.num_workers
         return SufficientFactors(
             around.runtime,
             group,
@@ -163,9 +168,10 @@ class Assembly:
 
     def _parts(self) -> ReplicaContext:
         config, around = self._config, self._around
-        quorum = config.strategy.quorum(config.num_workers)
+        served = config.strategy if isinstance(config.strategy, ServerStrategy) else None
+        quorum = None if served is None else served.quorum(config.num_workers)
         rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
-        decays = config.shards_rule is not None and config.strategy.decays_gradients
+        decays = config.shards_rule is not None and served is not None and served.decays_gradients
         assert rule is not None
         return ReplicaContext(
             runtime=around.runtime,

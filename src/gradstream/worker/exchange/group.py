@@ -9,6 +9,7 @@ from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.collectives.group import Group
 from gradstream.runtime.base import Work, awaited_later
 from gradstream.server.chunks import ChunkMap
+from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.group import GroupReplica
@@ -22,6 +23,7 @@ class GroupExchange:
 
     Args:
         around: where it lives.
+        strategy: of the run.
         group: all workers of the run.
         replica: makes the replica, which tells of its transfers.
         chunks: the chunk map of a checkpoint's versions, dealt to the workers.
@@ -30,11 +32,13 @@ class GroupExchange:
     def __init__(
         self,
         around: ExchangeContext,
+        strategy: GroupStrategy,
         group: Group,
         replica: Callable[[Transfers], GroupReplica],
         chunks: ChunkMap,
     ) -> None:
         self._around = around
+        self._strategy = strategy
         self._group = group
         self._transfers = Transfers(around.rank, around.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
@@ -59,6 +63,10 @@ class GroupExchange:
         snapshots = NodeSnapshots(around.runtime, around.member, self._holder)
         name = f"{around.runtime.node}-cuts"
         self._cuts = awaited_later(around.runtime.spawn(snapshots.run(), name=name))
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
         """See `Exchange`: a round is in the model when the strategy goes on from it."""

@@ -9,6 +9,7 @@ from gradstream.model.base import Layout
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import ServerClient, names_of
 from gradstream.server.rows import RowMap
+from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.traffic_reports import TrafficReports
 from gradstream.wire import v1
@@ -23,6 +24,7 @@ class ServerExchange:
 
     Args:
         around: where it lives.
+        strategy: of the run.
         layout: of the model's flat vector.
         chunk_elems: of the chunk map.
         replica: makes the replica for a client of all shards.
@@ -32,6 +34,7 @@ class ServerExchange:
     def __init__(
         self,
         around: ExchangeContext,
+        strategy: ServerStrategy,
         layout: Layout,
         chunk_elems: int,
         replica: Callable[[ServerClient], ServerReplica],
@@ -39,6 +42,7 @@ class ServerExchange:
     ) -> None:
         shards = names_of(around.member.notice.nodes, "shard")
         self._around = around
+        self._strategy = strategy
         self._accounts = TrafficReports(around.rank)
         self._transfers = Transfers(around.rank, around.member.emit)
         chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
@@ -87,6 +91,10 @@ class ServerExchange:
             await self._client.assign(vector)
         except Exception as error:
             await around.failed(error)
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
         """See `Exchange`."""

@@ -20,16 +20,17 @@ from gradstream.collectives.shared_window import SharedWindow, form_commons
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError
-from gradstream.model.base import Layout, Model
+from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import names_of
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
+from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import ExchangeContext
-from gradstream.worker.gradient import Clip
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.shared import SharedReplica
 from gradstream.worker.shared_words import SharedWords
@@ -47,25 +48,24 @@ _TORCH = {
 
 
 async def form_shared(
-    around: ExchangeContext, parts: ReplicaContext, model: Model, data: Dataset, clip: Clip, chunk_elems: int
+    around: ExchangeContext, parts: ReplicaContext, strategy: SharedMemoryStrategy, config: WorkerConfig
 ) -> SharedExchange:
     """All workers come together, and map what they are to share.
 
     Args:
         around: where it lives.
         parts: of the replica.
-        model: of this worker.
-        data: sparse data are put into shared memory, once for all.
-        clip: bounds of a minibatch's gradient, which a sparse model does not have.
-        chunk_elems: of the chunk map, by which workers divide the writing of a checkpoint.
+        strategy: of the run.
+        config: of this worker. Sparse data are put into shared memory, once for all.
 
     Raises:
         ConfigError: they are not on one machine, or gradients are to be clipped that nobody makes.
         PeerLostError, DeadlineError: a worker was lost before all had mapped it.
     """
-    if clip and isinstance(model, SparseModel):
+    model, data = config.model, config.data
+    if config.clip and isinstance(model, SparseModel):
         raise ConfigError(
-            f"{clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
+            f"{config.clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
         )
     runtime, member = around.runtime, around.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
@@ -89,7 +89,8 @@ async def form_shared(
         raise
     waits = Waits(runtime, member, board, around.silence_s)
     replica = SharedReplica(parts, model, parameters, board, waits.unlock, alone=not real)
-    return SharedExchange(around, commons, replica, _Start(data, tables), layout, chunk_elems)
+    start = _Start(data, tables)
+    return SharedExchange(around, strategy, commons, replica, start, layout, config.chunk_elems)
 
 
 async def _tables(commons: SharedWindow, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
@@ -105,16 +106,18 @@ class SharedExchange:
 
     Args:
         around: where it lives.
+        strategy: of the run.
         commons: where what is shared has come from.
         replica: of this worker.
         start: fills the parameters and the data, or maps what another worker has filled.
         layout: of the parameters.
-        chunk_elems: see `form_shared`.
+        chunk_elems: elements of a chunk, by which workers divide the writing of a checkpoint.
     """
 
     def __init__(
         self,
         around: ExchangeContext,
+        strategy: SharedMemoryStrategy,
         commons: SharedWindow,
         replica: SharedReplica,
         start: _Start,
@@ -123,6 +126,7 @@ class SharedExchange:
     ) -> None:
         self.replica = replica
         self._around = around
+        self._strategy = strategy
         self._commons = commons
         self._start = start
         self._holder = _SharedHolder(replica, around.member, layout, chunk_elems)
@@ -153,6 +157,10 @@ class SharedExchange:
         work = Work("restore", elems=len(parameters))
         await around.runtime.beside(lambda: load(storage, folder, pieces), work=work)
         return min(Manifest.decode(storage.read(f"{folder}/{STATE}")).versions, default=0)
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
         """See `Exchange`: an update is in the model when it is made."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import ConfigError, InternalError, UserCodeError
+from gradstream.errors import ConfigError, UserCodeError
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
@@ -189,23 +189,6 @@ class Replica(ABC):
         """The layers whose part of the next gradient is to be kept as factors; None for none."""
         del batch, mean
         return None
-
-    @property
-    def server(self) -> api.Server:
-        """See `strategies.api.Worker`."""
-        raise InternalError('this run has no servers: the strategy says through = "group" or "shared"')
-
-    @property
-    def group(self) -> api.Peers:
-        """See `strategies.api.Worker`."""
-        raise InternalError(
-            'the workers of this run form no group: the strategy does not say through = "group"'
-        )
-
-    @property
-    def shared(self) -> api.Shared:
-        """See `strategies.api.Worker`."""
-        raise InternalError('each worker of this run has a vector of its own: through is not "shared"')
 
     # ---- batches ------------------------------------------------------------------------
 
