@@ -238,6 +238,11 @@ class ServerWorker(Worker, Protocol):
     clock: int  # updates of every participating worker that its parameters have; its own all, where applied
 
     @property
+    def resumed(self) -> bool:
+        """Whether this worker was paused before its present minibatch; see `waited_for` of `batches`."""
+        ...
+
+    @property
     def unpushed(self) -> int:
         """Minibatches in no update yet: accumulated, or gone through by `optimize`."""
         ...
@@ -256,6 +261,7 @@ class ServerWorker(Worker, Protocol):
         self,
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
+        waited_for: bool = False,
     ) -> AsyncIterator[Minibatch]:
         """This worker's minibatches, in order; ends when every sample of the run is accounted for.
 
@@ -265,6 +271,8 @@ class ServerWorker(Worker, Protocol):
             before: awaited before each minibatch. The place to wait for other workers' clocks: a worker that
                 waits there can stop for a checkpoint, for which the others stop too. With it this worker
                 takes part in clocks, except while it has nothing to do: then no worker waits for it.
+            waited_for: updates wait for this worker (its rule is a `server.aggregation.WaitingRule`), except
+                from a `flush` to the next minibatch: then it is paused.
         """
         ...
 

@@ -88,23 +88,16 @@ class ElasticAveraging(ServerStrategy):
 
     async def train(self, worker: ServerWorker) -> None:
         """The client, Algorithm 1."""
-        server, away = worker.server, False
+        server = worker.server
         share = BETA / worker.num_workers if self.moving_rate is None else self.moving_rate
 
         async def flush() -> None:
-            nonlocal away
             if worker.unpushed:
                 await server.push_soon(await worker.pull_towards(server.fetch_soon(), share))
             await server.flush()
-            if self.synchronous and not away:
-                await server.pause()
-                away = True
 
         await worker.pull()
-        async for batch in worker.batches(flush):
-            if away:
-                await server.resume()
-                away = False
+        async for batch in worker.batches(flush, waited_for=self.synchronous):
             centre = server.fetch_soon() if worker.unpushed >= self.every else None
             gradient = await worker.gradient(batch)
             if centre is not None:

@@ -65,22 +65,15 @@ async def train_together(
         push: brings into the model what has been computed since the last exchange.
         fetch: takes what has come of it, where the next step begins.
     """
-    server, away = worker.server, False
 
     async def flush() -> None:
-        nonlocal away
         if worker.unpushed:
             await push()
-        await server.flush()
-        if not away:
-            await server.pause()
-            away = True
+        await worker.server.flush()
 
     await fetch()
-    async for batch in worker.batches(flush):
-        if away:
-            await server.resume()
-            away = False
+    async for batch in worker.batches(flush, waited_for=True):
+        if worker.resumed:
             await fetch()
         await worker.optimize(await worker.gradient(batch))
         if worker.unpushed == every:

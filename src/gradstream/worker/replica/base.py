@@ -132,7 +132,9 @@ class Replica(ABC):
         self._late = False
         self._read_s = 0.0  # reading samples before a gradient
         self._between = True  # two minibatches
-        self._bounded = False  # others wait for this worker, and it for them
+        self._bounded = False  # this worker takes part in clocks
+        self._waited_for = False  # updates wait for this worker
+        self.resumed = False
         self._allocate_elems = allocate
         self.parameters = self._allocate("parameters") if parameters is None else parameters
         self._gradient = self._allocate("gradient", self._landing)
@@ -172,13 +174,13 @@ class Replica(ABC):
     async def _flush(self) -> None:
         """Returns once everything that this worker has computed is in the model."""
 
-    async def _rest(self) -> None:
-        """This worker has nothing to do for now: nobody waits for it."""
+    async def _pause(self) -> None:
+        """From now on no other worker waits for this one, which has nothing to do."""
         return
 
-    async def _return(self) -> None:
-        """It takes part again, if it had rest."""
-        return
+    async def _resume(self) -> bool:
+        """Others wait for this worker again; returns whether it was paused."""
+        return False
 
     def _memory_free(self, *, mean: bool) -> Coroutine[Any, Any, None] | None:
         """What the next gradient has to wait for before its vector may be written; None for nothing."""
@@ -196,10 +198,11 @@ class Replica(ABC):
         self,
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
+        waited_for: bool = False,
     ) -> AsyncIterator[api.Minibatch]:
-        """See `strategies.api.Worker`."""
+        """See `strategies.api.ServerWorker`."""
         self._put_in = flush or self._flush
-        self._bounded = before is not None
+        self._bounded, self._waited_for = before is not None, waited_for
         if self._bounded and self._pace.driven:
             raise ConfigError(
                 "the strategy waits for the clocks of all workers, and its drive() holds some of them back: "
@@ -216,6 +219,7 @@ class Replica(ABC):
                 self._between = False
                 batch = await self._named(ref)
                 self._owed[ref] = None
+                self.resumed = waited_for and await self._resume()
                 yield batch
                 self._between = True
                 self._report(batch)
@@ -229,11 +233,11 @@ class Replica(ABC):
         """See `BatchGate.gate`. The step begins here: with the waiting for clocks, where there are any."""
         begun_ns = self._runtime.now()
         if before is not None:
-            await self._return()
+            await self._resume()
             await before()
         gate = await self._pace.gate(self._stand)
         if gate == "over" and self._bounded:
-            await self._rest()
+            await self._pause()
         if gate == "go":
             self._take_turn()
             self._stopwatch.begin(self._runtime.now() if before is None else begun_ns)
@@ -282,6 +286,8 @@ class Replica(ABC):
 
     async def _stand(self) -> None:
         await self._put_in()
+        if self._waited_for:
+            await self._pause()
         self._pace.stand()
 
     async def _close(self) -> None:
@@ -294,7 +300,7 @@ class Replica(ABC):
                 "by update(), accumulate() or optimize()"
             )
         if self._bounded:
-            await self._rest()
+            await self._pause()
 
     def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:
         """These are in an update. What to call when it has been acknowledged."""

@@ -115,15 +115,17 @@ class ServerReplica(Replica):
         self._basis, self.clock = arrival.versions, arrival.clock
         self.version = min(arrival.versions, default=0)
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         if self._takes_part:
             self._takes_part = False
             await self.server.pause()
 
-    async def _return(self) -> None:
-        if not self._takes_part:
-            self._takes_part = True
-            await self.server.resume()
+    async def _resume(self) -> bool:
+        if self._takes_part:
+            return False
+        self._takes_part = True
+        await self.server.resume()
+        return True
 
     async def gradient(self, batch: api.Minibatch) -> ComputedGradient:
         """See `strategies.api.Worker`."""
