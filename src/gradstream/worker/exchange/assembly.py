@@ -47,26 +47,26 @@ class Assembly:
 
     Args:
         config: what the worker is told.
-        around: where the exchange lives.
+        context: where the exchange lives.
         schedule: which minibatches are the worker's.
-        pace: lets it begin each.
+        batch_gate: lets it begin each.
         on_step, on_boundary: see `ReplicaContext`.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        around: ExchangeContext,
+        context: ExchangeContext,
         schedule: Schedule | OpenSchedule,
-        pace: BatchGate,
+        batch_gate: BatchGate,
         *,
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
     ) -> None:
         self._config = config
-        self._around = around
+        self._context = context
         self._schedule = schedule
-        self._pace = pace
+        self._batch_gate = batch_gate
         self._on_step = on_step
         self._on_boundary = on_boundary
 
@@ -77,15 +77,15 @@ class Assembly:
             ConfigError: what was asked for cannot be done with this model or these machines.
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
-        config, around = self._config, self._around
+        config, context = self._config, self._context
         match config.strategy:
             case ServerStrategy() as strategy:
-                make, rows = partial(self._server_replica(), self._parts()), row_spec_for(config)
-                return ServerExchange(around, strategy, config.model.layout, config.chunk_elems, make, rows)
+                make, rows = partial(self._server_replica(), self._replica_context()), row_spec_for(config)
+                return ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
-                return await form_shared(around, self._parts(), strategy, config)
+                return await form_shared(context, self._replica_context(), strategy, config)
             case other:
                 raise InternalError(f"{type(other).__name__} has no way of exchange")
 
@@ -102,20 +102,20 @@ class Assembly:
     # ---- through a group ----------------------------------------------------------------
 
     async def _group_exchange(self, strategy: GroupStrategy) -> GroupExchange:
-        config, around = self._config, self._around
-        notice = around.member.notice
+        config, context = self._config, self._context
+        notice = context.member.notice
         assert config.form_group is not None
         group = await config.form_group(
-            around.runtime,
-            around.endpoint,
+            context.runtime,
+            context.endpoint,
             names_of(notice.nodes, "worker"),
             config.rank,
             notice.epoch,
-            on_event=around.member.emit,
+            on_event=context.member.emit,
         )
         replica = await self._group_replica(strategy, group)
         chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)
-        return GroupExchange(around, strategy, group, replica, chunks)
+        return GroupExchange(context, strategy, group, replica, chunks)
 
     async def _group_replica(
         self, strategy: GroupStrategy, group: Group
@@ -128,7 +128,7 @@ class Assembly:
         buckets = Buckets(layout.elems, bucket_elems, config.num_workers)
         owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
         assert config.update_rule is not None
-        updater = Updater(self._around.runtime.memory, *config.update_rule, owned, layout.dtype)
+        updater = Updater(self._context.runtime.memory, *config.update_rule, owned, layout.dtype)
         if sharded:
             parameters = await group.common(layout.elems, layout.dtype, "parameters")
         else:
@@ -139,42 +139,42 @@ class Assembly:
         make: Callable[..., GroupReplica] = GroupReplica
         if config.loop is not None:
             make = partial(LoopGroupReplica, loop=config.loop)
-        return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
+        return partial(make, self._replica_context(), group, buckets, updater, sharded, parameters, outer)
 
     def _outer_products(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""
-        config, around = self._config, self._around
+        config, context = self._config, self._context
         layers = outer_layers_of(config.model)
         several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
         if strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
-        guessed = strategy.factors is None and around.runtime.memory.shape_only
+        guessed = strategy.factors is None and context.runtime.memory.shape_only
         if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
             return None
-        hosts = {_host_of(node.address) for node in around.member.notice.nodes if node.role == "worker"}
+        hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == "worker"}
         near = group.shares_memory or len(hosts) == 1
         num_workers = config.num_workers
         return SufficientFactors(
-            around.runtime,
+            context.runtime,
             group,
             layers,
             lambda layer, rows: strategy.as_factors(layer, rows, num_workers, near),
             config.model.layout.dtype,
-            lambda event: around.member.emit(event) if config.rank == 0 else None,
+            lambda event: context.member.emit(event) if config.rank == 0 else None,
         )
 
     # ---- the replica --------------------------------------------------------------------
 
-    def _parts(self) -> ReplicaContext:
-        config, around = self._config, self._around
+    def _replica_context(self) -> ReplicaContext:
+        config, context = self._config, self._context
         served = config.strategy if isinstance(config.strategy, ServerStrategy) else None
         quorum = None if served is None else served.quorum(config.num_workers)
         rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
         decays = config.shards_rule is not None and served is not None and served.decays_gradients
         assert rule is not None
         return ReplicaContext(
-            runtime=around.runtime,
+            runtime=context.runtime,
             layout=config.model.layout,
             reduction=config.model.reduction,
             differentiator=self._differentiator(),
@@ -183,10 +183,10 @@ class Assembly:
             num_workers=config.num_workers,
             lr=config.lr,
             joins=isinstance(config.plan, JoinedPlan),
-            pace=self._pace,
-            first_step=0 if config.resume is None else config.resume.step_of(around.runtime.node),
+            batch_gate=self._batch_gate,
+            first_step=0 if config.resume is None else config.resume.step_of(context.runtime.node),
             # With a quorum, the first shard says what is in the model: it lives to tell.
-            on_receipt=around.member.receipt if quorum is None else lambda refs: None,
+            on_receipt=context.member.receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
             first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
@@ -207,7 +207,7 @@ class Assembly:
             schedule.plan,
             rank=config.rank,
             seed=config.seed,
-            now=self._around.runtime.now,
+            now=self._context.runtime.now,
             clip=config.clip,
         )
 
