@@ -142,7 +142,7 @@ def test_where_and_when_is_said(repository: Path) -> None:
 
 def compared(page: str) -> str:
     """The table of what was measured beside something else."""
-    return page.split("| what was measured, and beside what")[1].split("\n\n")[0]
+    return page.split("| measured, and compared with")[1].split("\n\n")[0]
 
 
 def result(repository: Path, name: str) -> dict[str, Any]:
@@ -163,6 +163,20 @@ def over_tcp_ms(repository: Path, how: str) -> list[str]:
     return [
         f"{1e3 * (row['gloo_s'] if how == 'gloo' else row['median_s']['tcp messages']):.0f}" for row in rows
     ]
+
+
+def cost_of_a_loop(row: Any) -> str:
+    """A step of a wrapped loop, in steps of the plain one, with its interval."""
+    low, high = row["interval"]
+    return f"{row['wrapped_of_plain']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def test_scripts_on_two_machines_are_those_of_one(repository: Path) -> None:
+    rows = result(repository, "own-scripts-apart")["rows"]
+    exact = [row for row in rows if row["strategy"] != "allreduce, auto"]
+    assert len(exact) == 14
+    assert not any(row["bytes_that_differ"] or row["samples_that_differ"] for row in exact)
+    assert max(row["largest_difference"] for row in rows) < 1e-6
 
 
 def test_ratios_are_the_recorded_ones(repository: Path) -> None:
@@ -195,6 +209,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {slow['downpour']:.2f}; {slow['synchronous']:.2f}, {slow['synchronous_measured']:.2f} |",
         f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
         f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
+        f"| {'; '.join(map(cost_of_a_loop, result(repository, 'loop-cost')['rows'].values()))} |",
     ):
         assert said in table, said
 

@@ -206,7 +206,7 @@ class Communicator:
 
     async def _string_one(self, rank: int, strung: dict[int, DataSocket]) -> None:
         name = self.names[rank]
-        connected = await self._endpoint.line(name, f"exchange/{self._epoch}", dial=self.rank < rank)
+        connected = await self._endpoint.data_socket(name, f"exchange/{self._epoch}", dial=self.rank < rank)
         if connected is not None:
             strung[rank] = DataSocket(connected, name)
 

@@ -66,6 +66,11 @@ class Strategy(ABC):
 
     A strategy is a frozen dataclass of its options. It travels between machines as its name and these
     fields, never as code.
+
+    Example:
+        >>> strategy: gs.Strategy = gs.Downpour(push_every=2)
+        >>> strategy.survives_worker_loss
+        True
     """
 
     partitioning: ClassVar[Partitioning]
