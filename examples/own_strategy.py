@@ -19,7 +19,7 @@ class Damping(EveryPush):  # the server: every push is an update of its own
 
 
 @dataclass(frozen=True)
-class Damped(gs.Strategy):
+class Damped(gs.strategies.ServerStrategy):  # its workers exchange through servers
     """Asynchronous SGD, w ← w - γ·g / (1 + τ)^power (Zhang, Gupta, Lian, Liu, IJCAI 2016)."""
 
     power: float = 1.0

@@ -16,7 +16,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.shard.state import ShardState
-from gradstream.strategies import Worker
+from gradstream.strategies import ServerWorker
 from gradstream.testing.runs import QUICK, Tokens, least_squares, numbered, token_counts
 
 LR, GRID = 2.0**-7, 2.0**-10
@@ -141,7 +141,7 @@ def upstream_bytes(strategy: gs.Strategy) -> int:
 class Hasty(gs.Downpour):
     """Pushes before step 0, too."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         async for batch in worker.batches():
             await worker.pull()
             await worker.accumulate(await worker.gradient(batch))

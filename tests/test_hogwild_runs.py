@@ -26,7 +26,7 @@ from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
 from gradstream.sparse import SparseDataset, SparseModel
-from gradstream.strategies import Worker
+from gradstream.strategies import SharedMemoryWorker
 from gradstream.telemetry.events import CheckpointFailedEvent
 from gradstream.testing import check_strategy
 from gradstream.testing.killing import Killer
@@ -48,7 +48,7 @@ def test_it_obeys_the_laws_and_with_one_worker_is_plain_sgd_bit_for_bit() -> Non
 class Twice(gs.Hogwild):
     """Adds every gradient twice: what the laws are to notice."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: SharedMemoryWorker) -> None:
         async for batch in worker.batches():
             gradient = await worker.gradient(batch)
             for _ in range(2):

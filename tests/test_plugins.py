@@ -184,7 +184,7 @@ def test_what_is_offered_must_be_of_its_family(install: Install) -> None:
     for group in ("strategies", "optimizers", "datasets"):
         install(f"odd{group}", entry_points.format(group))
     install("acme", "")
-    with pytest.raises(ConfigError, match=r"is a dict; expected a subclass of gradstream.Strategy"):
+    with pytest.raises(ConfigError, match=r"is a dict; expected a subclass of ServerStrategy, Group"):
         find_strategy("odd")
     with pytest.raises(ConfigError, match="is a dict without lr, state_names, apply"):
         find_optimizer("odd")

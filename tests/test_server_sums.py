@@ -29,7 +29,7 @@ from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.shard.store import ShardStore
-from gradstream.strategies import Worker
+from gradstream.strategies import ServerWorker
 from gradstream.testing.runs import (
     QUICK,
     Tokens,
@@ -433,7 +433,7 @@ class Drifting(gs.AsySG):
 class Lazy(Drifting):
     """Planted: pushes two gradients of the same parameters."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         async for batch in worker.batches():
             if worker.step % 2 == 0:
                 await worker.pull()
@@ -461,7 +461,7 @@ def test_a_correction_changes_what_was_overtaken_and_nothing_else() -> None:
 class Looking(Drifting):
     """Looks at the newest parameters while it has a gradient of older ones: to evaluate them, say."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         assert isinstance(worker, ServerReplica)
         async for batch in worker.batches():
             await worker.pull()
@@ -496,7 +496,7 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
     class Hasty(gs.AsySG):
         own: bool = False
 
-        async def train(self, worker: Worker) -> None:
+        async def train(self, worker: ServerWorker) -> None:
             async for batch in worker.batches():
                 await worker.pull(own=self.own)
                 await worker.accumulate(await worker.gradient(batch))

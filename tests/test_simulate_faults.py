@@ -18,7 +18,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.shard.state import ShardState
-from gradstream.strategies import Downpour, Strategy, Worker
+from gradstream.strategies import Downpour, ServerWorker, Strategy
 from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
 from gradstream.wire.window import SequenceWindow
 from gradstream.worker.replica.server import ServerReplica
@@ -45,7 +45,7 @@ def bad_world() -> SimulationConfig:
 class Impatient(Downpour):
     """Pushes each gradient without waiting for the push before: several are under way at once."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         assert isinstance(worker, ServerReplica)
         client, runtime = worker.server, worker._runtime
         await worker.swap_in(client.fetch_soon())
@@ -176,7 +176,7 @@ def test_a_silent_network_ends_the_run_within_its_deadlines() -> None:
 class Racing(gs.Synchronous):
     """Planted: fetches straight into the parameters that are being differentiated."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         assert isinstance(worker, ServerReplica)
         await worker.swap_in(worker.server.fetch_soon())
         async for batch in worker.batches():
@@ -192,7 +192,7 @@ class Racing(gs.Synchronous):
 class Overwriting(gs.Synchronous):
     """Planted: computes the next gradient into the vector whose push is still under way."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         assert isinstance(worker, ServerReplica)
         await worker.swap_in(worker.server.fetch_soon())
         async for batch in worker.batches():

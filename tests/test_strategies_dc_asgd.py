@@ -17,7 +17,7 @@ from gradstream.model.base import Reduction
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.correction import Correction, SenderStates
-from gradstream.strategies import Worker
+from gradstream.strategies import ServerWorker
 from gradstream.strategies.dc_asgd import DCASGD, AdaptiveCompensation, Compensation
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
@@ -104,7 +104,7 @@ class Followed(DCASGD):
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Listening()
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         compute, noted = worker.gradient, COMPUTED.setdefault(worker.rank, [])
         assert isinstance(worker, ServerReplica)
 

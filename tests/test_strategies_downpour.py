@@ -15,7 +15,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.plan import PartitionPlan
 from gradstream.model.base import Model
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
-from gradstream.strategies import Strategy, Worker
+from gradstream.strategies import ServerWorker, Strategy
 from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
 
 LR = 2.0**-7
@@ -177,7 +177,7 @@ def test_a_strategy_that_forgets_a_push_does_not_pass() -> None:
     """The planted fault: every third gradient is thrown away."""
 
     class Forgetful(gs.Downpour):
-        async def train(self, worker: Worker) -> None:
+        async def train(self, worker: ServerWorker) -> None:
             await worker.swap_in(worker.server.fetch_soon())
             async for batch in worker.batches():
                 gradient = await worker.gradient(batch)

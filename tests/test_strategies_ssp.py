@@ -27,7 +27,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
 from gradstream.server.shard.clocks import NOBODY, Clocks
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
-from gradstream.strategies import Worker
+from gradstream.strategies import ServerWorker
 from gradstream.strategies.ssp import Lockstep
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
@@ -152,7 +152,7 @@ def test_cuts_end_no_wait_and_let_nobody_run_ahead(bound: int) -> None:
 class OneOff(gs.SSP):
     """Planted: reads locally for one clock too many."""
 
-    async def _read(self, worker: Worker) -> None:
+    async def _read(self, worker: ServerWorker) -> None:
         needed = max(0, worker.server.clock - self.bound - 1)
         if worker.version < 0 or worker.clock < needed:
             await worker.pull(min_clock=needed)
@@ -162,7 +162,7 @@ class OneOff(gs.SSP):
 class Blind(gs.SSP):
     """Planted: a worker does not see its own updates before it fetches."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         async for batch in worker.batches(before=partial(self._read, worker)):
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated(), advance_clock=True)

@@ -18,7 +18,7 @@ from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.strategies import Strategy, Worker
+from gradstream.strategies import ServerStrategy, ServerWorker, Strategy
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing import BrokenPropertiesError, check_strategy, properties
 from gradstream.testing.properties import BrokenPropertyError, Property
@@ -106,7 +106,7 @@ class MeansOnly(gs.Synchronous):
 
 
 @dataclass(frozen=True)
-class Plain(Strategy):
+class Plain(ServerStrategy):
     """A push for each gradient, a fetch for each push: what the faults below are planted in."""
 
     partitioning: ClassVar[Partitioning] = "queue"
@@ -115,14 +115,14 @@ class Plain(Strategy):
     def optimizer(self) -> Optimizer:
         return gs.optim.SGD(lr=0.01)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         async for batch in worker.batches():
             await worker.pull()
             gradient = await worker.gradient(batch)
             await self.push(worker, gradient)
             await worker.server.flush()
 
-    async def push(self, worker: Worker, gradient: Any) -> None:
+    async def push(self, worker: ServerWorker, gradient: Any) -> None:
         await worker.accumulate(gradient)
         await worker.server.push_soon(worker.take_accumulated())
 
@@ -134,7 +134,7 @@ class Plain(Strategy):
 class Twice(Plain):
     """Pushes one gradient of three once more."""
 
-    async def push(self, worker: Worker, gradient: Any) -> None:
+    async def push(self, worker: ServerWorker, gradient: Any) -> None:
         if worker.step % 3 == 2:
             await worker.server.push_soon(worker.update(gradient))
             await worker.server.flush()
@@ -145,7 +145,7 @@ class Twice(Plain):
 class Forgetful(Plain):
     """Pushes nothing but zeros once in three steps."""
 
-    async def push(self, worker: Worker, gradient: Any) -> None:
+    async def push(self, worker: ServerWorker, gradient: Any) -> None:
         if worker.step % 3 == 2:
             gradient.vector.tensor.zero_()
         await super().push(worker, gradient)
@@ -155,7 +155,7 @@ class Forgetful(Plain):
 class Never(Plain):
     """Keeps one gradient of three to itself."""
 
-    async def push(self, worker: Worker, gradient: Any) -> None:
+    async def push(self, worker: ServerWorker, gradient: Any) -> None:
         if worker.step % 3 != 2:
             await worker.server.push_soon(worker.update(gradient))
 
@@ -164,7 +164,7 @@ class Never(Plain):
 class Anxious(Plain):
     """Pushes again where the first push had to be tried again."""
 
-    async def push(self, worker: Worker, gradient: Any) -> None:
+    async def push(self, worker: ServerWorker, gradient: Any) -> None:
         assert isinstance(worker, ServerReplica)
         before = worker.server.traffic.retries
         await worker.server.push_soon(worker.update(gradient))
@@ -206,13 +206,13 @@ class TooManyWeights(Plain):
 class Rolling(Plain):
     """Throws dice that are not the runtime's."""
 
-    async def push(self, worker: Worker, gradient: Any) -> None:
+    async def push(self, worker: ServerWorker, gradient: Any) -> None:
         gradient.vector.tensor.mul_(random.random())
         await super().push(worker, gradient)
 
 
 @dataclass(frozen=True)
-class Deaf(Strategy):
+class Deaf(ServerStrategy):
     """Workers take turns, and nothing of what they push counts."""
 
     partitioning: ClassVar[Partitioning] = "rounds"
@@ -221,7 +221,7 @@ class Deaf(Strategy):
     def optimizer(self) -> Optimizer:
         return gs.optim.SGD(lr=0.01)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         async for batch in worker.batches():
             turn = worker.step * worker.num_workers + worker.rank
             await worker.swap_in(worker.server.fetch_soon(min_version=turn))
@@ -256,7 +256,7 @@ class Sociable(Plain):
 class Hidden(gs.Synchronous):
     """Keeps a momentum on each worker, of which nobody else knows."""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         await worker.swap_in(worker.server.fetch_soon())
         velocity: Any = 0.0
         async for batch in worker.batches():

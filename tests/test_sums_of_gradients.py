@@ -17,7 +17,7 @@ from gradstream.errors import ConfigError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position, Rate, rate_at
-from gradstream.strategies import Strategy, Worker
+from gradstream.strategies import ServerWorker, Strategy
 
 STEPS, SAMPLES, BATCH = 11, 44, 4
 DECAY = 0.1
@@ -185,7 +185,7 @@ def test_decay_is_refused_where_only_rows_travel_and_where_nobody_would_add_it()
     class Soon(gs.Downpour):
         """Pushes gradients as they come, which have no decay."""
 
-        async def train(self, worker: Worker) -> None:
+        async def train(self, worker: ServerWorker) -> None:
             async for batch in worker.batches():
                 await worker.pull()
                 await worker.server.push_soon(worker.update(worker.gradient_soon(batch)))

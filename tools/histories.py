@@ -100,7 +100,7 @@ WORLDS = {
 def runs() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Name of a run, its job and what `simulate` is told besides."""
     for name, strategy in STRATEGIES.items():
-        serves = strategy.through == "servers"
+        serves = isinstance(strategy, gs.strategies.ServerStrategy)
         common = {"strategy": strategy, "workers": 3, "optimizer": gs.optim.SGD(lr=2**-12)}
         if serves:
             common["servers"] = 2

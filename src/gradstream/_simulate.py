@@ -28,6 +28,7 @@ from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
+from gradstream.strategies.base import GroupStrategy
 from gradstream.wire import v1
 from gradstream.worker.final_model import FINAL_MODEL
 
@@ -104,7 +105,7 @@ def simulate(
         keeps=storage is not None and not config.shape_only,
     )
     config.check_names(plan.node_names)
-    if plan.strategy.exchange != "auto":
+    if isinstance(plan.strategy, GroupStrategy) and plan.strategy.exchange != "auto":
         raise ConfigError(
             f"exchange={plan.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
             "simulated; leave it out, the updates are the same"

@@ -23,7 +23,7 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import BUILT_IN, GROUPS, Plugin, choose, installed
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.untrusted import check_record, parse_json
 
 __all__ = [
@@ -100,9 +100,10 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
         ConfigError: the file or the class in it cannot be loaded.
     """
     found = _find("strategy", spec, options or {})
-    if not isinstance(found, Strategy):
+    if not isinstance(found, ServerStrategy | GroupStrategy | SharedMemoryStrategy):
         raise ConfigError(
-            f"strategy {spec!r} is a {type(found).__name__}; expected a subclass of gradstream.Strategy"
+            f"strategy {spec!r} is a {type(found).__name__}; expected a subclass of ServerStrategy, GroupStrategy "
+            "or SharedMemoryStrategy of gradstream.strategies, by how its workers exchange"
         )
     return found
 

@@ -21,7 +21,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Outer
 from gradstream.server.chunks import ChunkMap
 from gradstream.sparse.updates import check_compiler
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.offers import CHOICES
 from gradstream.untrusted.names import check_name
 
@@ -129,14 +129,14 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     if job.record:
         _check_recorded(job, strategy)
     _check_drive(job, strategy)
-    if strategy.through == "servers" and strategy.pushes != "gradients":
+    if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
         Outer(strategy.outer_optimizer(optimizer))
-    if strategy.through == "shared":
+    if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
 
 
 def _check_quorum(job: Job, strategy: Strategy) -> None:
-    if strategy.quorum(job.workers) is None:
+    if not isinstance(strategy, ServerStrategy) or strategy.quorum(job.workers) is None:
         return
     what = f"the {type(strategy).__name__.lower()} strategy with backup workers"
     if is_open_ended(job):
@@ -159,9 +159,9 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
 
 def _check_recorded(job: Job, strategy: Strategy) -> None:
     name = type(strategy).__name__
-    if strategy.through == "group":
+    if isinstance(strategy, GroupStrategy):
         why = f"{name} has no server whose order could differ: the same seed repeats it"
-    elif strategy.through == "shared":
+    elif isinstance(strategy, SharedMemoryStrategy):
         why = f"{name} has no order: workers write the same memory at once"
     elif is_open_ended(job):
         why = "the gradients of a training loop of your own cannot be computed again without it"
@@ -173,13 +173,13 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
 
 
 def _check_drive(job: Job, strategy: Strategy) -> None:
-    if not strategy.drives():
+    if not isinstance(strategy, ServerStrategy) or not strategy.drives():
         return
     name = type(strategy).__name__
-    if strategy.partitioning == "rounds" or strategy.through != "servers":
+    if strategy.partitioning == "rounds":
         raise ConfigError(
-            f"{name} has a drive(), and its workers go through rounds together: who is held back would be "
-            'missing in each; expected partitioning = "queue", and servers'
+            f"{name} has a drive(), and its workers go through rounds together: a worker that is paused would "
+            'be missing in each; expected partitioning = "queue"'
         )
     if is_open_ended(job):
         raise ConfigError(

@@ -47,7 +47,7 @@ def effective(plan: RunPlan) -> list[Entry]:
     entries = []
     defaults = {field.name: plain(_default(field)) for field in dataclasses.fields(job)}
     values = {**overrides(job), "servers": plan.servers}
-    defaults["servers"] = 1 if plan.strategy.through == "servers" else 0
+    defaults["servers"] = 1 if plan.served is not None else 0
     for name, value in values.items():
         default = defaults[name]
         if isinstance(getattr(job, name), Mapping) or not isinstance(value, Mapping):

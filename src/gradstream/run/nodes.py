@@ -37,6 +37,7 @@ from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.node import ShardNode
 from gradstream.server.shard.recorder import ShardRecorder
+from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -57,7 +58,7 @@ def build_coordinator(
     plan: RunPlan, runtime: Runtime, endpoint: Endpoint, on_events: Callable[[bytes], None]
 ) -> Coordinator:
     """The coordinator of a run; `on_events` gets every event of the run, as JSON lines."""
-    strategy, deadlines = plan.strategy, plan.job.deadlines
+    served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()
     started = _started(plan, ledger)
     return Coordinator(
@@ -69,7 +70,7 @@ def build_coordinator(
         keeping=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
         earlier_s=_earlier_s(plan),
         goal=None if plan.job.until is None else StoppingCriterion(plan.job.until),
-        drive=strategy.drive if strategy.drives() else None,
+        drive=served.drive if served is not None and served.drives() else None,
         num_samples=plan.job.data.num_samples,
     )
 
@@ -101,7 +102,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
             balance = ShareBalance(ledger.plan)
         if not started.in_rounds:
             assignment = BatchAssignment(ledger, plan.workers, 2 * deadlines.lease_s)
-        if strategy.drives():
+        if plan.served is not None and plan.served.drives():
             turns = ParticipationSchedule(ledger, plan.workers)
     return Membership(
         started,
@@ -112,7 +113,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
         together=started.in_rounds,
         resume=plan.resume,
         limits=SnapshotLimits(hold_s=deadlines.cut_s),
-        quorum=strategy.quorum(plan.workers),
+        quorum=None if plan.served is None else plan.served.quorum(plan.workers),
         balance=balance,
         assignment=assignment,
         turns=turns,
@@ -157,7 +158,7 @@ def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
 
 def _pieces(plan: RunPlan, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
     """The ranges of every vector of a model that each of `holders` nodes holds."""
-    if plan.strategy.through == "group":
+    if isinstance(plan.strategy, GroupStrategy):
         bucket_elems = plan.strategy.bucket_elems(itemsize_bytes(model.dtype), model.chunk_elems)
         buckets = Buckets(model.elems, bucket_elems, holders)
         return [buckets.owned(rank) for rank in range(holders)]
@@ -182,7 +183,8 @@ def build_shard(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, 
 
 def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
     """The part of the plan that a shard needs; see `build_shard`."""
-    strategy = plan.strategy
+    strategy = plan.served
+    assert strategy is not None
     return ShardConfig(
         rank=rank,
         num_shards=plan.servers,
@@ -215,7 +217,9 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
     job, strategy, deadlines = plan.job, plan.strategy, plan.job.deadlines
     own = cast(OwnData, job.data) if plan.open_ended else None
     rule = _update_rule(plan, model, own)
-    how = strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
+    how = "auto"
+    if isinstance(strategy, GroupStrategy):
+        how = strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
     return WorkerConfig(
         rank=rank,
         num_workers=plan.workers,
@@ -234,7 +238,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         silence_s=deadlines.silence_s,
         retry_s=deadlines.retry_s,
         loop=own.loop(rank) if own else None,
-        optimizer=own.optimizer if own and strategy.pushes == "gradients" else "",
+        optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
         resume=plan.resume,
         joint=plan.joint,
         balanced=plan.balanced,

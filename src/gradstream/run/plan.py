@@ -30,7 +30,7 @@ from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
 from gradstream.server.aggregation import AggregationRule
 from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
 from gradstream.worker.evaluation import EvaluationPlan, Metric
@@ -175,16 +175,24 @@ class RunPlan:
     @property
     def workers_optimize(self) -> bool:
         """Whether the workers apply the run's update rule, each to its own parameters."""
-        return self.strategy.through == "group" or self.strategy.pushes != "gradients"
+        served = self.served
+        return isinstance(self.strategy, GroupStrategy) or (
+            served is not None and served.pushes != "gradients"
+        )
+
+    @property
+    def served(self) -> ServerStrategy | None:
+        """The strategy, where its workers exchange through servers."""
+        return self.strategy if isinstance(self.strategy, ServerStrategy) else None
 
     @property
     def shards_optimizer(self) -> Optimizer:
         """The rule by which shards apply a weighted sum of pushes: the run's, or the strategy's outer one."""
         if self.joint:
             return Replace()
-        if self.strategy.pushes == "gradients":
+        if self.served is None or self.served.pushes == "gradients":
             return self.optimizer
-        return Outer(self.strategy.outer_optimizer(self.optimizer))
+        return Outer(self.served.outer_optimizer(self.optimizer))
 
     def grouped(self, model: Model) -> GroupedRule | None:
         """The update rule of a model in which some parameters have settings of their own; else None.
@@ -209,7 +217,7 @@ class RunPlan:
         """
         if self.chunk_elems is not None:
             return self.chunk_elems
-        if self.strategy.rows(bool(layout.tables)) is not None:
+        if self.served is not None and self.served.rows(bool(layout.tables)) is not None:
             return CHUNK_ELEMS
         return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers))
 
@@ -245,7 +253,7 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
         resume=resume,
     )
     plan.ledger()
-    if strategy.through == "servers":
+    if isinstance(strategy, ServerStrategy):
         rule = strategy.rule(job.workers, getattr(job.model, "reduction", "mean"))  # else a shard would raise
         if not isinstance(rule, AggregationRule):
             raise ConfigError(
@@ -261,16 +269,20 @@ def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | N
         return job.chunk_elems
     if resume is not None:
         return int(resume.model["chunk_elems"])
-    exchanges = strategy.through in ("servers", "group")
+    exchanges = not isinstance(strategy, SharedMemoryStrategy)
     return None if exchanges and shares_memory(job.carrier) else CHUNK_ELEMS
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:
     """Number of shards that the job asks for, where the strategy has any. Raises ConfigError."""
     name = type(strategy).__name__
-    if strategy.through != "servers":
+    if not isinstance(strategy, ServerStrategy):
         if job.servers:
-            how = "in a group of workers" if strategy.through == "group" else "in memory that workers share"
+            how = (
+                "in a group of workers"
+                if isinstance(strategy, GroupStrategy)
+                else "in memory that workers share"
+            )
             raise ConfigError(f"servers={job.servers}, but {name} exchanges {how}, without: leave it out")
         return 0
     if job.servers == 0:

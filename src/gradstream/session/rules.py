@@ -22,7 +22,7 @@ from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of
 from gradstream.server.aggregation import PushHeader
 from gradstream.session.watch import INSTEAD
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import ServerStrategy, Strategy
 
 __all__ = ["STEPS", "ServerRule", "description_of", "is_fresh", "options_of", "rule_for", "rule_of"]
 
@@ -209,7 +209,7 @@ def rule_for(
 def objection(strategy: Strategy, workers: int) -> str:
     """Why workers cannot push steps of their own optimizers under a strategy; "" where they can."""
     name = type(strategy).__name__
-    if strategy.through != "servers":
+    if not isinstance(strategy, ServerStrategy):
         return f"{name} has no servers, and updates by one rule in all workers"
     if strategy.pushes != "gradients":
         if set(strategy.outer_optimizer(Adam()).state_names) & set(Adam().state_names):

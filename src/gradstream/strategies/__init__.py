@@ -1,10 +1,10 @@
 """One algorithm, one file, readable beside the paper's pseudo-code."""
 
 from gradstream.strategies.allreduce import AllReduce
-from gradstream.strategies.api import Worker
+from gradstream.strategies.api import GroupWorker, ServerWorker, SharedMemoryWorker, Worker
 from gradstream.strategies.asysg import AsySG
 from gradstream.strategies.averaging import ParameterAveraging
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.strategies.dc_asgd import DCASGD
 from gradstream.strategies.diloco import DiLoCo
 from gradstream.strategies.downpour import Downpour
@@ -24,8 +24,14 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "ElasticAveraging",
+    "GroupStrategy",
+    "GroupWorker",
     "Hogwild",
     "ParameterAveraging",
+    "ServerStrategy",
+    "ServerWorker",
+    "SharedMemoryStrategy",
+    "SharedMemoryWorker",
     "Softsync",
     "StalenessAware",
     "Strategy",

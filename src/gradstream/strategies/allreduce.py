@@ -26,20 +26,18 @@ Rajbhandari and others 2020 ("ZeRO", whose first stage is `sharded`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.factory import KINDS, TORCH
 from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.model.base import Reduction
 from gradstream.model.factors import FactoredLayer
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import GroupWorker
+from gradstream.strategies.base import GroupStrategy
 from gradstream.strategies.checks import check_flag, check_not_negative
 
 __all__ = ["EXCHANGES", "AllReduce"]
@@ -49,7 +47,7 @@ KNOWN = tuple(kind for kind in KINDS if kind not in TORCH)
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce(Strategy):
+class AllReduce(GroupStrategy):
     """Synchronous SGD in a group of workers; see the module.
 
     Args:
@@ -83,7 +81,6 @@ class AllReduce(Strategy):
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = False
-    through: ClassVar[Literal["servers", "group", "shared"]] = "group"
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
@@ -122,7 +119,7 @@ class AllReduce(Strategy):
         """SGD with momentum."""
         return SGD(lr=0.01, momentum=0.9)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: GroupWorker) -> None:
         """Each step computes on version r, and leaves all workers with version r+1."""
         group = worker.group
         reduce = group.reduce_scatter if group.sharded else group.allreduce
@@ -137,11 +134,6 @@ class AllReduce(Strategy):
             await group.update(gradient)
             if group.sharded:
                 await group.all_gather()
-
-    def weight(self, rank: int, samples: Sequence[int], reduction: Reduction) -> float:
-        """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
-        total = sum(samples)
-        return (samples[rank] if reduction == "mean" else 1) / total if total else 0.0
 
     def as_factors(self, layer: FactoredLayer, rows: int, workers: int, near: bool) -> bool:
         """Whether K(M+Q)(W-1) is less than 2·M·Q·(W-1)/W, of a layer of Q inputs and M outputs.
@@ -158,5 +150,5 @@ class AllReduce(Strategy):
     def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
         """`bucket_mib`, in whole blocks of 64 elements."""
         if self.bucket_mib is None:
-            return Strategy.bucket_elems(self, itemsize_bytes, chunk_elems)
+            return GroupStrategy.bucket_elems(self, itemsize_bytes, chunk_elems)
         return max(64, int(self.bucket_mib * (1 << 20)) // itemsize_bytes // 64 * 64)

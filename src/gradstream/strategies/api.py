@@ -1,11 +1,12 @@
-"""What a strategy sees of a run: the verbs of a worker, of what it exchanges by, and of a drive.
+"""All that a strategy may call: its worker, what the worker exchanges through, and the run's participation.
 
     Minibatch ──▶ Gradient ──▶ Server │ Peers │ Shared
          ▲                               │
          └──────────── Worker ◀──────────┘
 
-Neither a socket nor a file is among them. Those who implement them are in `gradstream.worker`, and of
-`Participation` in `gradstream.coordinator`; a strategy of a user's own is written against these protocols alone.
+There is one worker for each way of exchange: `ServerWorker`, `GroupWorker`, `SharedMemoryWorker`. None has a
+socket or a file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`;
+a strategy of your own needs no more than these protocols.
 """
 
 from __future__ import annotations
@@ -18,10 +19,22 @@ from gradstream.model.base import Reduction
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.update import Update
 
-__all__ = ["Bucket", "Gradient", "Minibatch", "Participation", "Peers", "Server", "Shared", "Worker"]
+__all__ = [
+    "Bucket",
+    "Gradient",
+    "GroupWorker",
+    "Minibatch",
+    "Participation",
+    "Peers",
+    "Server",
+    "ServerWorker",
+    "Shared",
+    "SharedMemoryWorker",
+    "Worker",
+]
 
 Bucket = tuple[int, int]
-"""Elements [start, stop) of the flat vector, which are exchanged together."""
+"""Elements [start, stop) of the flat vector that are exchanged together."""
 
 
 class Minibatch(Protocol):
@@ -29,7 +42,10 @@ class Minibatch(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """How many; may be 0 in a round, and is -1 until its gradient is done in a loop of the user's."""
+        """Number of its samples; may be 0 in a round.
+
+        In a training loop of the user's own it is -1 until the gradient is done.
+        """
         ...
 
 
@@ -43,11 +59,11 @@ class Gradient(Protocol):
 
     @property
     def samples(self) -> int:
-        """Training samples behind it, once it is done; one of none changes nothing wherever it is used."""
+        """Training samples behind it, once it is done; one of no samples changes nothing wherever it is used."""
         ...
 
     async def done(self) -> None:
-        """Returns when it is complete; raises what computing it raised."""
+        """Returns when it is complete; raises the error that computing it raised."""
         ...
 
 
@@ -56,43 +72,49 @@ class Server(Protocol):
 
     @property
     def clock(self) -> int:
-        """How many updates this worker has made with `advance_clock`."""
+        """Number of updates that this worker has made with `advance_clock`."""
         ...
 
     def fetch_soon(self, *, min_version: int = 0, own: bool = True, min_clock: int = 0) -> Arrival:
-        """Starts a fetch into the spare vector; unless `own`, it does not wait for this worker's pushes.
+        """Starts a fetch into the back buffer.
 
-        With `min_clock` it waits for so many updates of every worker that takes part.
+        Args:
+            min_version: version that every chunk must have reached.
+            own: wait for this worker's own pushes.
+            min_clock: number of updates of every participating worker to wait for.
         """
         ...
 
     async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
-        """Starts a push, once the one before it is done; raises what that one failed with.
+        """Starts a push once the one before it is done; raises the error that one failed with.
 
-        With `advance_clock` it is one more update on this worker's clock.
+        Args:
+            update: gradients or parameters to push.
+            advance_clock: count this update on the worker's clock.
         """
         ...
 
     async def flush(self) -> None:
-        """Returns once the push started last is acknowledged by every shard; raises what it failed with."""
+        """Returns once every shard has acknowledged the last push; raises the error that it failed with."""
         ...
 
     async def pause(self) -> None:
-        """From here on no update waits for this worker, until it calls `resume`; its pushes are settled.
+        """From now on no update waits for this worker, until it calls `resume`. Its pushes must be flushed.
 
-        For rules that wait for workers (`AggregationRule.among`): in `flush`, for one.
+        For rules that wait for workers (`AggregationRule.among`). A worker that takes its
+        minibatches from `batches(waited_for=True)` calls neither.
         """
         ...
 
     async def resume(self) -> None:
-        """Updates wait for this worker again, from the next one on."""
+        """From the next update on, updates wait for this worker again."""
         ...
 
 
 class Peers(Protocol):
     """The workers of a run without servers, as one of them sees them: see `gradstream.worker.replica.peers`.
 
-    All of them call the same verbs in the same order.
+    All of them call the same methods in the same order.
     """
 
     @property
@@ -106,15 +128,15 @@ class Peers(Protocol):
         ...
 
     async def samples(self, gradient: Gradient) -> Sequence[int]:
-        """Training samples behind this round's gradient of each worker, by rank. May wait for them."""
+        """Training samples behind this round's gradient of each worker, by rank. May wait for the workers."""
         ...
 
     async def allreduce(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
         """Σ weight·gradient over all workers, of one bucket: as soon as backprop is done with it.
 
         Raises:
-            PeerLostError, DeadlineError: naming a worker. No update will be made of this round.
-            What computing the gradient raised.
+            PeerLostError, DeadlineError: a worker, which is named, was lost. This round makes no update.
+            Exception: the error that computing the gradient raised.
         """
         ...
 
@@ -125,33 +147,33 @@ class Peers(Protocol):
     async def update(self, gradient: Gradient) -> None:
         """One update w ← Opt(w, Σ), of all elements whose sums this worker has; at the rate of this round.
 
-        Of a round in which no worker had samples nothing is changed. Its minibatch is in the model then.
+        A round in which no worker had samples changes nothing. The minibatch counts as done afterwards.
         """
         ...
 
     async def all_gather(self) -> None:
-        """Every worker's slices of the parameters, to all: all have all of them afterwards."""
+        """Sends every worker's slices of the parameters to all: afterwards each has all of them."""
         ...
 
 
 class Shared(Protocol):
     """The parameters of a run whose workers have one vector in shared memory; see `strategies.hogwild`.
 
-    Both verbs read and write it while others do, as `update` says: one of `sparse.updates.UPDATES`. What they
-    were given is in the model when they return.
+    Both methods read and write it while other workers do; `update` says how: one of `sparse.updates.UPDATES`.
+    When they return, the update is in the model.
     """
 
     @property
     def sparse(self) -> bool:
-        """Whether the model has a way to go through single samples."""
+        """Whether the model can go through single samples."""
         ...
 
     async def sweep(self, batch: Minibatch, update: str) -> None:
-        """Each sample of a minibatch, in order, is an update: w_v ← w_v - η·g_v where it touches v.
+        """Makes each sample of a minibatch an update, in order: w_v ← w_v - η·g_v where it touches v.
 
         Raises:
-            GradientError: the loss is not finite. What was computed is in the parameters.
-            DeadlineError: naming a worker that keeps a lock.
+            GradientError: the loss is not finite. The parameters hold the update already.
+            DeadlineError: a worker, which is named, keeps a lock.
         """
         ...
 
@@ -161,66 +183,97 @@ class Shared(Protocol):
 
 
 class Worker(Protocol):
-    """One model replica: its batches, its compute, and the verbs of exchange."""
+    """One model replica: its minibatches and its gradients, whatever the way of exchange."""
 
     rank: int
     num_workers: int
     reduction: Reduction  # whether gradients are means or sums over their samples
-    step: int  # local minibatches so far, this one excluded
-    since: int  # the same since it was let in, or has come to its phase: all before that is in the model
+    step: int  # minibatches of this worker so far, the present one excluded
     version: int  # of the parameters that gradients are computed on; of their oldest chunk
-    clock: int  # these have so many updates of every worker that takes part; this one's all, where applied
+
+    async def gradient(self, batch: Minibatch) -> Gradient:
+        """The mean gradient over a minibatch, at the worker's parameters.
+
+        It includes weight decay where the strategy says `decays_gradients`.
+        """
+        ...
+
+    def gradient_soon(self, batch: Minibatch) -> Gradient:
+        """Starts computing a gradient, as the model gives it: the mean or the sum over samples."""
+        ...
+
+
+class GroupWorker(Worker, Protocol):
+    """A worker that sums gradients with the others of its group."""
+
+    @property
+    def group(self) -> Peers:
+        """The other workers."""
+        ...
+
+    def batches(self) -> AsyncIterator[Minibatch]:
+        """This worker's minibatches, in order; ends when every sample of the run is accounted for."""
+        ...
+
+
+class SharedMemoryWorker(Worker, Protocol):
+    """A worker that updates a vector in shared memory."""
+
+    @property
+    def shared(self) -> Shared:
+        """The vector of all workers."""
+        ...
+
+    def batches(self) -> AsyncIterator[Minibatch]:
+        """This worker's minibatches, in order; ends when every sample of the run is accounted for."""
+        ...
+
+
+class ServerWorker(Worker, Protocol):
+    """A worker that pushes to the shards of a parameter server, and fetches from them."""
+
+    since: (
+        int  # like `step`, since it was set active or has come to its phase: all before that is in the model
+    )
+    clock: int  # updates of every participating worker that its parameters have; its own all, where applied
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this worker was paused before its present minibatch; see `waited_for` of `batches`."""
+        ...
 
     @property
     def unpushed(self) -> int:
-        """Minibatches that are behind no update yet: accumulated, or gone through by `optimize`."""
+        """Minibatches in no update yet: accumulated, or gone through by `optimize`."""
         ...
 
     @property
     def phase(self) -> str:
-        """What `drive` calls what is done now, as of this minibatch; "" where nobody drives."""
+        """The name that `drive` gives to the present phase, as of this minibatch; "" without a drive."""
         ...
 
     @property
     def server(self) -> Server:
-        """The parameter server; raises InternalError where the strategy has none."""
-        ...
-
-    @property
-    def group(self) -> Peers:
-        """The other workers; raises InternalError where the strategy goes through servers."""
-        ...
-
-    @property
-    def shared(self) -> Shared:
-        """The vector of all workers; raises InternalError where each has its own."""
+        """The parameter server."""
         ...
 
     def batches(
         self,
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
+        waited_for: bool = False,
     ) -> AsyncIterator[Minibatch]:
         """This worker's minibatches, in order; ends when every sample of the run is accounted for.
 
         Args:
             flush: awaited before this worker waits for others, at the end and for a checkpoint: returns
-                when all that it has computed is in the model. None pushes what has been accumulated.
-            before: awaited before each minibatch is begun. The place to wait for other workers' clocks: who
-                waits there stands for a cut, for which the others stand too. With it this worker takes
-                part in clocks, but for when it has nothing to do: nobody waits for it then.
+                when everything that it has computed is in the model. None pushes the accumulated gradients.
+            before: awaited before each minibatch. The place to wait for other workers' clocks: a worker that
+                waits there can stop for a checkpoint, for which the others stop too. With it this worker
+                takes part in clocks, except while it has nothing to do: then no worker waits for it.
+            waited_for: updates wait for this worker (its rule is an `AggregationRule` with `among`), except
+                from a `flush` to the next minibatch: then it is paused.
         """
-        ...
-
-    async def gradient(self, batch: Minibatch) -> Gradient:
-        """The mean gradient over a minibatch, at the worker's parameters.
-
-        With its weight decay, where the strategy says `decays_gradients`.
-        """
-        ...
-
-    def gradient_soon(self, batch: Minibatch) -> Gradient:
-        """Starts computing it, as the model gives it: the mean or the sum over samples."""
         ...
 
     async def swap_in(self, arrival: Arrival) -> None:
@@ -228,7 +281,7 @@ class Worker(Protocol):
         ...
 
     async def pull(self, *, own: bool = True, min_clock: int = 0) -> None:
-        """Fetches and adopts at once, between two gradients: needs no spare vector; see `Server`."""
+        """Fetches and swaps in at once, between two gradients: needs no back buffer; see `Server`."""
         ...
 
     async def apply(self, gradient: Gradient, lr: float | None = None) -> None:
@@ -236,67 +289,14 @@ class Worker(Protocol):
         ...
 
     async def accumulate(self, gradient: Gradient) -> None:
-        """Adds to what `take_accumulated` returns. The first one is taken over, not copied.
+        """Adds to the sum that `take_accumulated` returns. The first gradient's vector becomes the sum.
 
-        The sum is applied at the rate of the first one; the others are weighed by their own over that.
+        The sum is applied at the rate of its first gradient; each other one is weighed by its own rate over that.
         """
         ...
 
     async def local_step(self, gradient: Gradient, lr: float | None = None, *, momentum: float = 0.0) -> None:
         """`accumulate` and `apply` in one pass over memory, of v ← momentum·v + gradient."""
-        ...
-
-    async def optimize(self, gradient: Gradient) -> None:
-        """One update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
-
-        Its minibatch is behind the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The
-        rule's state (a velocity, say) is this worker's own, in as many vectors as the rule has; a checkpoint
-        leaves it out.
-        """
-        ...
-
-    async def pull_towards(self, arrival: Arrival, share: float) -> Update:
-        """Moves this worker's parameters x some of the way to those fetched, y: an elastic pull.
-
-        d = share·(x - y), computed once;  x ← x - d. Pushed, d moves the server's as far towards x.
-        It lies in the vector of the fetch, which is the spare one again once the push is settled.
-
-        Returns:
-            d, to be pushed, with all minibatches since the last one behind it.
-        """
-        ...
-
-    async def start_from(self, arrival: Arrival) -> None:
-        """Waits for a fetch: this worker's own parameters begin as a copy of it, w_start.
-
-        w_start stays in the vector of the fetch, which is the spare one again: until the next fetch.
-        """
-        ...
-
-    async def take_outer_gradient(self) -> Update:
-        """w_start - w, to be pushed, with all minibatches since the last one behind it: from `start_from` on.
-
-        It takes the place of w_start. Call `start_from` before the next step.
-        """
-        ...
-
-    def take_parameters(self) -> Update:
-        """This worker's own parameters, to be pushed, with all minibatches since the last one behind them.
-
-        Nothing may change them until the push is settled: fetch, and adopt what comes.
-        """
-        ...
-
-    def take_state(self, beside: Update) -> Sequence[Update]:
-        """The state vectors of this worker's rule, each to be pushed to the shards' own of its name.
-
-        Args:
-            beside: the push of the parameters, which they weigh as much as.
-        """
-        ...
-
-    async def refresh_state(self) -> None:
-        """The state vectors of the shards take the place of this worker's own."""
         ...
 
     def take_accumulated(self) -> Update:
@@ -307,53 +307,108 @@ class Worker(Protocol):
         """One gradient to be pushed as it becomes ready, for the version it was computed on."""
         ...
 
+    # ---- parameters of the worker's own: `pushes` other than "gradients" -------------------------
+
+    async def optimize(self, gradient: Gradient) -> None:
+        """One update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
+
+        Its minibatch is part of the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The
+        rule's state (a velocity, say) is this worker's own, in as many vectors as the rule has; a checkpoint
+        leaves it out.
+        """
+        ...
+
+    async def pull_towards(self, arrival: Arrival, share: float) -> Update:
+        """Moves this worker's parameters x some of the way to the fetched ones, y: an elastic pull.
+
+        d = share·(x - y), computed once;  x ← x - d. Pushed, d moves the server's as far towards x.
+        It lies in the vector of the fetch, which is the back buffer again once the push is done.
+
+        Returns:
+            d, to be pushed, on behalf of all minibatches since the last push.
+        """
+        ...
+
+    async def start_from(self, arrival: Arrival) -> None:
+        """Waits for a fetch: this worker's own parameters begin as a copy of it, w_start.
+
+        w_start stays in the vector of the fetch, which is the back buffer again, until the next fetch.
+        """
+        ...
+
+    async def take_outer_gradient(self) -> Update:
+        """w_start - w, to be pushed, on behalf of all minibatches since the last push; see `start_from`.
+
+        It takes the place of w_start. Call `start_from` before the next step.
+        """
+        ...
+
+    def take_parameters(self) -> Update:
+        """This worker's own parameters, to be pushed, on behalf of all minibatches since the last push.
+
+        Nothing may change them until the push is done: fetch, and swap in the result.
+        """
+        ...
+
+    def take_state(self, beside: Update) -> Sequence[Update]:
+        """The state vectors of this worker's rule, each to be pushed to the shards' own of its name.
+
+        Args:
+            beside: the push of the parameters, whose weight they get.
+        """
+        ...
+
+    async def refresh_state(self) -> None:
+        """Replaces this worker's own state vectors by those of the shards."""
+        ...
+
 
 class Participation(Protocol):
     """A run as its strategy's `drive` sees it, on the coordinator.
 
-    No worker takes part before `set_active_workers`. Progress is counted in samples that are in the model.
-    Those before a resume count, too: a drive that goes by progress continues where it was.
+    No worker takes part before the first `set_active_workers`. Progress is counted in samples that are in the
+    model, those before a resume included: a drive that goes by progress continues where it was.
     """
 
     @property
     def workers(self) -> Sequence[str]:
-        """Names of the workers that are there, by rank."""
+        """Names of the workers that have joined, by rank."""
         ...
 
     @property
     def num_samples(self) -> int:
-        """Of a data epoch. Raises ConfigError in a stream, which does not count."""
+        """Samples of a data epoch. Raises ConfigError in a stream, which does not count them."""
         ...
 
     @property
     def total_samples(self) -> int:
-        """That the run goes through in all. Raises the same."""
+        """Samples that the run goes through in all. Raises the same."""
         ...
 
     @property
     def samples(self) -> int:
-        """That are in the model. Raises the same."""
+        """Samples that are in the model. Raises the same."""
         ...
 
     async def set_active_workers(self, count: int, phase: str = "") -> None:
-        """From now on `count` workers take part: those of the lowest ranks; one that is lost is replaced.
+        """From now on `count` workers take part: those of the lowest ranks; the next rank replaces a lost one.
 
-        The others are held back: they finish the minibatch that they are in and push everything, and
-        others may take what is left of their data. Returns when they have.
+        The others are paused: they finish their present minibatch and push everything, and other workers may
+        take the rest of their data. Returns when they have.
 
         Args:
-            count: more than there are means all of them.
-            phase: what `Worker.phase` says from the next minibatch on. A worker that comes to another one
-                pushes everything before.
+            count: number of workers; a larger number than there are means all.
+            phase: value of `ServerWorker.phase` from the next minibatch on. A worker pushes everything before
+                it enters another phase.
         """
         ...
 
     async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
         """Returns once so many samples are in the model, or so many seconds of training have passed.
 
-        Samples are heard of with the workers' reports, a quarter of a second late or so.
+        The count of samples follows the workers' reports, about a quarter of a second late.
 
         Raises:
-            UserCodeError: no worker takes part, so that there will be no progress.
+            UserCodeError: no worker takes part, so there will be no progress.
         """
         ...

@@ -31,20 +31,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count
+from gradstream.strategies.stale import StaleGradients
 
 __all__ = ["AsySG"]
 
 
 @dataclass(frozen=True, slots=True)
-class AsySG(Strategy):
+class AsySG(StaleGradients):
     """Plain asynchronous SGD; see the module.
 
     Args:
@@ -59,8 +57,6 @@ class AsySG(Strategy):
 
     gradients: int = 1
 
-    partitioning: ClassVar[Partitioning] = "queue"
-    survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"gradients": 1}
 
     def __post_init__(self) -> None:
@@ -74,13 +70,6 @@ class AsySG(Strategy):
     def optimizer(self) -> Optimizer:
         """SGD without momentum, as the paper has it."""
         return SGD(lr=0.01)
-
-    async def train(self, worker: Worker) -> None:
-        """The client: each gradient is computed on the newest parameters, and pushed."""
-        async for batch in worker.batches():
-            await worker.pull()
-            await worker.accumulate(await worker.gradient(batch))
-            await worker.server.push_soon(worker.take_accumulated())
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """The sum of M."""

@@ -47,8 +47,8 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Replace
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Pushes, Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_choice, check_count
 from gradstream.strategies.together import Barrier, train_together
 
@@ -108,7 +108,7 @@ def _likelihoods(update: Sequence[PushHeader]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterAveraging(Strategy):
+class ParameterAveraging(ServerStrategy):
     """One-shot and periodic parameter averaging; see the module.
 
     Args:
@@ -147,7 +147,7 @@ class ParameterAveraging(Strategy):
         """The mean is what the shards have; where state is averaged, of that too."""
         return Replace(states=inner.state_names if self.state == "averaged" else (), begin=inner.state_init)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client."""
         server, averaged = worker.server, self.state == "averaged"
 

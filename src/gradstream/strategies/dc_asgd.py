@@ -30,16 +30,14 @@ from typing import ClassVar
 
 import torch
 
-from gradstream.data.base import Partitioning
 from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.correction import Correction
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_not_negative
+from gradstream.strategies.stale import StaleGradients
 
 __all__ = ["DCASGD", "AdaptiveCompensation", "Compensation"]
 
@@ -113,7 +111,7 @@ class AdaptiveCompensation:
 
 
 @dataclass(frozen=True, slots=True)
-class DCASGD(Strategy):
+class DCASGD(StaleGradients):
     """Delay-compensated asynchronous SGD; see the module.
 
     Args:
@@ -137,8 +135,6 @@ class DCASGD(Strategy):
     eps: float = EPS
     overlap: bool = False
 
-    partitioning: ClassVar[Partitioning] = "queue"
-    survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 
     def __post_init__(self) -> None:
@@ -157,18 +153,6 @@ class DCASGD(Strategy):
     def optimizer(self) -> Optimizer:
         """SGD, as the paper has it."""
         return SGD(lr=0.01)
-
-    async def train(self, worker: Worker) -> None:
-        """The client: that of asynchronous SGD."""
-        asked = worker.server.fetch_soon() if self.overlap else None
-        async for batch in worker.batches():
-            if asked is None:
-                await worker.pull()
-            else:
-                await worker.swap_in(asked)
-                asked = worker.server.fetch_soon()
-            await worker.accumulate(await worker.gradient(batch))
-            await worker.server.push_soon(worker.take_accumulated())
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own, as it comes."""

@@ -36,9 +36,9 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD, AdamW
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule
-from gradstream.strategies.api import Worker
+from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.averaging import Averaged
-from gradstream.strategies.base import Pushes, Strategy
+from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_count, check_flag
 from gradstream.strategies.together import train_together
 
@@ -46,7 +46,7 @@ __all__ = ["DiLoCo"]
 
 
 @dataclass(frozen=True, slots=True)
-class DiLoCo(Strategy):
+class DiLoCo(ServerStrategy):
     """Local training with an outer optimizer, Nesterov's momentum; see the module.
 
     Args:
@@ -99,7 +99,7 @@ class DiLoCo(Strategy):
         momentum = self.outer_momentum
         return SGD(self.outer_lr, momentum=momentum, nesterov=self.nesterov and momentum != 0)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client, Algorithm 1."""
         server = worker.server
 

@@ -52,8 +52,8 @@ from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.client.arrival import Arrival
 from gradstream.strategies.amount import amount
-from gradstream.strategies.api import Participation, Worker
-from gradstream.strategies.base import RowExchange, Strategy
+from gradstream.strategies.api import Participation, ServerWorker
+from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.strategies.checks import check_count, check_not_negative
 
 __all__ = ["ALONE", "TOGETHER", "Downpour"]
@@ -63,7 +63,7 @@ ALONE, TOGETHER = "alone", "together"
 
 
 @dataclass(frozen=True, slots=True)
-class Downpour(Strategy):
+class Downpour(ServerStrategy):
     """Downpour SGD; see the module.
 
     Args:
@@ -180,7 +180,7 @@ class Downpour(Strategy):
         """
         return Adagrad(lr=0.01, initial_accumulator=0.01)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client, Algorithm 1.1."""
         asked: Arrival | None = None
         async for batch in worker.batches():
@@ -195,7 +195,7 @@ class Downpour(Strategy):
             if alone or (worker.since + 1) % self.push_every == 0:
                 await worker.server.push_soon(worker.take_accumulated())
 
-    async def _fetch(self, worker: Worker, asked: Arrival | None, *, overlap: bool) -> Arrival | None:
+    async def _fetch(self, worker: ServerWorker, asked: Arrival | None, *, overlap: bool) -> Arrival | None:
         """Adopts what was asked for a period ago, or else what is newest. Returns what is asked for now."""
         if asked is not None:
             await worker.swap_in(asked)

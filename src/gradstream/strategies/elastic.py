@@ -39,8 +39,8 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Pushes, Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.together import Barrier
 
@@ -51,7 +51,7 @@ BETA = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticAveraging(Strategy):
+class ElasticAveraging(ServerStrategy):
     """Elastic averaging SGD (EASGD); see the module.
 
     Args:
@@ -92,25 +92,18 @@ class ElasticAveraging(Strategy):
         """Where all exchange together, none can do more than the others."""
         return "partitions" if self.synchronous else "queue"
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client, Algorithm 1."""
-        server, away = worker.server, False
+        server = worker.server
         share = BETA / worker.num_workers if self.moving_rate is None else self.moving_rate
 
         async def flush() -> None:
-            nonlocal away
             if worker.unpushed:
                 await server.push_soon(await worker.pull_towards(server.fetch_soon(), share))
             await server.flush()
-            if self.synchronous and not away:
-                await server.pause()
-                away = True
 
         await worker.pull()
-        async for batch in worker.batches(flush):
-            if away:
-                await server.resume()
-                away = False
+        async for batch in worker.batches(flush, waited_for=self.synchronous):
             centre = server.fetch_soon() if worker.unpushed >= self.every else None
             gradient = await worker.gradient(batch)
             if centre is not None:

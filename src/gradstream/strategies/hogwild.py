@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from gradstream.data.base import Partitioning
 from gradstream.errors import UnknownNameError
@@ -46,14 +46,14 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import StepDecay
 from gradstream.sparse.updates import UPDATES
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import SharedMemoryWorker
+from gradstream.strategies.base import SharedMemoryStrategy
 
 __all__ = ["Hogwild"]
 
 
 @dataclass(frozen=True, slots=True)
-class Hogwild(Strategy):
+class Hogwild(SharedMemoryStrategy):
     """HOGWILD! (Niu and others, 2011), with four ways to wait, to compare it with; see the module.
 
     Args:
@@ -71,7 +71,6 @@ class Hogwild(Strategy):
 
     partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
-    through: ClassVar[Literal["servers", "group", "shared"]] = "shared"
     plain: ClassVar[Mapping[str, object] | None] = {}
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ class Hogwild(Strategy):
         """Plain SGD; a constant rate in each epoch, times 0.9 from one to the next, as in the experiments."""
         return SGD(lr=StepDecay(0.1, every=1, factor=0.9))
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: SharedMemoryWorker) -> None:
         """Goes through each minibatch sample by sample, where the model is sparse; else it is one update."""
         shared = worker.shared
         async for batch in worker.batches():

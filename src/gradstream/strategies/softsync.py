@@ -25,15 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryN, PushHeader
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
+from gradstream.strategies.stale import StaleGradients
 
 __all__ = ["Softsync", "WeightedMean"]
 
@@ -51,7 +49,7 @@ class WeightedMean(EveryN):
 
 
 @dataclass(frozen=True, slots=True)
-class Softsync(Strategy):
+class Softsync(StaleGradients):
     """n-softsync; see the module.
 
     Args:
@@ -70,8 +68,6 @@ class Softsync(Strategy):
     power: float = 1.0
     weight: Penalty = "power"
 
-    partitioning: ClassVar[Partitioning] = "queue"
-    survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
     def __post_init__(self) -> None:
@@ -81,13 +77,6 @@ class Softsync(Strategy):
     def optimizer(self) -> Optimizer:
         """SGD with momentum, of the paper's rate."""
         return SGD(lr=0.001, momentum=0.9)
-
-    async def train(self, worker: Worker) -> None:
-        """The client: each gradient is computed on the newest parameters, and pushed."""
-        async for batch in worker.batches():
-            await worker.pull()
-            await worker.accumulate(await worker.gradient(batch))
-            await worker.server.push_soon(worker.take_accumulated())
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """See `WeightedMean`: c = ⌊λ/n⌋."""

@@ -45,8 +45,8 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.checks import check_count, check_not_negative
 
 __all__ = ["SSP", "Lockstep"]
@@ -60,7 +60,7 @@ class Lockstep(EveryPush):
 
 
 @dataclass(frozen=True, slots=True)
-class SSP(Strategy):
+class SSP(ServerStrategy):
     """Stale synchronous parallel; see the module.
 
     Args:
@@ -102,14 +102,14 @@ class SSP(Strategy):
         """SGD: a worker's own steps are then those of the server."""
         return SGD(lr=0.01)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client."""
         async for batch in worker.batches(before=partial(self._read, worker)):
             gradient = await worker.gradient(batch)
             await worker.local_step(gradient, self.local_lr)
             await worker.server.push_soon(worker.take_accumulated(), advance_clock=True)
 
-    async def _read(self, worker: Worker) -> None:
+    async def _read(self, worker: ServerWorker) -> None:
         """Sees to it that the worker's copy is fresh enough for its clock; else waits for the slowest."""
         needed = max(0, worker.server.clock - self.bound)
         if worker.version < 0 or worker.clock < needed:

@@ -24,21 +24,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gradstream.data.base import Partitioning
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import Strategy
 from gradstream.strategies.penalty import Penalty, check_penalty
 from gradstream.strategies.softsync import WeightedMean
+from gradstream.strategies.stale import StaleGradients
 
 __all__ = ["StalenessAware"]
 
 
 @dataclass(frozen=True, slots=True)
-class StalenessAware(Strategy):
+class StalenessAware(StaleGradients):
     """Asynchronous SGD with a rate of α/τ; see the module.
 
     Args:
@@ -55,8 +53,6 @@ class StalenessAware(Strategy):
     power: float = 1.0
     weight: Penalty = "power"
 
-    partitioning: ClassVar[Partitioning] = "queue"
-    survives_worker_loss: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {"weight": "power"}
 
     def __post_init__(self) -> None:
@@ -65,13 +61,6 @@ class StalenessAware(Strategy):
     def optimizer(self) -> Optimizer:
         """SGD with momentum, of the paper's rate."""
         return SGD(lr=0.001, momentum=0.9)
-
-    async def train(self, worker: Worker) -> None:
-        """The client: each gradient is computed on the newest parameters, and pushed."""
-        async for batch in worker.batches():
-            await worker.pull()
-            await worker.accumulate(await worker.gradient(batch))
-            await worker.server.push_soon(worker.take_accumulated())
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Every push is an update of its own: n-softsync with n = λ, so c = 1."""

@@ -39,8 +39,8 @@ from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.client.arrival import Arrival
-from gradstream.strategies.api import Worker
-from gradstream.strategies.base import RowExchange, Strategy
+from gradstream.strategies.api import ServerWorker
+from gradstream.strategies.base import RowExchange, ServerStrategy
 
 __all__ = ["Synchronous", "SynchronousRound"]
 
@@ -84,7 +84,7 @@ class SynchronousRound(AggregationRule):
 
 
 @dataclass(frozen=True, slots=True)
-class Synchronous(Strategy):
+class Synchronous(ServerStrategy):
     """Synchronous SGD; see the module.
 
     Args:
@@ -130,7 +130,7 @@ class Synchronous(Strategy):
         """SGD with momentum."""
         return SGD(lr=0.01, momentum=0.9)
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """The client: each step computes on version r, contributes to round r, and goes on with r+1."""
         await self._adopt(worker, worker.server.fetch_soon())
         async for batch in worker.batches():
@@ -148,7 +148,7 @@ class Synchronous(Strategy):
             if self.backup:
                 await worker.server.flush()  # it is known whether the gradient came in time
 
-    async def _adopt(self, worker: Worker, updated: Arrival) -> None:
+    async def _adopt(self, worker: ServerWorker, updated: Arrival) -> None:
         """Adopts one version of all chunks: others may have gone on while a late worker fetched them."""
         await worker.swap_in(updated)
         while (newest := max(updated.versions, default=0)) > worker.version:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.strategies.api import Worker
+from gradstream.strategies.api import ServerWorker
 
 __all__ = ["Barrier", "train_together"]
 
@@ -50,7 +50,7 @@ class Barrier(AggregationRule):
 
 
 async def train_together(
-    worker: Worker,
+    worker: ServerWorker,
     every: int | None,
     push: Callable[[], Awaitable[None]],
     fetch: Callable[[], Awaitable[None]],
@@ -63,22 +63,15 @@ async def train_together(
         push: brings into the model what has been computed since the last exchange.
         fetch: takes what has come of it, where the next step begins.
     """
-    server, away = worker.server, False
 
     async def flush() -> None:
-        nonlocal away
         if worker.unpushed:
             await push()
-        await server.flush()
-        if not away:
-            await server.pause()
-            away = True
+        await worker.server.flush()
 
     await fetch()
-    async for batch in worker.batches(flush):
-        if away:
-            await server.resume()
-            away = False
+    async for batch in worker.batches(flush, waited_for=True):
+        if worker.resumed:
             await fetch()
         await worker.optimize(await worker.gradient(batch))
         if worker.unpushed == every:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.strategies import Downpour
-from gradstream.strategies.api import Worker
+from gradstream.strategies.api import ServerWorker
 from gradstream.transport.base import Identity
 
 __all__ = ["Insider", "Leak"]
@@ -64,7 +64,7 @@ class Insider(Downpour):
 
     path: str = ""
 
-    async def train(self, worker: Worker) -> None:
+    async def train(self, worker: ServerWorker) -> None:
         """See `Downpour.train`."""
         if worker.rank == worker.num_workers - 1:
             endpoint: Any = worker.server._links.endpoint  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from gradstream.job.registry import describe, find_strategy
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import ServerStrategy, Strategy
 from gradstream.testing.runs import QUICK, least_squares, token_counts
 from gradstream.testing.trials import NUM_SAMPLES, TrialOutcome, bad_world, token_run, trial
 
@@ -200,7 +200,7 @@ def exactly_once(strategy: Strategy) -> str:
     """Every push counts once, also where frames are lost, doubled and overtaken."""
     retries = duplicates = 0
     for seed in range(SEEDS):
-        config = bad_world(2, 2 if strategy.through == "servers" else 0)
+        config = bad_world(2, 2 if isinstance(strategy, ServerStrategy) else 0)
         outcome = token_run(strategy, workers=2, epochs=EPOCHS, seed=seed, config=config)
         _counted(outcome, f"seed {seed}, on a bad network")
         retries += outcome.total("exchange", "retries")
@@ -309,7 +309,7 @@ def _bytes_of(outcome: TrialOutcome) -> bytes:
 def ends(strategy: Strategy) -> str:
     """It comes to its end with 1 to 5 workers and 1, 2 or 7 shards (or none), also where a share is short."""
     longest = 0.0
-    sizes = list(itertools.product(range(1, 6), (1, 2, 7) if strategy.through == "servers" else (0,)))
+    sizes = list(itertools.product(range(1, 6), (1, 2, 7) if isinstance(strategy, ServerStrategy) else (0,)))
     for workers, servers in sizes:
         outcome = token_run(strategy, workers=workers, servers=servers, epochs=1, batch_size=3)
         run = _ended(outcome, f"with workers={workers}, servers={servers}")
@@ -333,10 +333,10 @@ def resumes(strategy: Strategy) -> str:
     for seed in range(SEEDS):
         outcome = token_run(strategy, epochs=EPOCHS, seed=seed, stop=rng.uniform(0.01, 0.1))
         where = f"seed {seed}, stopped and resumed"
-        if strategy.pushes in ("gradients", "outer_gradients"):
-            _counted(outcome, where)
-        else:
+        if isinstance(strategy, ServerStrategy) and strategy.pushes in ("differences", "parameters"):
             _accounted(_ended(outcome, where), where)
+        else:
+            _counted(outcome, where)
         stops += outcome.count("resumed")
     return f"{stops} stops"
 

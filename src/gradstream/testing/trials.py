@@ -26,7 +26,7 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.strategies.base import Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
 from gradstream.testing.runs import QUICK, Tokens, numbered
 
 __all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Record", "TrialOutcome", "bad_world", "token_run", "trial"]
@@ -154,14 +154,14 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
 
     Without servers there is no rule: the weight of each gradient is recorded there.
     """
-    cls = type(strategy)
+    cls: Any = type(strategy)
 
     def rule(self: Strategy, num_workers: int, reduction: Reduction) -> AggregationRule:
         return RecordedRule(cls.rule(self, num_workers, reduction), record)
 
-    def weight(self: Any, rank: int, samples: Sequence[int], reduction: Reduction) -> float:
-        answer = cls.weight(self, rank, samples, reduction)  # type: ignore[attr-defined]  # only of a group
-        if not math.isfinite(answer) or answer != cls.weight(self, rank, samples, reduction):  # type: ignore[attr-defined]
+    def weight(self: Strategy, rank: int, samples: Sequence[int], reduction: Reduction) -> float:
+        answer = cls.weight(self, rank, samples, reduction)
+        if not math.isfinite(answer) or answer != cls.weight(self, rank, samples, reduction):
             record.fault(f"weight answers {answer} for worker {rank} of {samples}")
         record.arrivals.append((f"worker-{rank}", len(record.arrivals)))
         return 1.0 if record.unweighted else float(answer)
@@ -178,13 +178,15 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
         await cls.train(self, worker)
         record.own[worker.rank] = worker.parameters.tensor.numpy() - began[0] if began else np.zeros(1)
 
-    own: dict[str, Any] = {"weight": weight} if strategy.through == "group" else {"rule": rule}
-    if record.unweighted:
-        own["correction"] = lambda self: None
-        if strategy.pushes == "outer_gradients":
-            own["outer_optimizer"] = lambda self, inner: SGD(lr=1.0)
-    if strategy.pushes == "differences":
-        own["train"] = train
+    own: dict[str, Any] = {"weight": weight} if isinstance(strategy, GroupStrategy) else {}
+    if isinstance(strategy, ServerStrategy):
+        own["rule"] = rule
+        if record.unweighted:
+            own["correction"] = lambda self: None
+            if strategy.pushes == "outer_gradients":
+                own["outer_optimizer"] = lambda self, inner: SGD(lr=1.0)
+        if strategy.pushes == "differences":
+            own["train"] = train
     made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))
     fields = [entry.name for entry in dataclasses.fields(cast(Any, strategy))]
     for name in fields:
@@ -259,7 +261,7 @@ def trial(
     record, events = Record(unweighted), list[Any]()
     options = {"config": WORLD, "chunk_elems": 64, "deadlines": QUICK, "on_event": events.append, **options}
     options |= {"strategy": observed(strategy, record), "script": partial(_direct, kill=kill, stop=stop)}
-    if strategy.through != "servers":
+    if not isinstance(strategy, ServerStrategy):
         options["servers"] = None
     storage = None if stop is None else MemoryStorage()
     try:
@@ -295,7 +297,7 @@ def token_run(
 
     Where the model is a mean of the workers' parameters, each of W workers makes steps W times as long.
     """
-    averaged = strategy.pushes == "parameters"
+    averaged = isinstance(strategy, ServerStrategy) and strategy.pushes == "parameters"
     options = {"optimizer": SGD(lr=float(workers) if averaged else 1.0), "batch_size": 2, **options}
     return trial(
         strategy,

@@ -8,6 +8,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
 from gradstream.model.buffers import with_buffers
 from gradstream.runtime.base import Runtime, Work
+from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
@@ -29,7 +30,7 @@ class Evaluator:
         runtime, member: of this worker.
         config: says when, and by which metrics.
         schedule: where each minibatch lies in the run.
-        siblings: the buffers of all workers.
+        averager: the buffers of all workers.
         is_lowest: whether this is the worker of the lowest rank that is still there.
     """
 
@@ -39,14 +40,14 @@ class Evaluator:
         member: Member,
         config: WorkerConfig,
         schedule: Schedule,
-        siblings: BufferAverager,
+        averager: BufferAverager,
         is_lowest: Callable[[], bool],
     ) -> None:
         self._runtime = runtime
         self._member = member
         self._config = config
         self._schedule = schedule
-        self._siblings = siblings
+        self._averager = averager
         self._is_lowest = is_lowest
         self._last_ref: BatchRef | None = None
         self._num_due: int | None = None  # evaluations up to the last minibatch
@@ -74,7 +75,7 @@ class Evaluator:
         if self._is_lowest():
             await self._evaluate(replica, ref, step)
         else:
-            await self._siblings.keep(step)
+            await self._averager.keep(step)
 
     def _newly_due(self, refs: Sequence[BatchRef]) -> int | None:
         """The step after which an evaluation is due that was not before these minibatches; None for none.
@@ -107,8 +108,9 @@ class Evaluator:
         final = step is None
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         done = self._schedule.position(ref).after()
-        buffers = await self._siblings.average(step)
-        own = config.strategy.pushes != "gradients" and not final
+        buffers = await self._averager.average(step)
+        strategy = config.strategy
+        own = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients" and not final
         parameters = await replica.newest() if own else replica.parameters.tensor
 
         def look(_: object) -> Evaluation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from functools import partial
-from typing import cast
 
 from gradstream.coordinator.client.member import Member
 from gradstream.data.joined import JoinedPlan
@@ -12,7 +11,6 @@ from gradstream.data.plan import RoundPlan
 from gradstream.errors import UserCodeError
 from gradstream.runtime.base import Runtime
 from gradstream.server.client.client import names_of
-from gradstream.strategies.api import Worker
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -45,12 +43,12 @@ class WorkerNode:
         self._member = member
         self._config = config
         self._exchange: Exchange | None = None  # once the run has begun
-        self._notes = WorkerRecorder(member, config.log)
-        self._pace = BatchGate(
-            runtime.node, member.report, member.stands, self._notes.stood, self._notes.turned
+        self._recorder = WorkerRecorder(member, config.log)
+        self._batch_gate = BatchGate(
+            runtime.node, member.report, member.stands, self._recorder.stood, self._recorder.turned
         )
-        member.listen(self._pace.hear)
-        self._siblings = BufferAverager(
+        member.listen(self._batch_gate.hear)
+        self._averager = BufferAverager(
             runtime,
             endpoint,
             config.model,
@@ -61,14 +59,14 @@ class WorkerNode:
         if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
             self._balance = ShareReporter(config.plan, member)
-        self._hand: BatchQueue | None = None
+        self._queue: BatchQueue | None = None
         if config.loop is None and config.strategy.partitioning != "rounds" and config.num_workers > 1:
-            self._hand = BatchQueue(self._notes, runtime)
+            self._queue = BatchQueue(self._recorder, runtime)
         self._schedule = self._make_schedule()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
         if isinstance(self._schedule, Schedule):
             self._evaluator = Evaluator(
-                runtime, member, config, self._schedule, self._siblings, self._is_lowest
+                runtime, member, config, self._schedule, self._averager, self._is_lowest
             )
 
     def _make_schedule(self) -> Schedule | OpenSchedule:
@@ -81,7 +79,7 @@ class WorkerNode:
             config.rank,
             config.epochs,
             config.steps,
-            self._hand,
+            self._queue,
             config.num_steps,
             self._balance,
         )
@@ -97,7 +95,7 @@ class WorkerNode:
         config = self._config
         try:
             spec = await model_spec_of(config, self._runtime)
-            self._siblings.serve()  # another worker may begin before this one
+            self._averager.serve()  # another worker may begin before this one
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._over())
         except Exception as error:
@@ -121,23 +119,23 @@ class WorkerNode:
         await self._member.training()
         exchange = self._exchange = await self._assembly().exchange()
         replica = exchange.replica
-        self._siblings.follow(lambda: replica.progress)
+        self._averager.follow(lambda: replica.progress)
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             if config.resume is not None:
                 await restore_own(config, runtime, replica, config.resume)
             if config.joint:
-                await self._siblings.begin_as_first()
+                await self._averager.begin_as_first()
             await exchange.begin()
             if self._evaluator is not None:
                 await self._evaluator.at_begin(replica)
-            await config.strategy.train(cast(Worker, replica))  # with the verbs of the exchange it asks for
+            await exchange.train()
             await exchange.flush()
-            self._pace.stand()
+            self._batch_gate.stand()
             if config.loop is not None:  # every worker's loop goes on with the final parameters
                 await exchange.finish()
-                await self._siblings.freeze()  # others may ask when this one has the average already
-                buffers = await self._siblings.average(catch_up=config.joint)
+                await self._averager.freeze()  # others may ask when this one has the average already
+                buffers = await self._averager.average(catch_up=config.joint)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
@@ -145,7 +143,7 @@ class WorkerNode:
 
     def _assembly(self) -> Assembly:
         config = self._config
-        around = ExchangeContext(
+        context = ExchangeContext(
             runtime=self._runtime,
             endpoint=self._endpoint,
             member=self._member,
@@ -159,9 +157,9 @@ class WorkerNode:
         )
         return Assembly(
             config,
-            around,
+            context,
             self._schedule,
-            self._pace,
+            self._batch_gate,
             on_step=self._stepped,
             on_boundary=nothing if self._evaluator is None else self._evaluator.at_boundary,
         )
@@ -182,7 +180,7 @@ class WorkerNode:
             self._report(exchange)
             self._member.finished(relies=True)
             await self._member.heard(lambda: self._is_lowest() or self._is_over())
-        await self._member.heard(lambda: self._pace.settled or self._is_over())
+        await self._member.heard(lambda: self._batch_gate.settled or self._is_over())
         if not self._is_over():
             await self._keep(exchange)
             self._report(exchange)
@@ -197,8 +195,8 @@ class WorkerNode:
         if config.loop is None:
             await exchange.finish()
         if self._evaluator is not None:
-            await self._evaluator.at_end(replica, early=self._pace.ending)
-        buffers = await self._siblings.average()
+            await self._evaluator.at_end(replica, early=self._batch_gate.ending)
+        buffers = await self._averager.average()
         await write_final_model(self._runtime, config.model, replica, buffers, self._member.emit)
 
     # ---- reports ------------------------------------------------------------------------
@@ -213,8 +211,8 @@ class WorkerNode:
         self._report_logged()
         if self._balance is not None:
             self._balance.took(step.samples, step.compute_s)
-        if self._hand is not None:
-            self._hand.took(step)
+        if self._queue is not None:
+            self._queue.took(step)
 
     def _report(self, exchange: Exchange) -> None:
         """Records of traffic since the report before, and of the metrics of this process."""

@@ -11,7 +11,7 @@ from gradstream.model.buffers import buffers_of
 from gradstream.model.fixed import fixed_of
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.rows import row_spec_of
-from gradstream.strategies.base import RowExchange
+from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.config import WorkerConfig
@@ -41,7 +41,7 @@ async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
 
 def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
     """What is significant, where only what has changed is exchanged; a loop of the user's gives all."""
-    if config.loop is not None or config.strategy.through != "servers":
+    if config.loop is not None or not isinstance(config.strategy, ServerStrategy):
         return None
     return config.strategy.rows(bool(config.model.layout.tables))
 

@@ -48,7 +48,7 @@ class Schedule:
         rank: of this worker.
         epochs: data epochs to go through, or None.
         steps: minibatches of each worker from here on, or None; with both, the smaller counts.
-        hand: what the coordinator assigns to this worker. None where all of its own line are its: it takes
+        queue: what the coordinator assigns to this worker. None where all of its own line are its: it takes
             part in rounds, or is alone.
         num_steps: minibatches of the whole run, where `steps` are those of a resumed one.
         balance: passed by each minibatch, where shares are measured.
@@ -58,7 +58,7 @@ class Schedule:
     rank: int
     epochs: int | None
     steps: int | None
-    hand: BatchQueue | None
+    queue: BatchQueue | None
     num_steps: int | None = None
     balance: ShareReporter | None = None
 
@@ -99,20 +99,20 @@ class Schedule:
         line = max(range(self.plan.num_partitions), key=self._count)
         return self.plan.nth(line, self._count(line) - 1)
 
-    async def refs(self, passage: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """The minibatches of this worker, in order.
 
-        What was in hand when this worker was held back may be another's when it is let in: it is dropped.
+        Assignments from before a pause may be another worker's by the time this one is resumed: they are dropped.
         """
-        taken = _Line(self, passage) if self.hand is None else self.hand
-        while (ref := await taken.next(passage.turn, passage.close)) is not None:
+        taken = _Line(self, hooks) if self.queue is None else self.queue
+        while (ref := await taken.next(hooks.turn, hooks.close)) is not None:
             if self.balance is not None:
                 await self.balance.reach(ref)
-            match await passage.gate():
+            match await hooks.gate():
                 case "over":
                     return
                 case "anew":
-                    taken.put_back(ref, passage.turn())
+                    taken.put_back(ref, hooks.turn())
                 case _:
                     yield ref
 
@@ -120,9 +120,9 @@ class Schedule:
 class _Line:
     """All minibatches of a worker's own line, in order. See `BatchQueue`."""
 
-    def __init__(self, schedule: Schedule, passage: ScheduleHooks) -> None:
+    def __init__(self, schedule: Schedule, hooks: ScheduleHooks) -> None:
         self._schedule = schedule
-        self._skip = passage.skip
+        self._skip = hooks.skip
         self._next = 0
 
     async def next(self, turn: Callable[[], int], close: Callable[[], Awaitable[None]]) -> BatchRef | None:
@@ -201,14 +201,14 @@ class OpenSchedule:
         """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
         return 0 if self._supply.ended else UNKNOWN
 
-    async def refs(self, passage: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+    async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
         supply, endings = self._supply, self.endings
         for number in itertools.count():
             if supply.ended:
-                await passage.close()
+                await hooks.close()
                 if await endings.ending(supply.batches, supply.samples, number):
                     return
-            if await passage.gate() == "over":
+            if await hooks.gate() == "over":
                 return
             yield BatchRef(0, self._rank, number)

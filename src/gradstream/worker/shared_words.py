@@ -31,10 +31,10 @@ class SharedWords:
         self._own = (COUNTS + rank) * LINE
 
     @classmethod
-    async def of(cls, commons: SharedWindow, rank: int, num_workers: int, elems: int) -> SharedWords:
-        """The board of a run; all workers ask for it at the same time. Pages of locks come with their use."""
-        words = await commons.common((COUNTS + num_workers) * LINE, torch.int64, "board")
-        locks = await commons.common(num_locks(elems, num_workers), torch.int32, "locks")
+    async def of(cls, window: SharedWindow, rank: int, num_workers: int, elems: int) -> SharedWords:
+        """The words of a run; all workers ask for it at the same time. Pages of locks come with their use."""
+        words = await window.common((COUNTS + num_workers) * LINE, torch.int64, "board")
+        locks = await window.common(num_locks(elems, num_workers), torch.int32, "locks")
         return cls(words.tensor, locks.tensor, rank)
 
     @property

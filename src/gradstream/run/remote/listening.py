@@ -10,6 +10,7 @@ from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.job.registry import find_strategy
 from gradstream.run.remote.address import Address
+from gradstream.strategies.base import ServerStrategy
 
 __all__ = ["Listening", "ServersOn", "workers_each"]
 
@@ -89,7 +90,7 @@ class Listening:
             UnknownNameError: there is no such strategy.
         """
         strategy = find_strategy(job.strategy, job.strategy_options)
-        if self.servers_on != "all" or job.servers is not None or strategy.through != "servers":
+        if self.servers_on != "all" or job.servers is not None or not isinstance(strategy, ServerStrategy):
             return job
         return replace(job, servers=self.machines, origins={**job.origins, "servers": "listen"})
 

@@ -1,9 +1,9 @@
 """Makes a worker's exchange and its replica out of what the worker is told.
 
-through     exchange            replica
-servers     ServerExchange      ServerReplica, RowReplica, LoopServerReplica
-group       GroupExchange       GroupReplica, LoopGroupReplica
-shared      SharedExchange      SharedReplica
+strategy                exchange            replica
+ServerStrategy          ServerExchange      ServerReplica, RowReplica, LoopServerReplica
+GroupStrategy           GroupExchange       GroupReplica, LoopGroupReplica
+SharedMemoryStrategy    SharedExchange      SharedReplica
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, InternalError
 from gradstream.model.factors import factored_layers_of
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import names_of
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
@@ -46,26 +47,26 @@ class Assembly:
 
     Args:
         config: what the worker is told.
-        around: where the exchange lives.
+        context: where the exchange lives.
         schedule: which minibatches are the worker's.
-        pace: lets it begin each.
+        batch_gate: lets it begin each.
         on_step, on_boundary: see `ReplicaContext`.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
-        around: ExchangeContext,
+        context: ExchangeContext,
         schedule: Schedule | OpenSchedule,
-        pace: BatchGate,
+        batch_gate: BatchGate,
         *,
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
     ) -> None:
         self._config = config
-        self._around = around
+        self._context = context
         self._schedule = schedule
-        self._pace = pace
+        self._batch_gate = batch_gate
         self._on_step = on_step
         self._on_boundary = on_boundary
 
@@ -76,15 +77,17 @@ class Assembly:
             ConfigError: what was asked for cannot be done with this model or these machines.
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
-        config, around = self._config, self._around
-        if config.strategy.through == "servers":
-            make, rows = partial(self._server_replica(), self._parts()), row_spec_for(config)
-            return ServerExchange(around, config.model.layout, config.chunk_elems, make, rows)
-        if config.strategy.through == "shared":
-            return await form_shared(
-                around, self._parts(), config.model, config.data, config.clip, config.chunk_elems
-            )
-        return await self._group_exchange()
+        config, context = self._config, self._context
+        match config.strategy:
+            case ServerStrategy() as strategy:
+                make, rows = partial(self._server_replica(), self._replica_context()), row_spec_for(config)
+                return ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
+            case GroupStrategy() as strategy:
+                return await self._group_exchange(strategy)
+            case SharedMemoryStrategy() as strategy:
+                return await form_shared(context, self._replica_context(), strategy, config)
+            case other:
+                raise InternalError(f"{type(other).__name__} has no way of exchange")
 
     # ---- through servers ----------------------------------------------------------------
 
@@ -98,77 +101,80 @@ class Assembly:
 
     # ---- through a group ----------------------------------------------------------------
 
-    async def _group_exchange(self) -> GroupExchange:
-        config, around = self._config, self._around
-        notice = around.member.notice
+    async def _group_exchange(self, strategy: GroupStrategy) -> GroupExchange:
+        config, context = self._config, self._context
+        notice = context.member.notice
         assert config.form_group is not None
         group = await config.form_group(
-            around.runtime,
-            around.endpoint,
+            context.runtime,
+            context.endpoint,
             names_of(notice.nodes, "worker"),
             config.rank,
             notice.epoch,
-            on_event=around.member.emit,
+            on_event=context.member.emit,
         )
-        replica = await self._group_replica(group)
+        replica = await self._group_replica(strategy, group)
         chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)
-        return GroupExchange(around, group, replica, chunks)
+        return GroupExchange(context, strategy, group, replica, chunks)
 
-    async def _group_replica(self, group: Group) -> Callable[[Transfers], GroupReplica]:
+    async def _group_replica(
+        self, strategy: GroupStrategy, group: Group
+    ) -> Callable[[Transfers], GroupReplica]:
         config, layout = self._config, self._config.model.layout
-        strategy, sharded = config.strategy, config.strategy.sharded
+        sharded = strategy.sharded
         if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
             sharded = group.shares_memory and config.loop is None and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, config.num_workers)
         owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
         assert config.update_rule is not None
-        updater = Updater(self._around.runtime.memory, *config.update_rule, owned, layout.dtype)
+        updater = Updater(self._context.runtime.memory, *config.update_rule, owned, layout.dtype)
         if sharded:
             parameters = await group.common(layout.elems, layout.dtype, "parameters")
         else:
             parameters = group.allocate(
                 layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
             )
-        outer = None if sharded else self._outer_products(group)
+        outer = None if sharded else self._outer_products(strategy, group)
         make: Callable[..., GroupReplica] = GroupReplica
         if config.loop is not None:
             make = partial(LoopGroupReplica, loop=config.loop)
-        return partial(make, self._parts(), group, buckets, updater, sharded, parameters, outer)
+        return partial(make, self._replica_context(), group, buckets, updater, sharded, parameters, outer)
 
-    def _outer_products(self, group: Group) -> SufficientFactors | None:
+    def _outer_products(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""
-        config, around = self._config, self._around
+        config, context = self._config, self._context
         layers = factored_layers_of(config.model)
         several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
-        if config.strategy.factors and (several or not layers):
+        if strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
-        guessed = config.strategy.factors is None and around.runtime.memory.shape_only
+        guessed = strategy.factors is None and context.runtime.memory.shape_only
         if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
             return None
-        hosts = {_host_of(node.address) for node in around.member.notice.nodes if node.role == "worker"}
+        hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == "worker"}
         near = group.shares_memory or len(hosts) == 1
-        strategy, num_workers = config.strategy, config.num_workers
+        num_workers = config.num_workers
         return SufficientFactors(
-            around.runtime,
+            context.runtime,
             group,
             layers,
             lambda layer, rows: strategy.as_factors(layer, rows, num_workers, near),
             config.model.layout.dtype,
-            lambda event: around.member.emit(event) if config.rank == 0 else None,
+            lambda event: context.member.emit(event) if config.rank == 0 else None,
         )
 
     # ---- the replica --------------------------------------------------------------------
 
-    def _parts(self) -> ReplicaContext:
-        config, around = self._config, self._around
-        quorum = config.strategy.quorum(config.num_workers)
+    def _replica_context(self) -> ReplicaContext:
+        config, context = self._config, self._context
+        served = config.strategy if isinstance(config.strategy, ServerStrategy) else None
+        quorum = None if served is None else served.quorum(config.num_workers)
         rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
-        decays = config.shards_rule is not None and config.strategy.decays_gradients
+        decays = config.shards_rule is not None and served is not None and served.decays_gradients
         assert rule is not None
         return ReplicaContext(
-            runtime=around.runtime,
+            runtime=context.runtime,
             layout=config.model.layout,
             reduction=config.model.reduction,
             differentiator=self._differentiator(),
@@ -177,10 +183,10 @@ class Assembly:
             num_workers=config.num_workers,
             lr=config.lr,
             joins=isinstance(config.plan, JoinedPlan),
-            pace=self._pace,
-            first_step=0 if config.resume is None else config.resume.step_of(around.runtime.node),
+            batch_gate=self._batch_gate,
+            first_step=0 if config.resume is None else config.resume.step_of(context.runtime.node),
             # With a quorum, the first shard says what is in the model: it lives to tell.
-            on_receipt=around.member.receipt if quorum is None else lambda refs: None,
+            on_receipt=context.member.receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
             first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
@@ -201,7 +207,7 @@ class Assembly:
             schedule.plan,
             rank=config.rank,
             seed=config.seed,
-            now=self._around.runtime.now,
+            now=self._context.runtime.now,
             clip=config.clip,
         )
 

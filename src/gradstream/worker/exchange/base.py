@@ -59,6 +59,10 @@ class Exchange(Protocol):
         """Sees to it that all workers have the same first parameters, or those of a checkpoint."""
         ...
 
+    async def train(self) -> None:
+        """Runs the client of the strategy."""
+        ...
+
     async def flush(self) -> None:
         """Returns once everything that the strategy has given is in the model."""
         ...

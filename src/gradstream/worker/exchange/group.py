@@ -9,6 +9,7 @@ from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.collectives.group import Group
 from gradstream.runtime.base import Work, awaited_later
 from gradstream.server.chunks import ChunkMap
+from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.group import GroupReplica
@@ -21,7 +22,8 @@ class GroupExchange:
     """Implements `Exchange`.
 
     Args:
-        around: where it lives.
+        context: where it lives.
+        strategy: of the run.
         group: all workers of the run.
         replica: makes the replica, which tells of its transfers.
         chunks: the chunk map of a checkpoint's versions, dealt to the workers.
@@ -29,36 +31,42 @@ class GroupExchange:
 
     def __init__(
         self,
-        around: ExchangeContext,
+        context: ExchangeContext,
+        strategy: GroupStrategy,
         group: Group,
         replica: Callable[[Transfers], GroupReplica],
         chunks: ChunkMap,
     ) -> None:
-        self._around = around
+        self._context = context
+        self._strategy = strategy
         self._group = group
-        self._transfers = Transfers(around.rank, around.member.emit)
+        self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
-        self._holder = ReplicaSnapshot(self.replica, chunks)
-        self._cuts: asyncio.Task[None] | None = None
+        self._snapshot_source = ReplicaSnapshot(self.replica, chunks)
+        self._snapshots_task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """The worker of rank 0 makes the first parameters, and all others get them; or each reads its own."""
-        around = self._around
-        if around.resume is not None:
-            folder, storage = around.resume.folder, around.runtime.storage
+        context = self._context
+        if context.resume is not None:
+            folder, storage = context.resume.folder, context.runtime.storage
             work = Work("restore", elems=len(self.replica.parameters))
-            await around.runtime.beside(lambda: self._holder.restore(storage, folder), work=work)
+            await context.runtime.beside(lambda: self._snapshot_source.restore(storage, folder), work=work)
             if self.replica.group.sharded:
                 await self.replica.group.all_gather()
         else:
-            if around.rank == 0:
-                await around.init(self.replica.parameters)
+            if context.rank == 0:
+                await context.init(self.replica.parameters)
             await self.replica.group.broadcast(self.replica.parameters)
             self.replica.version = 0
-        snapshots = NodeSnapshots(around.runtime, around.member, self._holder)
-        name = f"{around.runtime.node}-cuts"
-        self._cuts = awaited_later(around.runtime.spawn(snapshots.run(), name=name))
+        snapshots = NodeSnapshots(context.runtime, context.member, self._snapshot_source)
+        name = f"{context.runtime.node}-cuts"
+        self._snapshots_task = awaited_later(context.runtime.spawn(snapshots.run(), name=name))
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
         """See `Exchange`: a round is in the model when the strategy goes on from it."""
@@ -74,7 +82,7 @@ class GroupExchange:
         self._accounted = (peers.num_rounds, peers.exchanged_bytes)
         return [
             ExchangeEvent(
-                rank=self._around.rank,
+                rank=self._context.rank,
                 pushed_bytes=size_bytes,
                 fetched_bytes=size_bytes,
                 pushes=rounds,
@@ -85,6 +93,6 @@ class GroupExchange:
 
     async def close(self) -> None:
         """See `Exchange`: leaves the group."""
-        if self._cuts is not None:
-            self._cuts.cancel()
+        if self._snapshots_task is not None:
+            self._snapshots_task.cancel()
         await self._group.close()

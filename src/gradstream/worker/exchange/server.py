@@ -9,6 +9,7 @@ from gradstream.model.base import Layout
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import ServerClient, names_of
 from gradstream.server.rows import RowMap
+from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.traffic_reports import TrafficReports
 from gradstream.wire import v1
@@ -22,7 +23,8 @@ class ServerExchange:
     """Implements `Exchange`.
 
     Args:
-        around: where it lives.
+        context: where it lives.
+        strategy: of the run.
         layout: of the model's flat vector.
         chunk_elems: of the chunk map.
         replica: makes the replica for a client of all shards.
@@ -31,31 +33,33 @@ class ServerExchange:
 
     def __init__(
         self,
-        around: ExchangeContext,
+        context: ExchangeContext,
+        strategy: ServerStrategy,
         layout: Layout,
         chunk_elems: int,
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
     ) -> None:
-        shards = names_of(around.member.notice.nodes, "shard")
-        self._around = around
-        self._accounts = TrafficReports(around.rank)
-        self._transfers = Transfers(around.rank, around.member.emit)
+        shards = names_of(context.member.notice.nodes, "shard")
+        self._context = context
+        self._strategy = strategy
+        self._accounts = TrafficReports(context.rank)
+        self._transfers = Transfers(context.rank, context.member.emit)
         chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
         self._client = ServerClient(
-            around.runtime,
-            around.endpoint,
+            context.runtime,
+            context.endpoint,
             shards,
             chunks,
-            around.runtime.memory.allocate(
+            context.runtime.memory.allocate(
                 layout.elems if rows is None else 0,
                 layout.dtype,
                 "spare",
                 exchanged=True,
                 lead_bytes=layout.lead_bytes,
             ),
-            silence_s=around.silence_s,
-            retry_s=around.retry_s,
+            silence_s=context.silence_s,
+            retry_s=context.retry_s,
             on_transfer=self._transfers,
             rows=None if rows is None else RowMap.of(chunks, rows),
         )
@@ -65,28 +69,32 @@ class ServerExchange:
 
     async def begin(self) -> None:
         """The worker of the lowest rank hands initial parameters out; of a checkpoint, each fetches them."""
-        around, replica = self._around, self.replica
-        if around.resume is not None:  # a strategy may not begin by fetching
+        context, replica = self._context, self.replica
+        if context.resume is not None:  # a strategy may not begin by fetching
             await replica.swap_in(replica.server.fetch_soon())
-        elif around.is_lowest():
-            await around.init(replica.parameters)
+        elif context.is_lowest():
+            await context.init(replica.parameters)
             await self._client.assign(replica.parameters)
         else:
-            self._heir = around.runtime.spawn(self._take_over(), name=f"{around.runtime.node}-heir")
+            self._heir = context.runtime.spawn(self._take_over(), name=f"{context.runtime.node}-heir")
 
     async def _take_over(self) -> None:
         """Hands out initial parameters where the worker of the lowest rank died before it could."""
-        around = self._around
-        await around.member.heard(around.is_lowest)
+        context = self._context
+        await context.member.heard(context.is_lowest)
         if self.replica.version >= 0:
             return
         try:
-            memory, layout = around.runtime.memory, self._layout
+            memory, layout = context.runtime.memory, self._layout
             vector = memory.allocate(layout.elems, layout.dtype, "initial", exchanged=True)
-            await around.init(vector)
+            await context.init(vector)
             await self._client.assign(vector)
         except Exception as error:
-            await around.failed(error)
+            await context.failed(error)
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
         """See `Exchange`."""

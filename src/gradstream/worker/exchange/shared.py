@@ -20,16 +20,17 @@ from gradstream.collectives.shared_window import SharedWindow, form_commons
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError
-from gradstream.model.base import Layout, Model
+from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import names_of
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
+from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import ExchangeContext
-from gradstream.worker.gradient import Clip
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.shared import SharedReplica
 from gradstream.worker.shared_words import SharedWords
@@ -47,55 +48,55 @@ _TORCH = {
 
 
 async def form_shared(
-    around: ExchangeContext, parts: ReplicaContext, model: Model, data: Dataset, clip: Clip, chunk_elems: int
+    context: ExchangeContext, parts: ReplicaContext, strategy: SharedMemoryStrategy, config: WorkerConfig
 ) -> SharedExchange:
     """All workers come together, and map what they are to share.
 
     Args:
-        around: where it lives.
+        context: where it lives.
         parts: of the replica.
-        model: of this worker.
-        data: sparse data are put into shared memory, once for all.
-        clip: bounds of a minibatch's gradient, which a sparse model does not have.
-        chunk_elems: of the chunk map, by which workers divide the writing of a checkpoint.
+        strategy: of the run.
+        config: of this worker. Sparse data are put into shared memory, once for all.
 
     Raises:
         ConfigError: they are not on one machine, or gradients are to be clipped that nobody makes.
         PeerLostError, DeadlineError: a worker was lost before all had mapped it.
     """
-    if clip and isinstance(model, SparseModel):
+    model, data = config.model, config.data
+    if config.clip and isinstance(model, SparseModel):
         raise ConfigError(
-            f"{clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
+            f"{config.clip} with a sparse model: each sample is an update, and is not clipped; leave it out"
         )
-    runtime, member = around.runtime, around.member
+    runtime, member = context.runtime, context.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
     names = names_of(member.notice.nodes, "worker")
-    commons = await form_commons(
+    window = await form_commons(
         runtime,
-        around.endpoint,
+        context.endpoint,
         names,
-        around.rank,
+        context.rank,
         member.notice.epoch,
-        silence_s=around.silence_s,
+        silence_s=context.silence_s,
         on_event=member.emit,
     )
     try:
         layout = parts.layout
-        parameters = await commons.common(layout.elems, layout.dtype, "parameters")
-        board = await SharedWords.of(commons, around.rank, parts.num_workers, layout.elems)
-        tables = await _tables(commons, data) if real and isinstance(data, SparseDataset) else {}
+        parameters = await window.common(layout.elems, layout.dtype, "parameters")
+        words = await SharedWords.of(window, context.rank, parts.num_workers, layout.elems)
+        tables = await _tables(window, data) if real and isinstance(data, SparseDataset) else {}
     except BaseException:
-        await commons.close()
+        await window.close()
         raise
-    waits = Waits(runtime, member, board, around.silence_s)
-    replica = SharedReplica(parts, model, parameters, board, waits.unlock, alone=not real)
-    return SharedExchange(around, commons, replica, _Start(data, tables), layout, chunk_elems)
+    waits = Waits(runtime, member, words, context.silence_s)
+    replica = SharedReplica(parts, model, parameters, words, waits.unlock, alone=not real)
+    start = _Start(data, tables)
+    return SharedExchange(context, strategy, window, replica, start, layout, config.chunk_elems)
 
 
-async def _tables(commons: SharedWindow, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
+async def _tables(window: SharedWindow, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
     """Room for the data, the same for all."""
     return {
-        name: (await commons.common(elems, _TORCH[dtype], name)).tensor.numpy()
+        name: (await window.common(elems, _TORCH[dtype], name)).tensor.numpy()
         for name, elems, dtype in data.shared()
     }
 
@@ -104,55 +105,62 @@ class SharedExchange:
     """Implements `Exchange`.
 
     Args:
-        around: where it lives.
-        commons: where what is shared has come from.
+        context: where it lives.
+        strategy: of the run.
+        window: where what is shared has come from.
         replica: of this worker.
         start: fills the parameters and the data, or maps what another worker has filled.
         layout: of the parameters.
-        chunk_elems: see `form_shared`.
+        chunk_elems: elements of a chunk, by which workers divide the writing of a checkpoint.
     """
 
     def __init__(
         self,
-        around: ExchangeContext,
-        commons: SharedWindow,
+        context: ExchangeContext,
+        strategy: SharedMemoryStrategy,
+        window: SharedWindow,
         replica: SharedReplica,
         start: _Start,
         layout: Layout,
         chunk_elems: int,
     ) -> None:
         self.replica = replica
-        self._around = around
-        self._commons = commons
+        self._context = context
+        self._strategy = strategy
+        self._window = window
         self._start = start
-        self._holder = _SharedHolder(replica, around.member, layout, chunk_elems)
-        self._cuts: asyncio.Task[None] | None = None
+        self._snapshot_source = _SharedSnapshot(replica, context.member, layout, chunk_elems)
+        self._snapshots_task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """The worker of the lowest rank fills what is shared, or reads it; if it dies, the next one does."""
-        around, board, runtime = self._around, self.replica.board, self._around.runtime
-        while not board.ready:
-            if around.is_lowest():
+        context, words, runtime = self._context, self.replica.words, self._context.runtime
+        while not words.ready:
+            if context.is_lowest():
                 await self._start.fill_data(runtime)
-                board.begin(await self._fill_parameters())
+                words.begin(await self._fill_parameters())
             else:
                 await runtime.sleep(LOOK_S)
         self._start.map_data()
-        self.replica.version = board.version
-        snapshots = NodeSnapshots(runtime, around.member, self._holder)
-        self._cuts = awaited_later(runtime.spawn(snapshots.run(), name=f"{runtime.node}-cuts"))
+        self.replica.version = words.version
+        snapshots = NodeSnapshots(runtime, context.member, self._snapshot_source)
+        self._snapshots_task = awaited_later(runtime.spawn(snapshots.run(), name=f"{runtime.node}-cuts"))
 
     async def _fill_parameters(self) -> int:
         """Returns how many minibatches are in them."""
-        around, parameters = self._around, self.replica.parameters
-        if around.resume is None:
-            await around.init(parameters)
+        context, parameters = self._context, self.replica.parameters
+        if context.resume is None:
+            await context.init(parameters)
             return 0
-        folder, storage = around.resume.folder, around.runtime.storage
+        folder, storage = context.resume.folder, context.runtime.storage
         pieces: Mapping[str, Pieces] = {"": [(0, parameters.tensor)]}
         work = Work("restore", elems=len(parameters))
-        await around.runtime.beside(lambda: load(storage, folder, pieces), work=work)
+        await context.runtime.beside(lambda: load(storage, folder, pieces), work=work)
         return min(Manifest.decode(storage.read(f"{folder}/{STATE}")).versions, default=0)
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
         """See `Exchange`: an update is in the model when it is made."""
@@ -165,7 +173,7 @@ class SharedExchange:
         staleness = self.replica.take_staleness()
         num = sum(staleness.values())
         event = ExchangeEvent(
-            rank=self._around.rank,
+            rank=self._context.rank,
             pushed_bytes=0,
             fetched_bytes=0,
             pushes=num,
@@ -177,9 +185,9 @@ class SharedExchange:
 
     async def close(self) -> None:
         """See `Exchange`. What is shared stays for as long as a worker holds it."""
-        if self._cuts is not None:
-            self._cuts.cancel()
-        await self._commons.close()
+        if self._snapshots_task is not None:
+            self._snapshots_task.cancel()
+        await self._window.close()
 
 
 class _Start:
@@ -211,14 +219,14 @@ class Waits:
 
     Args:
         runtime, member: of this worker's node.
-        board: has the locks.
+        words: has the locks.
         silence_s: how long another worker may hold one lock.
     """
 
-    def __init__(self, runtime: Runtime, member: Member, board: SharedWords, silence_s: float) -> None:
+    def __init__(self, runtime: Runtime, member: Member, words: SharedWords, silence_s: float) -> None:
         self._runtime = runtime
         self._member = member
-        self._board = board
+        self._words = words
         self._silence_s = silence_s
         self._met = (-1, -1, -1)  # the halt, the lock, and whose it is
         self._since_ns = 0
@@ -234,11 +242,11 @@ class Waits:
         Raises:
             DeadlineError: naming a worker that has held it for `silence_s`.
         """
-        owner = self._board.owner(lock)
+        owner = self._words.owner(lock)
         if owner < 0:
             return
         if owner not in {node.rank for node in self._member.notice.nodes if node.role == "worker"}:
-            self._board.free(lock, owner)
+            self._words.free(lock, owner)
             return
         if self._met != (halt, lock, owner):
             self._met, self._since_ns = (halt, lock, owner), self._runtime.now()
@@ -250,7 +258,7 @@ class Waits:
         await self._runtime.sleep(LOOK_S)
 
 
-class _SharedHolder:
+class _SharedSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: workers that are there divide the writing of the vector.
 
     All of them stand then, so what each copies is of one moment.
@@ -280,7 +288,7 @@ class _SharedHolder:
 
     def versions(self) -> Sequence[int]:
         """See `SnapshotSource`: how many minibatches are in the model."""
-        return [self._replica.board.version] * len(self._owned()[1])
+        return [self._replica.words.version] * len(self._owned()[1])
 
     def still(self) -> AbstractAsyncContextManager[object]:
         """See `SnapshotSource`: all workers stand."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import ConfigError, InternalError, UserCodeError
+from gradstream.errors import ConfigError, UserCodeError
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
@@ -54,7 +54,7 @@ class ReplicaContext:
         num_workers: W.
         lr: learning rate, or a schedule of it; the rate goes with each gradient.
         joins: whether minibatches have several parts, whose gradients are summed up in one more vector.
-        pace: lets it begin each minibatch.
+        batch_gate: lets it begin each minibatch.
         first_step: number of its first minibatch; not 0 where the run is resumed.
         on_receipt: told which minibatches are in the model.
         on_step: told of each step.
@@ -78,7 +78,7 @@ class ReplicaContext:
     num_workers: int
     lr: Rate
     joins: bool
-    pace: BatchGate
+    batch_gate: BatchGate
     first_step: int = 0
     on_receipt: Callable[[Sequence[BatchRef]], None]
     on_step: Callable[[StepEvent], None]
@@ -94,52 +94,54 @@ class Replica(ABC):
     """Implements what `strategies.api.Worker` has besides the verbs of exchange.
 
     Args:
-        parts: see there.
+        context: see `ReplicaContext`.
         allocate: where vectors come from: (elems, dtype, name, lead_bytes=).
         parameters: its parameters; None allocates them.
-        claims: where the exchange notes for whom this worker had to wait.
+        attribution: where the exchange notes for whom this worker had to wait.
     """
 
     def __init__(
         self,
-        parts: ReplicaContext,
+        context: ReplicaContext,
         allocate: Callable[..., Vector],
-        claims: WaitAttribution,
+        attribution: WaitAttribution,
         parameters: Vector | None = None,
     ) -> None:
-        self.rank = parts.rank
-        self.num_workers = parts.num_workers
-        self.reduction = parts.reduction
-        self.step = parts.first_step
+        self.rank = context.rank
+        self.num_workers = context.num_workers
+        self.reduction = context.reduction
+        self.step = context.first_step
         self.since = 0
         self.samples = 0  # gone through
         self.version = -1  # no parameters yet
         self.clock = 0
-        self._runtime = parts.runtime
-        self._layout = parts.layout
-        assert parts.differentiator is not None
-        self._differentiator = parts.differentiator
-        self._schedule = parts.schedule
-        self._pace = parts.pace
-        self._lr = parts.lr
-        self._on_receipt = parts.on_receipt
-        self._on_step = parts.on_step
-        self._on_boundary = parts.on_boundary
-        self._first_version = parts.first_version
-        self._watch = parts.watch
+        self._runtime = context.runtime
+        self._layout = context.layout
+        assert context.differentiator is not None
+        self._differentiator = context.differentiator
+        self._schedule = context.schedule
+        self._batch_gate = context.batch_gate
+        self._lr = context.lr
+        self._on_receipt = context.on_receipt
+        self._on_step = context.on_step
+        self._on_boundary = context.on_boundary
+        self._first_version = context.first_version
+        self._watch = context.watch
         self._num_rounds = 0  # of its own line of minibatches, gone through or missed
         self._num_turns = 0  # that `since` counts from
         self._late = False
         self._read_s = 0.0  # reading samples before a gradient
         self._between = True  # two minibatches
-        self._bounded = False  # others wait for this worker, and it for them
+        self._bounded = False  # this worker takes part in clocks
+        self._waited_for = False  # updates wait for this worker
+        self.resumed = False
         self._allocate_elems = allocate
         self.parameters = self._allocate("parameters") if parameters is None else parameters
         self._gradient = self._allocate("gradient", self._landing)
-        self._sums = self._allocate("sums", self._landing) if parts.joins else None
-        self._owed: dict[BatchRef, None] = {}  # begun, and in no update yet
-        self._put_in: Callable[[], Awaitable[None]] = self._flush
-        self._stopwatch = Stopwatch(parts.runtime.node, claims, parts.runtime.now())
+        self._sums = self._allocate("sums", self._landing) if context.joins else None
+        self._unpushed_refs: dict[BatchRef, None] = {}  # begun, and in no update yet
+        self._bring_in: Callable[[], Awaitable[None]] = self._flush
+        self._stopwatch = Stopwatch(context.runtime.node, attribution, context.runtime.now())
         self._result = Result(math.nan)
 
     @property
@@ -172,13 +174,13 @@ class Replica(ABC):
     async def _flush(self) -> None:
         """Returns once everything that this worker has computed is in the model."""
 
-    async def _rest(self) -> None:
-        """This worker has nothing to do for now: nobody waits for it."""
+    async def _pause(self) -> None:
+        """From now on no other worker waits for this one, which has nothing to do."""
         return
 
-    async def _return(self) -> None:
-        """It takes part again, if it had rest."""
-        return
+    async def _resume(self) -> bool:
+        """Others wait for this worker again; returns whether it was paused."""
+        return False
 
     def _memory_free(self, *, mean: bool) -> Coroutine[Any, Any, None] | None:
         """What the next gradient has to wait for before its vector may be written; None for nothing."""
@@ -190,49 +192,34 @@ class Replica(ABC):
         del batch, mean
         return None
 
-    @property
-    def server(self) -> api.Server:
-        """See `strategies.api.Worker`."""
-        raise InternalError('this run has no servers: the strategy says through = "group" or "shared"')
-
-    @property
-    def group(self) -> api.Peers:
-        """See `strategies.api.Worker`."""
-        raise InternalError(
-            'the workers of this run form no group: the strategy does not say through = "group"'
-        )
-
-    @property
-    def shared(self) -> api.Shared:
-        """See `strategies.api.Worker`."""
-        raise InternalError('each worker of this run has a vector of its own: through is not "shared"')
-
     # ---- batches ------------------------------------------------------------------------
 
     async def batches(
         self,
         flush: Callable[[], Awaitable[None]] | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
+        waited_for: bool = False,
     ) -> AsyncIterator[api.Minibatch]:
-        """See `strategies.api.Worker`."""
-        self._put_in = flush or self._flush
-        self._bounded = before is not None
-        if self._bounded and self._pace.driven:
+        """See `strategies.api.ServerWorker`."""
+        self._bring_in = flush or self._flush
+        self._bounded, self._waited_for = before is not None, waited_for
+        if self._bounded and self._batch_gate.driven:
             raise ConfigError(
                 "the strategy waits for the clocks of all workers, and its drive() holds some of them back: "
                 "they would be waited for for ever; use one of the two"
             )
-        passage = ScheduleHooks(
+        hooks = ScheduleHooks(
             gate=lambda: self._gate(before),
-            turn=lambda: self._pace.turn.number,
+            turn=lambda: self._batch_gate.turn.number,
             close=self._close,
             skip=self._skip,
         )
-        async with aclosing(self._schedule.refs(passage)) as refs:
+        async with aclosing(self._schedule.refs(hooks)) as refs:
             async for ref in refs:
                 self._between = False
                 batch = await self._named(ref)
-                self._owed[ref] = None
+                self._unpushed_refs[ref] = None
+                self.resumed = waited_for and await self._resume()
                 yield batch
                 self._between = True
                 self._report(batch)
@@ -246,11 +233,11 @@ class Replica(ABC):
         """See `BatchGate.gate`. The step begins here: with the waiting for clocks, where there are any."""
         begun_ns = self._runtime.now()
         if before is not None:
-            await self._return()
+            await self._resume()
             await before()
-        gate = await self._pace.gate(self._stand)
+        gate = await self._batch_gate.gate(self._stand)
         if gate == "over" and self._bounded:
-            await self._rest()
+            await self._pause()
         if gate == "go":
             self._take_turn()
             self._stopwatch.begin(self._runtime.now() if before is None else begun_ns)
@@ -258,13 +245,13 @@ class Replica(ABC):
 
     def _take_turn(self) -> None:
         """Begins to count anew where this worker was let in, or has come to another phase."""
-        if self._num_turns != self._pace.turns:
-            self._num_turns, self.since = self._pace.turns, 0
+        if self._num_turns != self._batch_gate.turns:
+            self._num_turns, self.since = self._batch_gate.turns, 0
 
     @property
     def phase(self) -> str:
         """See `strategies.api.Worker`."""
-        return self._pace.phase
+        return self._batch_gate.phase
 
     def _missed(self) -> list[BatchRef]:
         """Own minibatches of rounds that have gone on without this worker."""
@@ -278,7 +265,7 @@ class Replica(ABC):
         missed = len(self._missed())
         self._num_rounds += missed
         self.step += missed
-        self._pace.skip(missed)
+        self._batch_gate.skip(missed)
         return missed
 
     async def _named(self, ref: BatchRef) -> SampleBatch:
@@ -298,25 +285,27 @@ class Replica(ABC):
         return SampleBatch(ref, sum(part.num_samples for part in samples), samples)
 
     async def _stand(self) -> None:
-        await self._put_in()
-        self._pace.stand()
+        await self._bring_in()
+        if self._waited_for:
+            await self._pause()
+        self._batch_gate.stand()
 
     async def _close(self) -> None:
         """Everything is in the model, and no minibatch is missing in it: the end of the run is waited for."""
         await self._stand()
-        if self._owed:  # nobody else goes through them: all would wait for ever
+        if self._unpushed_refs:  # nobody else goes through them: all would wait for ever
             raise UserCodeError(
-                f"worker-{self.rank}: {len(self._owed)} of its {self.step} minibatches were never pushed, "
-                f"{next(iter(self._owed))} for one: a strategy must push the gradient of each minibatch, "
+                f"worker-{self.rank}: {len(self._unpushed_refs)} of its {self.step} minibatches were never pushed, "
+                f"{next(iter(self._unpushed_refs))} for one: a strategy must push the gradient of each minibatch, "
                 "by update(), accumulate() or optimize()"
             )
         if self._bounded:
-            await self._rest()
+            await self._pause()
 
     def _handed_out(self, refs: Sequence[BatchRef]) -> Callable[[], None]:
         """These are in an update. What to call when it has been acknowledged."""
         for ref in refs:
-            self._owed.pop(ref, None)
+            self._unpushed_refs.pop(ref, None)
         return partial(self._on_receipt, refs)
 
     def _report(self, batch: SampleBatch) -> None:

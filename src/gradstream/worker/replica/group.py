@@ -29,7 +29,7 @@ class GroupReplica(Replica):
     Parameters and gradient lie in the group's memory, so that it can work in place.
 
     Args:
-        parts: what every replica is made of.
+        context: what every replica is made of.
         group: the workers of the run.
         buckets: how the vector is exchanged.
         updater: the update rule.
@@ -41,7 +41,7 @@ class GroupReplica(Replica):
 
     def __init__(
         self,
-        parts: ReplicaContext,
+        context: ReplicaContext,
         group: Group,
         buckets: Buckets,
         updater: Updater,
@@ -50,11 +50,11 @@ class GroupReplica(Replica):
         outer: SufficientFactors | None = None,
         on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
-        claims = WaitAttribution()
-        super().__init__(parts, group.allocate, claims, parameters)
+        attribution = WaitAttribution()
+        super().__init__(context, group.allocate, attribution, parameters)
         self._outer = outer
         self._peers = GroupPeers(
-            parts.runtime, group, buckets, claims, updater, sharded, self, outer, on_transfer
+            context.runtime, group, buckets, attribution, updater, sharded, self, outer, on_transfer
         )
 
     @property

@@ -177,17 +177,17 @@ class LoopReplica(Replica):
     """A replica with a loop's gradients, which are means over samples; see the classes below.
 
     Args:
-        parts: `differentiator`, `lr`, `joins` and `on_boundary` are filled in here.
+        context: `differentiator`, `lr`, `joins` and `on_boundary` are filled in here.
         exchange: what the replica of that exchange takes besides.
         loop: computes the gradients.
     """
 
-    def __init__(self, parts: ReplicaContext, *exchange: Any, loop: Loop) -> None:
-        turns = _Turns(loop, parts.rank, parts.layout.elems, self._took_turn)
-        super().__init__(replace(parts, differentiator=turns), *exchange)
-        assert isinstance(parts.schedule, OpenSchedule)
-        self._loop, self._open_ended = loop, parts.schedule
-        self._first_step = parts.first_step
+    def __init__(self, context: ReplicaContext, *exchange: Any, loop: Loop) -> None:
+        turns = _Turns(loop, context.rank, context.layout.elems, self._took_turn)
+        super().__init__(replace(context, differentiator=turns), *exchange)
+        assert isinstance(context.schedule, OpenSchedule)
+        self._loop, self._open_ended = loop, context.schedule
+        self._first_step = context.first_step
         self._last_lr, self._silent, self._silent_samples = 0.0, False, 0
         self._current: ComputedGradient | None = None
         loop.begin(self)

@@ -50,7 +50,7 @@ class GroupPeers:
         runtime: of this node.
         group: the workers.
         buckets: how the vector is cut.
-        claims: told for what this worker has waited: the exchange, or its own update.
+        attribution: told for what this worker has waited: the exchange, or its own update.
         updater: the update rule, with the state that this worker keeps.
         sharded: of its own slices alone.
         replica: whose gradients these are.
@@ -63,7 +63,7 @@ class GroupPeers:
         runtime: Runtime,
         group: Group,
         buckets: Buckets,
-        claims: WaitAttribution,
+        attribution: WaitAttribution,
         updater: Updater,
         sharded: bool,
         replica: GroupRounds,
@@ -78,7 +78,7 @@ class GroupPeers:
         self._group = group
         self._buckets = buckets
         self._bounds = buckets.bounds
-        self._claims = claims
+        self._attribution = attribution
         self._replica = replica
         self._outer = outer
         self._on_transfer = on_transfer
@@ -215,7 +215,7 @@ class GroupPeers:
 
     def _exchanged(self, span: Span, begun_ns: int) -> None:
         self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
-        self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
+        self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
         self.exchanged_bytes += span.tensor.nbytes
 
     async def update(self, gradient: api.Gradient) -> None:
@@ -243,7 +243,7 @@ class GroupPeers:
             reads=[span for _, span in sums],
             writes=[*changed, *(vector.all for vector in state)],
         )
-        self._claims.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
+        self._attribution.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
         self.num_rounds += 1
         if self._on_transfer is not None:
             self._on_transfer(Transfer("push", self._exchange_s, parameters.tensor.nbytes))
@@ -256,7 +256,7 @@ class GroupPeers:
         bounds = [(0, len(parameters))] if self.sharded and self._group.shares_memory else self._bounds
         for start, stop in bounds:
             await self._group.all_gather(parameters[start:stop])
-        self._claims.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
+        self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
 
     async def broadcast(self, vector: Vector) -> None:
         """The elements that the worker of rank 0 has, to all."""

@@ -38,19 +38,21 @@ class RowReplica(ServerReplica):
     """Implements `strategies.api.Worker` where only what has changed is exchanged.
 
     Args:
-        parts: what every replica is made of.
+        context: what every replica is made of.
         server: client of the parameter server, that fetches patches.
         exchange: what is significant enough to be sent.
     """
 
-    def __init__(self, parts: ReplicaContext, server: ServerClient, *, exchange: RowExchange) -> None:
-        super().__init__(parts, server)
+    def __init__(self, context: ReplicaContext, server: ServerClient, *, exchange: RowExchange) -> None:
+        super().__init__(context, server)
         assert server.rows is not None
         self._rows = server.rows
-        self._own = OwnSteps(parts.layout, self._allocate("kept", self._landing).tensor, parts.scales)
-        self._held = RowSum(server.rows, parts.layout, exchange, self._allocate("accumulated", self._landing))
+        self._own = OwnSteps(context.layout, self._allocate("kept", self._landing).tensor, context.scales)
+        self._held = RowSum(
+            server.rows, context.layout, exchange, self._allocate("accumulated", self._landing)
+        )
         self._weighs = exchange.threshold > 0
-        self._unsent = RowSum(server.rows, parts.layout, RowExchange(), self._gradient)
+        self._unsent = RowSum(server.rows, context.layout, RowExchange(), self._gradient)
 
     @property
     def _landing(self) -> Layout:

@@ -38,21 +38,21 @@ class ServerReplica(Replica):
     """Implements `strategies.api.Worker` where there is a parameter server.
 
     Args:
-        parts: what every replica is made of.
+        context: what every replica is made of.
         server: client of the parameter server, with a spare vector.
     """
 
-    def __init__(self, parts: ReplicaContext, server: ServerClient) -> None:
-        super().__init__(parts, partial(parts.runtime.memory.allocate, exchanged=True), server.claims)
+    def __init__(self, context: ReplicaContext, server: ServerClient) -> None:
+        super().__init__(context, partial(context.runtime.memory.allocate, exchanged=True), server.claims)
         self._server = server
         self._basis: Sequence[int] = [0] * server.chunks.num_chunks
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
         self._velocity: Vector | None = None  # allocated by the first local step with momentum
         self._updater: Updater | None = None  # of the first step by the run's own rule
         self._origin: Vector | None = None  # what the worker's own parameters began with, until it is pushed
-        self._update_rule = parts.update_rule
+        self._update_rule = context.update_rule
         self._num_updates = 0
-        self._decays, self._scales = parts.decays, parts.scales
+        self._decays, self._scales = context.decays, context.scales
         self._taken = Update(None, 0, 0.0, self._basis, num_gradients=0)
         self._num_summed, self._sum_rate = 0, 0.0  # gradients in the sum, and its rate
         self._refs: list[BatchRef] = []
@@ -115,15 +115,17 @@ class ServerReplica(Replica):
         self._basis, self.clock = arrival.versions, arrival.clock
         self.version = min(arrival.versions, default=0)
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         if self._takes_part:
             self._takes_part = False
             await self.server.pause()
 
-    async def _return(self) -> None:
-        if not self._takes_part:
-            self._takes_part = True
-            await self.server.resume()
+    async def _resume(self) -> bool:
+        if self._takes_part:
+            return False
+        self._takes_part = True
+        await self.server.resume()
+        return True
 
     async def gradient(self, batch: api.Minibatch) -> ComputedGradient:
         """See `strategies.api.Worker`."""

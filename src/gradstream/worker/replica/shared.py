@@ -35,10 +35,10 @@ class SharedReplica(Replica):
     """Implements `strategies.api.Worker`, and `strategies.api.Shared`, where workers have one vector.
 
     Args:
-        parts: what every replica is made of.
+        context: what every replica is made of.
         model: of this worker.
         parameters: of all workers.
-        board: how far all of them are, and the locks.
+        words: how far all of them are, and the locks.
         unlock: awaited with the number of a lock that has not been had for some milliseconds, and that of the
             halt that it means: returns when it is worth another look.
         alone: nobody else computes at the same time (a simulation): gradients are added without machine code.
@@ -46,15 +46,15 @@ class SharedReplica(Replica):
 
     def __init__(
         self,
-        parts: ReplicaContext,
+        context: ReplicaContext,
         model: Model,
         parameters: Vector,
-        board: SharedWords,
+        words: SharedWords,
         unlock: Callable[[int, int], Awaitable[None]],
         alone: bool,
     ) -> None:
-        super().__init__(parts, parts.runtime.memory.allocate, WaitAttribution(), parameters)
-        self.board = board
+        super().__init__(context, context.runtime.memory.allocate, WaitAttribution(), parameters)
+        self.words = words
         self._model = model
         self._unlock = unlock
         self._alone = alone
@@ -142,7 +142,7 @@ class SharedReplica(Replica):
         self, go: Callable[[SweepState], float], num: int, work: Work, reads: Sequence[Span] = ()
     ) -> float:
         """Σ of what `go` returns, called until it has got to `num`; it stops at locks that it cannot have."""
-        at, total = SweepState(self.parameters.tensor, self.board.locks, self.rank + 1), 0.0
+        at, total = SweepState(self.parameters.tensor, self.words.locks, self.rank + 1), 0.0
         got_to = -1
         while True:
             total += await self._runtime.compute(
@@ -158,9 +158,9 @@ class SharedReplica(Replica):
         return f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch})"
 
     def _in_model(self, refs: tuple[BatchRef, ...]) -> None:
-        self._late_by[str(self.board.version - self.version)] += 1
-        self.board.count()
-        self.version = self.board.version
+        self._late_by[str(self.words.version - self.version)] += 1
+        self.words.count()
+        self.version = self.words.version
         self._handed_out(refs)()
 
 
