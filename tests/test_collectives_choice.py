@@ -19,8 +19,7 @@ from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
 from gradstream.collectives.autotune import TIE, Choice, MeasuredCosts
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
-from gradstream.collectives.hierarchical_group import HierarchicalGroup
-from gradstream.collectives.message_group import MessageGroup
+from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
 from gradstream.memory import Vector
@@ -168,11 +167,12 @@ def test_ranks_on_hosts(hosts: str) -> None:
 async def in_two_storeys(group: Group) -> Any:
     """The composite of groups, made of message groups alone: ranks 0 and 1, 2 and 3 on a host each."""
     assert isinstance(group, MessageGroup)
-    mesh = group._mesh
-    own, lane = ([0, 1], [2, 3])[mesh.rank // 2], ([0, 2], [1, 3])[mesh.rank % 2]
-    inside, between = MessageGroup(mesh, ranks=own), MessageGroup(mesh, ranks=lane)
-    composite = HierarchicalGroup(mesh, inside, between, group)
-    vector = Vector("v", torch.arange(300.0) + mesh.rank)
+    communicator = group._communicator
+    rank = communicator.rank
+    own, across = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
+    inside, between = MessageGroup(communicator, ranks=own), MessageGroup(communicator, ranks=across)
+    composite = HierarchicalGroup(communicator, inside, between, group)
+    vector = Vector("v", torch.arange(300.0) + rank)
     await composite.allreduce(vector.all, weight=2.0)
     found = vector.tensor.numpy().copy()
     await composite.broadcast(vector.all, root=3)

@@ -134,7 +134,7 @@ async def many(group: Group) -> int:
     vector = Vector("v", torch.zeros(ELEMS))
     for _ in range(30):
         await group.allreduce(vector.all)
-        await group._mesh.runtime.sleep(SILENCE_S / 10)  # type: ignore[attr-defined]
+        await group._communicator.runtime.sleep(SILENCE_S / 10)  # type: ignore[attr-defined]
     return 30
 
 

@@ -61,19 +61,19 @@ class TorchGroup:
 
     shares_memory = False
 
-    def __init__(self, mesh: Communicator, engine: Engine, backend: Backend, hosts: int) -> None:
-        self.rank, self.size = mesh.rank, mesh.size
-        self.names: Sequence[str] = mesh.names
+    def __init__(self, communicator: Communicator, engine: Engine, backend: Backend, hosts: int) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self.names: Sequence[str] = communicator.names
         self.backend = backend
         self.hosts = hosts
-        self._mesh = mesh
-        self._runtime = mesh.runtime
+        self._communicator = communicator
+        self._runtime = communicator.runtime
         self._engine: Engine | None = engine
         self._turn = asyncio.Lock()  # operations start in the order in which they are asked for
         self._left: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watches = [
             awaited_later(
-                mesh.runtime.spawn(self._watch(rank), name=f"{self._me}/group: watches rank {rank}")
+                communicator.runtime.spawn(self._watch(rank), name=f"{self._me}/group: watches rank {rank}")
             )
             for rank in range(self.size)
             if rank != self.rank
@@ -111,24 +111,26 @@ class TorchGroup:
         """
         host = _host_for(runtime, endpoint)
         chosen = choose_backend(device, backend)
-        mesh = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
-        await mesh.meet()
+        communicator = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        await communicator.meet()
         try:
             store = TorchStore(None, host, silence_s) if rank == 0 else None
             word = f"{host} {store.address if store is not None else ''}"
-            told = [other.decode().split(" ") for other in await mesh.swap(word.encode())]
+            places = [
+                other.decode().split(" ") for other in await communicator.all_gather_bytes(word.encode())
+            ]
 
             def make() -> Engine:
-                at = store or TorchStore(told[0][1], host, silence_s)
+                at = store or TorchStore(places[0][1], host, silence_s)
                 return make_engine(
                     chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
                 )
 
-            engine = await mesh.guarded(_made(mesh, make))
+            engine = await communicator.guarded(_made(communicator, make))
         except BaseException:
-            await mesh.close()
+            await communicator.close()
             raise
-        return cls(mesh, engine, chosen, len({at for at, _ in told}))
+        return cls(communicator, engine, chosen, len({at for at, _ in places}))
 
     # ---- the protocol -------------------------------------------------------------------
 
@@ -172,18 +174,18 @@ class TorchGroup:
         if engine is not None:
             engine.abort()
         del engine  # which ends its connections: others that wait for this rank are told by torch
-        await self._mesh.close()
+        await self._communicator.close()
 
     # ---- operations ---------------------------------------------------------------------
 
     async def _run(self, verb: Verb, span: Span, *, weight: float = 1.0, root: int = 0) -> None:
         """One operation, in place. Whatever ends it early breaks the group."""
-        if self._mesh.loss is not None:
-            raise self._mesh.loss.error()
+        if self._communicator.loss is not None:
+            raise self._communicator.loss.error()
         loan = span.vector.borrow(span.start, span.stop, write=True, to=f"{self._me}: {verb}")
         lent = _Lent(span.vector, loan)
         try:
-            await self._mesh.guarded(self._operate(verb, span, weight, root, lent))
+            await self._communicator.guarded(self._operate(verb, span, weight, root, lent))
         finally:
             if not lent.to_torch:
                 lent.give_back()
@@ -226,7 +228,7 @@ class TorchGroup:
     async def _watch(self, rank: int) -> None:
         """Notes that a rank has left."""
         try:
-            await self._mesh.stream(rank).recv()
+            await self._communicator.stream(rank).recv()
         except GradstreamError:
             pass
         if not self._left.done():
@@ -272,15 +274,15 @@ def _on_loop(lent: _Lent, over: asyncio.Future[None]) -> Done:
     return done
 
 
-async def _made(mesh: Communicator, make: Callable[[], Engine]) -> Engine:
-    """Makes the engine. A rank that is lost meanwhile is what the mesh will say."""
+async def _made(communicator: Communicator, make: Callable[[], Engine]) -> Engine:
+    """Makes the engine. A rank that is lost meanwhile is what the communicator will say."""
     try:
-        return await mesh.runtime.beside(make, work=Work("form"))
+        return await communicator.runtime.beside(make, work=Work("form"))
     except GradstreamError:
         raise
     except Exception as error:
-        await mesh.runtime.sleep(VERDICT_S)
-        me = mesh.names[mesh.rank]
+        await communicator.runtime.sleep(VERDICT_S)
+        me = communicator.names[communicator.rank]
         text = f"{me}: torch.distributed could not connect the ranks, though all are there: {error}"
         raise InternalError(text) from error
 
