@@ -18,8 +18,8 @@ RANK = """
 import asyncio
 import torch
 from gradstream.collectives.shm.group import SharedGroup
-from gradstream.collectives.shm.assembly import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.core import SharedCore
+from gradstream.collectives.shm.native import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.weighted_sum import WeightedSum
 from gradstream.errors import GradstreamError
@@ -73,7 +73,7 @@ async def beside_a_loop(members, elems, deadline_s):
         if times == 2:
             if members.rank == 2:
                 here()
-            words = group._core._state.words
+            words = group._core._operations.state.words
             words[LOOKS], words[LOOKS_NS] = 1 << 40, 500_000_000
         fill(gradient.tensor, members.rank, times)
         try:
@@ -103,12 +103,12 @@ def child(core, gradient, tell):
 
 def careless(core):
     "A planted fault: the second barrier is left out."
-    wait, calls = core._barrier.wait, []
+    wait, calls = core._operations.barrier.wait, []
     def first_only(doing, **_):
         calls.append(doing)
         if len(calls) % 2:
             yield from wait(doing)
-    core._barrier.wait = first_only
+    core._operations.barrier.wait = first_only
 """
 
 
