@@ -28,7 +28,7 @@ from gradstream.telemetry.events import GroupEvent
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.runs import least_squares
-from gradstream.testing.schedule_checks import play
+from gradstream.testing.schedule_checks import execute
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 
@@ -52,7 +52,7 @@ def test_hierarchical_sums(hosts: list[list[int]]) -> None:
     for elems in (0, 1, 5, 6, 7, 1000):
         vectors = list(np.random.default_rng(0).integers(-9, 9, (size, elems)).astype(np.float32))
         expected = np.add.reduce(vectors, axis=0)
-        tally = play([hierarchical.allreduce(rank, hosts, elems) for rank in range(size)], vectors)
+        tally = execute([hierarchical.allreduce(rank, hosts, elems) for rank in range(size)], vectors)
         for vector in vectors:
             np.testing.assert_array_equal(vector, expected)
         if len({len(host) for host in hosts}) == 1:

@@ -16,7 +16,7 @@ from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import InternalError
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
-from gradstream.testing.schedule_checks import check_allreduce, play, schedules_of
+from gradstream.testing.schedule_checks import check_allreduce, execute, schedules_of
 
 SIZES = [*range(1, 10), 12, 16, 32, 64]
 ALPHA_S, BYTES_S = 1e-3, 1e9  # a byte takes a nanosecond: the clock rounds nothing
@@ -90,7 +90,7 @@ def test_parts_alone_move_half() -> None:
         cuts = list(range(0, 10 * size + 1, 10))
         for part in (ring.reduce_scatter, ring.all_gather, halving_doubling.reduce_scatter):
             vectors = list(np.random.default_rng(0).integers(0, 9, (size, 10 * size)))
-            tally = play([part(rank, cuts) for rank in range(size)], vectors)
+            tally = execute([part(rank, cuts) for rank in range(size)], vectors)
             assert tally.elems == (size - 1) * 10 * size
 
 
@@ -110,7 +110,7 @@ def test_a_complete_tree_on_seven() -> None:
         for step in up[rank]:
             tops[rank] += tops[step.peer]
     assert [float(tops[rank][0]) for rank in (4, 5, 6)] == [8.0, 13.0, 28.0]
-    tally = play(schedules_of(make, 7, 1), vectors)
+    tally = execute(schedules_of(make, 7, 1), vectors)
     assert [float(vector[0]) for vector in vectors] == [28.0] * 7
     assert tally.depth == 4
 
@@ -120,9 +120,9 @@ def test_a_butterfly_on_four() -> None:
     make = ALGORITHMS["butterfly"].schedule
     vectors = [np.array([float(rank + 1)]) for rank in range(4)]
     first = [steps[:2] for steps in schedules_of(make, 4, 1)]
-    play(first, vectors)
+    execute(first, vectors)
     assert [float(vector[0]) for vector in vectors] == [3.0, 3.0, 7.0, 7.0]
-    play([steps[2:] for steps in schedules_of(make, 4, 1)], vectors)
+    execute([steps[2:] for steps in schedules_of(make, 4, 1)], vectors)
     assert [float(vector[0]) for vector in vectors] == [10.0] * 4
 
 

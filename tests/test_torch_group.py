@@ -305,7 +305,7 @@ def test_what_torch_refuses_is_an_error_of_ours_and_breaks_the_group(
             raise error
         done(error, Hold(HostEngine(None, 0, 2)))
 
-    monkeypatch.setattr(group, "VERDICT_S", 0.1)
+    monkeypatch.setattr(group, "BLAME_S", 0.1)
 
     async def main() -> None:
         async with groups(2) as (_, formed):

@@ -132,10 +132,10 @@ async def measure(
         return MeasuredCosts(0.0, 0.0, 0.0, 0.0)
     around = _around(communicator.rank, communicator.size)
     await _exchange_s(
-        communicator, _everybody(communicator.rank, communicator.size), 2
+        communicator, _to_all(communicator.rank, communicator.size), 2
     )  # the first message takes longer
     alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
-    overhead_s = await _exchange_s(communicator, _everybody(communicator.rank, communicator.size), TIMES)
+    overhead_s = await _exchange_s(communicator, _to_all(communicator.rank, communicator.size), TIMES)
     elems, times = (long_elems, 6) if long_elems else await _affordable(communicator, around)
     long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
     own = (
@@ -161,7 +161,7 @@ def _around(rank: int, size: int) -> Callable[[int], Schedule]:
     return schedule
 
 
-def _everybody(rank: int, size: int) -> Schedule:
+def _to_all(rank: int, size: int) -> Schedule:
     others = [(rank + turn) % size for turn in range(1, size)]
     return [
         *(Send(peer, 0, 1) for peer in others),

@@ -1,7 +1,7 @@
 """Data sockets: one between two ranks that send each other messages, and the thread that uses them.
 
-The streams of the communicator stay for everything else: signs of life, and who is lost. When a rank is lost,
-its sockets break, or those who hear of the loss shut them down. Either ends what the thread does.
+The streams of the communicator carry everything else: signs of life, and reports of lost ranks. When a rank is
+lost, its sockets break, or ranks that hear of the loss shut them down. Either ends what the thread does.
 """
 
 from __future__ import annotations

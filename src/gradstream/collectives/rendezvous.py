@@ -130,8 +130,8 @@ class Rendezvous:
             message = f"{self._me} is in the group of epoch {self._epoch}, not in that of {request.epoch}"
             raise RefusedError(self._me, "NOT_MEMBER", message)
         if tuple(request.names) != self._names or not request.rank < self._rank:
-            who = f"{', '.join(request.names)}, of whom it is rank {request.rank}"
-            message = f"{stream.peer} has a group of {who}: expected {', '.join(self._names)}"
+            theirs, ours = ", ".join(request.names), ", ".join(self._names)
+            message = f"{stream.peer} is rank {request.rank} of a group of {theirs}: expected one of {ours}"
             raise RefusedError(self._me, "BAD_REQUEST", message)
         if self._names[request.rank] != stream.opened.sender:
             message = f"{stream.opened.sender} says that it is {self._names[request.rank]}"

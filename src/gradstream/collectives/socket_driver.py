@@ -73,7 +73,7 @@ class SocketDriver:
 
         Args:
             patience_ms: time after which it returns, to be called again. None waits until the peers have
-                come or somebody shuts the sockets down.
+                come, or the sockets are shut down.
 
         Returns:
             Whether everything is done.

@@ -151,8 +151,8 @@ class SharedCore:
     def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """One vector of zeros that all ranks have. Each rank asks for the same vectors, in the same order.
 
-        All ranks see what one of them writes. The callers agree on which rank writes which elements, and on
-        who reads them meanwhile, by `barrier` or any other operation between writing and reading.
+        All ranks see what one of them writes. The callers agree on which rank writes which elements, and which
+        ranks read them meanwhile, by `barrier` or any other operation between writing and reading.
 
         Raises:
             PeerLostError, DeadlineError: rank 0, which makes the vector, is gone or silent.
