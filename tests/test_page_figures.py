@@ -165,6 +165,20 @@ def over_tcp_ms(repository: Path, how: str) -> list[str]:
     ]
 
 
+def cost_of_a_loop(row: Any) -> str:
+    """A step of a wrapped loop, in steps of the plain one, with its interval."""
+    low, high = row["interval"]
+    return f"{row['wrapped_of_plain']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def test_scripts_on_two_machines_are_those_of_one(repository: Path) -> None:
+    rows = result(repository, "own-scripts-apart")["rows"]
+    exact = [row for row in rows if row["strategy"] != "allreduce, auto"]
+    assert len(exact) == 14
+    assert not any(row["bytes_that_differ"] or row["samples_that_differ"] for row in exact)
+    assert max(row["largest_difference"] for row in rows) < 1e-6
+
+
 def test_ratios_are_the_recorded_ones(repository: Path) -> None:
     table = compared((repository / "docs/benchmarks.md").read_text())
     large, cnn = (result(repository, f"data-parallel-{model}")["rows"] for model in ("large", "cnn"))
@@ -195,6 +209,7 @@ def test_ratios_are_the_recorded_ones(repository: Path) -> None:
         f"| {slow['downpour']:.2f}; {slow['synchronous']:.2f}, {slow['synchronous_measured']:.2f} |",
         f"| {max(rows['pushed_ratio'], rows['fetched_ratio']):.2f} each way |",
         f"| {result(repository, 'replay-cost-304389')['step_ratio']:.2f}, within noise |",
+        f"| {'; '.join(map(cost_of_a_loop, result(repository, 'loop-cost')['rows'].values()))} |",
     ):
         assert said in table, said
 
