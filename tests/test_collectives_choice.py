@@ -1,4 +1,4 @@
-"""Which algorithm, and which kind of group: by figures that are measured, and by where the ranks are."""
+"""The choice of an algorithm by measured figures, and of a kind of group by where its ranks are."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_ranks_on_hosts(hosts: str) -> None:
 
 
 async def in_two_storeys(group: Group) -> Any:
-    """The composite of groups, made of message groups alone: ranks 0 and 1, 2 and 3 on a host each."""
+    """A hierarchical group made of message groups alone: ranks 0 and 1 on one host, 2 and 3 on another."""
     assert isinstance(group, MessageGroup)
     communicator = group._communicator
     rank = communicator.rank
@@ -208,7 +208,7 @@ def test_groups_of_groups_name_who_was_killed() -> None:
 def really(
     size: int, work: Callable[[Group], Coroutine[Any, Any, Any]], *, hosts: Sequence[str] = (), **options: Any
 ) -> list[Any]:
-    """What `work` returned at each rank, all of them in this process; over a carrier of the options."""
+    """The results of `work` at all ranks, which are in this process and use the carrier of the options."""
     names = [f"worker-{rank}" for rank in range(size)]
     carrier = options.pop("carrier", "auto")
 

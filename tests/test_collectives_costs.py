@@ -1,4 +1,4 @@
-"""What algorithms cost, against numbers from paper: messages, bytes, and seconds on virtual time."""
+"""Costs of algorithms against figures computed by hand: messages, bytes, and seconds on virtual time."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def seconds(
     piece_bytes: int = 4 << 20,
     **network: Any,
 ) -> dict[str, float]:
-    """Of one allreduce by each algorithm, which all ranks begin at the same instant, on virtual time."""
+    """Virtual seconds of one allreduce by each algorithm, which all ranks begin at the same instant."""
     options = {"bandwidth_bytes_s": BYTES_S, "link": Link(latency_s=ALPHA_S), "header_bytes": 0, **network}
     config = SimulationConfig(
         costs={"reduce": Cost(per_elem_s=gamma_s_elem)}, network=Network(**options), shape_only=True
@@ -188,7 +188,7 @@ def seconds(
 
 
 def exact(how: str, size: int) -> bool:
-    """Where the formula is not a bound only."""
+    """Whether the formula is exact, and not only a bound."""
     if how == "complete-tree":
         return is_power(size + 1) or size == 2
     return how in ("naive", "ring", "direct") or is_power(size)
@@ -232,7 +232,7 @@ def test_a_ring_is_as_slow_as_its_slowest_card() -> None:
 
 
 def test_a_long_message_is_sent_on_while_it_arrives() -> None:
-    """In pieces, a tree of 8 takes little longer than its root, which takes in and sends three vectors."""
+    """In pieces, a tree of 8 takes little longer than its root, which receives and sends three vectors."""
     hows = ["binomial-tree", "complete-tree", "butterfly"]
     at_once = seconds(8, 1_000_000, hows, link=Link(latency_s=0.0))
     in_pieces = seconds(8, 1_000_000, hows, link=Link(latency_s=0.0), piece_bytes=64 << 10)

@@ -56,7 +56,7 @@ def together(
     hosts: Sequence[str] = (),
     silence_s: float = WAIT_S,
 ) -> list[Any]:
-    """What `work` returned, or raised, at each rank."""
+    """The results of `work`, or its errors, at all ranks."""
     names = [f"rank-{rank}" for rank in range(size)]
 
     async def live(rank: int, endpoints: Sequence[TcpEndpoint]) -> Any:
@@ -143,7 +143,7 @@ def test_halves_broadcasts_and_weights() -> None:
 
 
 def test_operations_follow_each_other_without_waiting_for_all() -> None:
-    """Ranks that are ahead send of the next operation what is read only then."""
+    """Ranks that are ahead send data of the next operation, which others read only then."""
 
     async def work(group: Group) -> list[float]:
         vectors = [vector_of(np.full(3000, float(turn), np.float32)) for turn in range(20)]
@@ -255,7 +255,7 @@ def test_ranks_that_do_different_things_are_told() -> None:
     )
 
 
-def test_who_leaves_before_the_end_is_named() -> None:
+def test_a_rank_that_leaves_before_the_end_is_named() -> None:
     async def work(group: Group) -> float:
         if group.rank == 1:
             return 0.0  # and closes
@@ -269,8 +269,8 @@ def test_who_leaves_before_the_end_is_named() -> None:
         assert "left the group" in str(error)
 
 
-def test_who_gives_up_breaks_the_group_and_its_memory_is_its_own_again() -> None:
-    """The others wait within an operation; who is cancelled gets its vector back, and nothing writes it."""
+def test_a_rank_that_gives_up_breaks_the_group_and_gets_its_memory_back() -> None:
+    """The others wait within an operation. The cancelled rank gets its vector back, and nothing writes it."""
     done = asyncio.Event()
 
     async def work(group: Group) -> Any:
@@ -362,7 +362,7 @@ def closed(*ends: DataSocket) -> None:
 
 
 def test_another_version_is_not_believed() -> None:
-    """The same operation by its digest, and a message of another length: nothing of it is written."""
+    """A message of the same operation but of another length is refused, and nothing of it is written."""
     left, right = pair()
     sender, _ = driver([Send(0, 0, 5)], 5, left)
     receiver, tensor = driver([Recv(0, 0, 4)], 4, right)

@@ -96,7 +96,7 @@ def run(
     number: int = signal.SIGKILL,
     silence_s: float = 30.0,
 ) -> list[Message]:
-    """What the two survivors say, after the third got this signal at its `fatal`-th piece."""
+    """The messages of the two survivors, after the third got this signal at its `fatal`-th piece."""
     argv = [[str(folder), str(rank), carrier, how, str(fatal), str(silence_s)] for rank in range(3)]
     said, others = survivors(cluster, argv, number)
     assert not others

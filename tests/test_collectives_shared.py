@@ -141,7 +141,7 @@ def weighted(elems: int, rank: int) -> tuple[torch.Tensor, float]:
 
 
 def in_the_order_of_ranks(elems: int, size: int) -> torch.Tensor:
-    """As a shard of the parameter server sums what workers push."""
+    """The sum that a shard of a parameter server makes of the workers' pushes."""
     first, weight = weighted(elems, 0)
     result = torch.mul(first, weight)
     for rank in range(1, size):
@@ -230,7 +230,7 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
 
 @pytest.mark.parametrize("verb", ["reduce_scatter_", "all_gather_", "broadcast_"])
 def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: str) -> None:
-    """Rank 1 is slow to read: nobody goes on before it has read what it needs."""
+    """Rank 1 is slow to read: no rank goes on before it has read its part."""
 
     def body(core: SharedCore) -> bool:
         vector = core.allocate(LARGE, torch.float32, "v")
@@ -552,7 +552,7 @@ def test_cancelling_an_operation_breaks_the_group_and_waits_for_nobody() -> None
 
 
 def handed_over(group: SharedGroup) -> list[Any]:
-    """What a group gives to its thread, from now on."""
+    """The operations that a group gives to its thread from now on."""
     given: list[Any] = []
     submit = group._thread.submit
 
@@ -570,7 +570,7 @@ BRIEF = BRIEF_BYTES // 4  # float32 elements
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("elems", [SMALL, LARGE, BRIEF])
 def test_who_comes_last_needs_no_thread_and_all_get_the_same_bits(elems: int) -> None:
-    """Of a small vector; of others it waits for their sums. An early rank leaves its loop to others."""
+    """This holds for a small vector; for others it waits for their sums. An early rank lets its loop run."""
     size = 3
     coming = asyncio.Event()
 
@@ -690,7 +690,7 @@ def test_an_operation_that_is_given_up_breaks_the_group(ranks: Ranks) -> None:
 
 @pytest.mark.usefixtures("code")
 def test_patience_lasts_until_it_was_in_vain(ranks: Ranks) -> None:
-    """A rank looks longer after a sleep of another one, and no longer after one that lasted."""
+    """A rank looks longer after a sleep of another one, until it has slept for long itself."""
 
     def body(core: SharedCore) -> Any:
         found = []

@@ -121,7 +121,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def run(
     cluster: LocalCluster, phase: str, number: int = signal.SIGKILL, deadline_s: float = 30.0
 ) -> tuple[list[Message], list[str]]:
-    """What the two survivors say, and the children of the victim."""
+    """The messages of the two survivors, and of the children of the victim."""
     job = f"{os.getpid()}-{phase}-{number}".replace(" ", "-")
     said, others = survivors(cluster, [[job, str(rank), phase, str(deadline_s)] for rank in range(3)], number)
     for child in others:
