@@ -115,11 +115,11 @@ class Vector:
                 continue
             overlap = max(start, loan.start) < min(stop, loan.stop)  # nothing overlaps an empty range
             if overlap and (loan.write or write):
-                verb, held = ("write", "read") if write else ("read", "written")
+                verb, state = ("write", "read") if write else ("read", "written")
                 raise LentMemoryError(
                     f"{to} wants to {verb} {self.name}[{start}:{stop}], which is being "
-                    f"{'written' if loan.write else held} at [{loan.start}:{loan.stop}] by {loan.to}; "
-                    "land it in a spare vector and adopt that at a step boundary"
+                    f"{'written' if loan.write else state} at [{loan.start}:{loan.stop}] by {loan.to}; "
+                    "receive into a back buffer and swap that in at a step boundary"
                 )
         loan = Loan(start, stop, write, to, queue)
         self._loans.append(loan)

@@ -64,8 +64,8 @@ def _take_each(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
     """All workers take locks in ascending order, so that no two wait for each other."""
     for j in range(count):
         if not acquire(locks, FIRST + where[j], me, looks):
-            for held in range(j):
-                release(locks, FIRST + where[held])
+            for taken in range(j):
+                release(locks, FIRST + where[taken])
             return int(FIRST + where[j])
     return GOT
 
